@@ -46,7 +46,7 @@ def code_lines(text: str) -> int:
 
 
 def single_caller_helpers(sources: dict[Path, str]) -> list[str]:
-    """Return private functions of at most ten lines whose name occurs once in their file beside the definition."""
+    """Return private functions of at most ten lines whose name occurs twice in their file."""
     found = []
     for path, text in sources.items():
         words = Counter(re.findall(r"\w+", text))

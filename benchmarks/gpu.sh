@@ -77,7 +77,7 @@ run() {
   [ "$device" != dry-run ] || set -- "$1"
   case $1 in
     prepare)
-      examples/smoke_data.sh
+      [ -f data/smoke/corpus.idx ] || examples/smoke_data.sh
       CUDA_VISIBLE_DEVICES='' train "$scratch/cpu" || { failed+=("prepare: status $?") && return; }
       mkdir -p data/smoke/cpu_losses
       cp "$scratch/cpu/metrics.jsonl" data/smoke/cpu_losses

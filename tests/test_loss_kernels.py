@@ -1,4 +1,4 @@
-"""The loss head's Triton kernels against float64 and the plain path: on a card, or else in Triton's interpreter.
+"""The loss head's Triton kernels against float64 and the plain path: on a GPU, or else in Triton's interpreter.
 
 Legend: b tokens of a block, v vocabulary entries of one tensor-parallel rank, k kinds of statistics.
 """
@@ -224,7 +224,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_block_takes_six_launches_and_no_result_is_rounded(entropy: bool) -> None:
-    """Tensors without data ("meta") take CUDA's path: a read of their values, which on a card would wait, fails."""
+    """Tensors without data ("meta") take CUDA's path: a read of their values, which on a GPU would wait, fails."""
     tokens, width, rows = 100, 16, 256
 
     def run(block: int) -> tuple[Counter[str], int]:
@@ -283,7 +283,7 @@ for kernel, types, constants in (
 def test_they_compile_for_hopper_and_the_barrier_parts_reads_from_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Triton compiles without a card. The interpreter runs a program's threads as one, and would not miss a barrier."""
+    """Triton compiles without a GPU. The interpreter runs a program's threads as one, and would not miss a barrier."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -32,17 +32,17 @@ class KeyValueCache:
 
     def __init__(self, slots: int, capacity: int) -> None:
         self.capacity = capacity
-        self.held = np.zeros(slots, dtype=np.int64)
+        self.lengths = np.zeros(slots, dtype=np.int64)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def free(self, slot: int) -> None:
         """Empty a slot."""
-        self.held[slot] = 0
+        self.lengths[slot] = 0
 
     def keep(self, slot: int, tokens: int) -> None:
         """Truncate a slot to its first tokens."""
-        assert tokens <= self.held[slot], (tokens, self.held[slot])
-        self.held[slot] = tokens
+        assert tokens <= self.lengths[slot], (tokens, self.lengths[slot])
+        self.lengths[slot] = tokens
 
     def append(self, slots: Sequence[int], counts: Sequence[int]) -> Appended:
         """Reserve rows for new tokens; return these rows and the rows of the keys that they see.
@@ -52,10 +52,10 @@ class KeyValueCache:
             counts: the number of new tokens of each text, at least one.
         """
         where, new = np.asarray(slots, dtype=np.int64), np.asarray(counts, dtype=np.int64)
-        before = self.held[where]
+        before = self.lengths[where]
         after = before + new
         assert after.max() <= self.capacity, (after, self.capacity)
-        self.held[where] = after
+        self.lengths[where] = after
         first = where * self.capacity
         return Appended(
             cache=self,
@@ -69,7 +69,7 @@ class KeyValueCache:
     def of_layer(self, layer_number: int, key_tGH: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values, [slots * capacity, G, H] each, allocated at the first call."""
         if layer_number not in self._layers:
-            shape = (len(self.held) * self.capacity, *key_tGH.shape[1:])
+            shape = (len(self.lengths) * self.capacity, *key_tGH.shape[1:])
             self._layers[layer_number] = (key_tGH.new_empty(shape), key_tGH.new_empty(shape))
         return self._layers[layer_number]
 

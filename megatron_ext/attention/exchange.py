@@ -207,10 +207,10 @@ class KeyExchange:
         changes = np.flatnonzero(np.diff(np.concatenate([[True], local, [not local[-1]]])))
         runs = np.diff(np.concatenate([[0], mine.cu_seqlens_q[changes]])).tolist()
         remote_rows = mine.kv_rows[np.repeat(~local, key_counts)]
-        held = int(lengths.sum())
-        kept = np.unique(remote_rows[remote_rows < held])
-        received = remote_rows - held + len(kept)
-        places = np.where(remote_rows < held, np.searchsorted(kept, remote_rows), received)
+        own = int(lengths.sum())
+        kept = np.unique(remote_rows[remote_rows < own])
+        received = remote_rows - own + len(kept)
+        places = np.where(remote_rows < own, np.searchsorted(kept, remote_rows), received)
         return cls(
             sends=RowPicks.of(np.concatenate(mine.send)),
             send_counts=[len(rows) for rows in mine.send],
@@ -321,8 +321,8 @@ class HeadExchange:
     def _own_tokens(self, x_TNH: Tensor) -> Tensor:
         """Exchange back: [T, N/cp, H] -> [t, N, H]."""
         size, t = self.context.size, len(x_TNH) // self.context.size
-        dealt = reordered(x_TNH, self.order_T, self.natural_T)
-        by_rank = self.context.all_to_all(dealt, [t] * size, [t] * size)
+        in_rank_order = reordered(x_TNH, self.order_T, self.natural_T)
+        by_rank = self.context.all_to_all(in_rank_order, [t] * size, [t] * size)
         return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)
 
 

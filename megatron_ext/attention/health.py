@@ -77,7 +77,7 @@ class SampledQueries:
         counts: number of queries on each rank.
         rows_q: int64, this rank's queries, as indices into its own tokens.
         tokens_Q: int64, the queries as indices into all T tokens, those of rank 0 first.
-        held_t: int64, this rank's tokens as indices into the T tokens.
+        tokens_t: int64, this rank's tokens as indices into the T tokens.
         scheduled: the keys visible in layers that follow the window schedule.
         local: the keys visible in local layers; None if there are none.
     """
@@ -85,7 +85,7 @@ class SampledQueries:
     counts: tuple[int, ...]
     rows_q: Tensor
     tokens_Q: Tensor
-    held_t: Tensor
+    tokens_t: Tensor
     scheduled: VisibleKeys
     local: VisibleKeys | None
 
@@ -99,23 +99,23 @@ class SampledQueries:
             by_rank: the tokens of each context-parallel rank.
             rank: this rank.
         """
-        rows = [np.flatnonzero(np.isin(held, queries)) for held in by_rank]
-        tokens = np.concatenate([held[own] for held, own in zip(by_rank, rows, strict=True)])
+        rows = [np.flatnonzero(np.isin(tokens, queries)) for tokens in by_rank]
+        tokens = np.concatenate([tokens[own] for tokens, own in zip(by_rank, rows, strict=True)])
         return cls(
             counts=tuple(len(own) for own in rows),
             rows_q=torch.from_numpy(rows[rank]),
             tokens_Q=torch.from_numpy(tokens),
-            held_t=torch.from_numpy(by_rank[rank]),
+            tokens_t=torch.from_numpy(by_rank[rank]),
             scheduled=VisibleKeys.under(masks.scheduled, tokens),
             local=VisibleKeys.under(masks.local, tokens) if masks.local is not None else None,
         )
 
     def to(self, device: torch.device) -> SampledQueries:
         """Move the tensors to `device`."""
-        rows, tokens, held = (moved(index, device) for index in (self.rows_q, self.tokens_Q, self.held_t))
+        rows, sampled, tokens = (moved(index, device) for index in (self.rows_q, self.tokens_Q, self.tokens_t))
         local = self.local.to(device) if self.local is not None else None
         return replace(
-            self, rows_q=rows, tokens_Q=tokens, held_t=held, scheduled=self.scheduled.to(device), local=local
+            self, rows_q=rows, tokens_Q=sampled, tokens_t=tokens, scheduled=self.scheduled.to(device), local=local
         )
 
 
@@ -178,14 +178,14 @@ class Found:
 
 
 def find(
-    query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, held_t: Tensor, visible: VisibleKeys, scale: float
+    query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, tokens_t: Tensor, visible: VisibleKeys, scale: float
 ) -> Found:
     """Compute the statistics of the sampled queries over the keys of this rank, a block of queries at a time.
 
     Args:
         query_QNH: the sampled queries, float32.
         key_tGH: the keys of this rank's tokens; G divides N.
-        tokens_Q, held_t: the token indices of the queries and of the keys.
+        tokens_Q, tokens_t: the token indices of the queries and of the keys.
         visible: the keys that the queries see.
         scale: multiplies the scores before the softmax.
     """
@@ -196,7 +196,7 @@ def find(
     for part in range(0, queries, size := max(1, _SCORES // (heads * tokens))):
         here = slice(part, part + size)
         token_b1, query_bNH = tokens_Q[here, None], query_QNH[here]
-        seen_bt = (held_t >= visible.first_Q[here, None]) & (held_t <= token_b1)
+        seen_bt = (tokens_t >= visible.first_Q[here, None]) & (tokens_t <= token_b1)
         grouped = query_bNH.unflatten(1, (groups, -1)).transpose(0, 1)  # [G, b, N/G, H]
         score = (grouped.flatten(1, 2) @ key_GHt).unflatten(1, grouped.shape[1:3]).transpose(0, 1).flatten(1, 2)
         score_bNt = score.masked_fill(~seen_bt[:, None], -torch.inf)
@@ -209,8 +209,8 @@ def find(
                     largest,
                     e_bNt.sum(dim=-1),
                     (e_bNt * x_bNt.masked_fill(~seen_bt[:, None], 0.0)).sum(dim=-1),
-                    (e_bNt * (held_t == visible.starts_Q[here, None])[:, None]).sum(dim=-1),
-                    (e_bNt * (token_b1 - held_t)[:, None]).sum(dim=-1),
+                    (e_bNt * (tokens_t == visible.starts_Q[here, None])[:, None]).sum(dim=-1),
+                    (e_bNt * (token_b1 - tokens_t)[:, None]).sum(dim=-1),
                 ]
             )
         )
@@ -249,7 +249,7 @@ class Probe:
         query_QNH = self.context.gather(mine, [count * shape.numel() for count in sampled.counts]).unflatten(
             0, (-1, *shape)
         )
-        found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.held_t, visible, scale)
+        found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.tokens_t, visible, scale)
         self._found[layer_number] = found, scale
 
     def measured(self) -> tuple[list[int], Tensor]:

@@ -14,7 +14,7 @@ N, G, H = 4, 2, 8
 
 @pytest.mark.parametrize("left_window", [None, 2])
 def test_pieces_of_texts_see_what_whole_texts_see(left_window: int | None) -> None:
-    """Texts that come in pieces, beside one another, in any order; a slot is used again."""
+    """Texts that come in pieces, next to one another, in any order; a slot is used again."""
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 5, 4]
     texts = [[torch.randn(n, heads, H, generator=generator) for heads in (N, G, G)] for n in lengths]
@@ -71,4 +71,4 @@ def test_a_text_is_continued_in_several_ways() -> None:
         torch.testing.assert_close(seen[0], wanted)
         torch.testing.assert_close(seen[1], wanted + 1)
         cache.keep(0, kept)
-    assert cache.held.tolist() == [1, 3]
+    assert cache.lengths.tolist() == [1, 3]

@@ -1,4 +1,4 @@
-"""Both exchanges with real processes: output and gradients of the whole row, whoever held its tokens."""
+"""Both exchanges with real processes: output and gradients of the whole row."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_bytes_are_the_plans(seen: Seen, policy: str) -> None:
             assert (rank["forward"], rank["backward"]) == (forward, backward), (case, number)
 
 
-def test_where_nothing_moves_no_process_group_is_touched() -> None:
+def test_without_moved_rows_no_process_group_is_needed() -> None:
     """Without any process group a collective would raise."""
     assert not dist.is_initialized()
     share = plan(build_layout(12, [3], 6), 2, "contiguous")
@@ -224,7 +224,7 @@ def events_of(rank: int) -> list[str]:
     share = plan(LAYOUTS["documents"], 2, "contiguous")
     call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, Traffic(), parts=2), Scheme.EXCHANGE)
 
-    def attend_and_say(query: Tensor, key: Tensor, value: Tensor, part: AttentionCall, scale: float) -> Tensor:
+    def logged_attend(query: Tensor, key: Tensor, value: Tensor, part: AttentionCall, scale: float) -> Tensor:
         seen.append(f"attend {len(query)}")
         out = attend(query, key, value, part, scale)
         out.register_hook(lambda grad: seen.append(f"back {len(grad)}"))
@@ -232,14 +232,14 @@ def events_of(rank: int) -> list[str]:
 
     shapes = [(12, heads, HEAD_SIZE) for heads in (8, 4, 4)]
     query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    call.run(attend_and_say, query, key, value, SCALE).sum().backward()
+    call.run(logged_attend, query, key, value, SCALE).sum().backward()
     return seen
 
 
-def test_what_is_at_home_is_attended_to_while_rows_travel() -> None:
+def test_local_pieces_are_computed_while_rows_travel() -> None:
     """Rank 0 holds documents of 1, 4, 1 and 6 tokens; rank 1 the other 8 of the last one, and one of 4."""
-    only_home, both = call(events_of, 2)
-    assert only_home == [
+    local_only, both = call(events_of, 2)
+    assert local_only == [
         *("send", "send", "attend 12", "receive", "receive"),
         *("send", "send", "back 12", "receive", "receive"),
     ]
@@ -274,7 +274,7 @@ def test_gradients_of_many_receivers_are_rounded_once(receivers: int) -> None:
     assert error <= 1.001 * rounding
 
 
-def test_the_calls_at_home_and_away_cover_the_pieces_once() -> None:
+def test_local_and_remote_calls_cover_the_pieces_once() -> None:
     """Each query once, with the keys of its piece; where all pieces are of one kind there is one call, as ever."""
     kinds = set()
     for (name, layout), policy, size in itertools.product(LAYOUTS.items(), POLICIES, (2, 4)):

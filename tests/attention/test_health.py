@@ -123,16 +123,16 @@ def test_a_sink_is_counted_by_head_and_by_pair() -> None:
 def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
     """Each rank's part under the plan of a real micro-batch; most queries see nothing on some rank."""
     masks, (query, key) = masks_of(kind), draw()
-    held = plan(masks.scheduled.layout, size, "auto", left_window=masks.scheduled.left_window).rows
+    by_rank = plan(masks.scheduled.layout, size, "auto", left_window=masks.scheduled.left_window).rows
     queries = sample_queries(5, 0, 2 * LENGTH, 30)
     parts = []
     for rank in range(size):
-        sampled = SampledQueries.of(queries, masks, held, rank)
+        sampled = SampledQueries.of(queries, masks, by_rank, rank)
         assert sorted(sampled.tokens_Q.tolist()) == queries.tolist()
-        assert sampled.held_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
+        assert sampled.tokens_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
         left_window = sampled.scheduled
         parts.append(
-            find(query[sampled.tokens_Q], key[sampled.held_t], sampled.tokens_Q, sampled.held_t, left_window, SCALE)
+            find(query[sampled.tokens_Q], key[sampled.tokens_t], sampled.tokens_Q, sampled.tokens_t, left_window, SCALE)
         )
     stacked = torch.stack([part.stacked() for part in parts], dim=1).double()
     by_head = Found(*stacked).merged(SCALE).by_head(SCALE)
