@@ -18,7 +18,8 @@ from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.checks import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.run.rehearsal.ranks import check_layers, ranks_of, rehearse_ranks, windows_of
+from megatron_ext.run.rehearsal.process import Request, in_process
+from megatron_ext.run.rehearsal.ranks import check_layers, ranks_of, windows_of
 from megatron_ext.run.rehearsal.report import describe
 from megatron_ext.run.rehearsal.routing import check_load
 
@@ -52,8 +53,9 @@ def main(argv: list[str]) -> int:
     ranks = ranks_of(options.ranks, config, options.world_size)
     windows = windows_of(options.windows, config)
     found = []
-    for one in rehearse_ranks(training, options.world_size, ranks, windows, options.documents, options.expert_load):
-        found.append(one)
+    for rank in ranks:
+        request = Request(training, options.world_size, rank, windows, options.documents, options.expert_load)
+        found.append(one := in_process(request))
         print("\n".join(describe(one)), flush=True)
     if options.json is not None:
         with atomic_write(options.json) as aside:

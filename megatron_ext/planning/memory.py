@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.cli import program
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.planning.attention_shapes import Call, Shapes, attention_shapes
+from megatron_ext.planning.attention_shapes import Shapes, attention_shapes
 
 HEADROOM = 0.15  # share of a GPU's memory reserved for CUDA's context, NCCL's buffers and fragmentation
 _EMBEDDING = "model.embed_tokens.weight"
@@ -86,9 +87,10 @@ class Memory:
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
-    """Return the larger memory of the fullest pipeline stage under the smallest and the widest window."""
-    stage, schedule = fullest_stage(config, world_size, vocab_size), config.window_schedule()
-    memories = (stage_memory(config, world_size, vocab_size, stage, one) for one in (schedule.start, schedule.end))
+    """Return the memory of the fullest pipeline stage under the smallest or the widest window."""
+    schedule, stages = config.window_schedule(), range(config.parallel.pipeline_model_parallel_size)
+    cases = product(stages, {schedule.start, schedule.end})
+    memories = (stage_memory(config, world_size, vocab_size, stage, window) for stage, window in cases)
     return max(memories, key=lambda memory: memory.total)
 
 
@@ -116,7 +118,7 @@ def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
 
 def _memory(config: Config, world_size: int, vocab_size: int, stage: int, shapes: tuple[Shapes, ...]) -> Memory:
     """Return the memory of a rank, given the attention shapes of layers under the window and of local layers."""
-    parallel, sizes = config.parallel, _Sizes.of(config)
+    parallel, sizes = config.parallel, _Sizes(config)
     parameters = stage_parameters(config, vocab_size, stage)
     shares = 1
     if config.gradient_sharing(parallel.device != "cpu", world_size).use_distributed_optimizer:
@@ -181,7 +183,6 @@ def _counts(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: 
     return counts
 
 
-@dataclass(frozen=True)
 class _Sizes:
     """Sizes named in the legend, and values derived from them.
 
@@ -193,43 +194,19 @@ class _Sizes:
         inner: bytes of [t, F / tp].
     """
 
-    t: int
-    e: int
-    s: int
-    tp: int
-    heads: int
-    key_heads: int
-    head_size: int
-    rotated: float
-    again: tuple[str, ...]
-    stream: int
-    whole: int
-    inner: int
-    block: Block
-
-    @classmethod
-    def of(cls, config: Config) -> _Sizes:
-        """Compute the sizes of a configuration."""
+    def __init__(self, config: Config) -> None:
         model, parallel = config.model, config.parallel
-        tp = parallel.tensor_model_parallel_size
-        t = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
-        e, s = 2 if config.training.bf16 else 4, tp if parallel.sequence_parallel else 1
-        stream = t * model.hidden_size * e // s
-        return cls(
-            t=t,
-            e=e,
-            s=s,
-            tp=tp,
-            heads=model.num_attention_heads // tp,
-            key_heads=max(model.num_query_groups // tp, 1),
-            head_size=model.head_size,
-            rotated=sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers,
-            again=parallel.recomputed_modules if parallel.recompute_granularity == "selective" else (),
-            stream=stream,
-            whole=stream * s,
-            inner=e * t * model.ffn_hidden_size // tp,
-            block=BLOCKS[model.block],
-        )
+        self.tp = parallel.tensor_model_parallel_size
+        self.t = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
+        self.e, self.s = 2 if config.training.bf16 else 4, self.tp if parallel.sequence_parallel else 1
+        self.heads, self.key_heads = model.num_attention_heads // self.tp, max(model.num_query_groups // self.tp, 1)
+        self.head_size = model.head_size
+        self.rotated = sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers
+        self.again = parallel.recomputed_modules if parallel.recompute_granularity == "selective" else ()
+        self.stream = self.t * model.hidden_size * self.e // self.s
+        self.whole = self.stream * self.s
+        self.inner = self.e * self.t * model.ffn_hidden_size // self.tp
+        self.block = BLOCKS[model.block]
 
     @property
     def copied_queries(self) -> int:
@@ -256,7 +233,7 @@ def layer_bytes(config: Config, shapes: Shapes, *, on_cuda: bool = True) -> int:
         shapes: of its attention.
         on_cuda: with fused operators; on a CPU norms keep two fp32 copies of their input.
     """
-    sizes = _Sizes.of(config)
+    sizes = _Sizes(config)
     mlp = 0 if "mlp" in sizes.again else _mlp_bytes(config, sizes, on_cuda)
     return _norm_bytes(config, sizes, on_cuda) + mlp + attention_bytes(config, shapes)
 
@@ -299,12 +276,10 @@ def attention_bytes(config: Config, shapes: Shapes) -> int:
 
     Per head: N + 2 G of queries, keys and values as projected, N + G rotated, N of output; in addition 4 N of softmax
     statistics, and 4 e of cosines and sines per rotated dimension. A layer without RoPE has `copied_queries`, no
-    rotated
-    keys, and no cosines and sines. Recomputed attention keeps no statistics, and nothing of the exchange. Norms of
-    queries
-    and keys keep their inputs.
+    rotated keys, and no cosines and sines. Recomputed attention keeps no statistics, and nothing of the exchange.
+    Norms of queries and keys keep their inputs.
     """
-    sizes = _Sizes.of(config)
+    sizes = _Sizes(config)
     heads, key_heads = sizes.heads, sizes.key_heads
     again = "core_attn" in sizes.again
     if shapes.scheme is Scheme.EXCHANGE and not again:
@@ -345,7 +320,7 @@ def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
 
 def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
     """Return the bytes kept by the last norm beside its output: its input, or fp32 copies, and statistics."""
-    sizes = _Sizes.of(config)
+    sizes = _Sizes(config)
     kept = (sizes.block.norm_input or sizes.e) if on_cuda else 8
     return math.ceil(sizes.t * (kept * config.model.hidden_size + sizes.block.statistics) / sizes.s)
 
@@ -382,8 +357,7 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes)
 
     Full recomputation adds the layers of a group. A recomputed module adds its kept tensors and its output; a norm adds
     its output twice, because Megatron recomputes it and copies it back. Attention runs after the MLP and the norm
-    before it
-    have been freed.
+    before it have been freed.
     """
     parallel = config.parallel
     recomputed = 0
@@ -432,18 +406,14 @@ def _attention_backward(config: Config, shapes: Shapes, sizes: _Sizes) -> int:
     if "core_attn" in sizes.again:
         taken += shapes.tokens * sizes.heads * (sizes.e * sizes.head_size + 4)
     shares = config.parallel.context_parallel_size if shapes.scheme is Scheme.ULYSSES else 1
-    return taken + max(_scratch(call, sizes, shares) for call in shapes.calls)
-
-
-def _scratch(call: Call, sizes: _Sizes, shares: int) -> int:
-    """Return a backend's scratch bytes in backward; under Ulysses `shares` ranks share the heads.
-
-    FlashAttention 4, cuDNN and the reference count as FlashAttention 2.
-    """
     heads, key_heads = sizes.heads // shares, max(sizes.key_heads // shares, 1)
-    if call.backend == "triton_packed":
-        return packed_backward_scratch(call.queries, heads)
-    return flash_backward_scratch(call.queries, call.keys, call.segments, heads, key_heads, sizes.head_size, sizes.e)
+    scratch = [
+        packed_backward_scratch(call.queries, heads)
+        if call.backend == "triton_packed"  # others count as FlashAttention 2
+        else flash_backward_scratch(call.queries, call.keys, call.segments, heads, key_heads, sizes.head_size, sizes.e)
+        for call in shapes.calls
+    ]
+    return taken + max(scratch)
 
 
 def packed_backward_scratch(tokens: int, heads: int) -> int:
@@ -457,8 +427,7 @@ def flash_backward_scratch(
     """Return the scratch bytes of FlashAttention 2 in its backward pass, in addition to its results.
 
     fp32 [tokens + 128 segments, heads, head size rounded up to 32] for the unrounded query gradients, as many row sums
-    for
-    each head, and with grouped keys the gradients of keys and values for each head.
+    for each head, and with grouped keys the gradients of keys and values for each head.
 
     Args:
         tokens, keys: rows of queries and of keys.
@@ -476,10 +445,9 @@ def loss_head_bytes(config: Config, vocab_size: int) -> int:
 
     A block of fp32 logits is overwritten by its gradient. The weight's gradient is added to Megatron's buffer; autograd
     gets zeros of the weight's dtype after the last block has been freed. Phi's bias is a column of a copy of the
-    matrix,
-    whose gradient is accumulated in fp32 and rounded while the last block still exists.
+    matrix, whose gradient is accumulated in fp32 and rounded while the last block still exists.
     """
-    model, sizes = config.model, _Sizes.of(config)
+    model, sizes = config.model, _Sizes(config)
     e, rows, width = sizes.e, model.padded_vocab_size(vocab_size) // sizes.tp, model.hidden_size
     block = 4 * min(config.training.loss_block_tokens, sizes.t) * rows
     weight = max(block, e * rows * width)

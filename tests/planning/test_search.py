@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
@@ -21,11 +19,12 @@ from megatron_ext.planning.calibration import dump_speeds
 from megatron_ext.planning.memory import HEADROOM, estimate
 from megatron_ext.planning.search import Machine, candidates, search, windows, with_less_kept
 from megatron_ext.planning.step_time import read_speeds
+from pretrain_skyladder import main as pretrain
 from tools.plan_run import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEEDS = read_speeds()
-ROOM = 1 - HEADROOM
+USABLE = 1 - HEADROOM
 VOCABULARY = {"skyladder/skyladder_1b_32k.yaml": 32000, "prolong/prolong_8b.yaml": 128256}
 
 
@@ -46,7 +45,7 @@ def test_layouts_of_a_mixture_of_experts_are_legal_and_share_experts_out(gpus: i
     assert len(found.best) == 5
     for layout in found.best:
         assert list(mistakes(layout.config, gpus)) == []
-        assert layout.memory == estimate(layout.config, gpus, 151936).total <= ROOM * 80 * 2**30
+        assert layout.memory == estimate(layout.config, gpus, 151936).total <= USABLE * 80 * 2**30
         assert f"EP {layout.config.parallel.expert_model_parallel_size}" in layout.name
     sizes = {one.parallel.expert_model_parallel_size for one in candidates(parse(MIXTURE), machine)}
     assert {1, 2, 8, 64} <= sizes <= {2**k for k in range(8)}
@@ -58,7 +57,7 @@ def test_what_is_listed_is_legal_fits_and_is_sorted(name: str, gpus: int) -> Non
     assert len(found.best) == 5
     for layout in found.best:
         assert list(mistakes(layout.config, gpus)) == []
-        assert layout.memory == estimate(layout.config, gpus, VOCABULARY[name]).total <= ROOM * 80 * 2**30
+        assert layout.memory == estimate(layout.config, gpus, VOCABULARY[name]).total <= USABLE * 80 * 2**30
     assert [layout.seconds for layout in found.best] == sorted(layout.seconds for layout in found.best)
 
 
@@ -70,7 +69,7 @@ def test_no_legal_layout_that_fits_is_faster_than_the_best() -> None:
         one
         for kept in candidates(config, machine)
         for one in (kept, *with_less_kept(kept))
-        if estimate(one, gpus, vocabulary).total <= ROOM * 80 * 2**30 and not list(mistakes(one, gpus))
+        if estimate(one, gpus, vocabulary).total <= USABLE * 80 * 2**30 and not list(mistakes(one, gpus))
     ]
     assert len(legal) > 20
     fastest = min(run_seconds(one, machine) for one in legal)
@@ -105,12 +104,12 @@ def test_no_legal_neighbour_beats_the_best(
     machine = Machine(gpus, "H100", 32000, speeds)
     found = search(config, machine, top=1)
     if not found.best:
-        assert found.larger is None or found.larger.memory > ROOM * memory * 2**30
+        assert found.larger is None or found.larger.memory > USABLE * memory * 2**30
         return
     best = found.best[0]
     for neighbour in neighbours(best.config):
         legal = gpus % neighbour.parallel.model_parallel_size == 0 and not list(mistakes(neighbour, gpus))
-        if legal and estimate(neighbour, gpus, 32000).total <= ROOM * memory * 2**30:
+        if legal and estimate(neighbour, gpus, 32000).total <= USABLE * memory * 2**30:
             assert run_seconds(neighbour, machine) >= best.seconds * (1 - 1e-9), neighbour
 
 
@@ -178,7 +177,7 @@ def test_more_memory_is_suggested_only_where_it_is_faster() -> None:
     found = search(recipe("prolong/prolong_8b.yaml"), Machine(64, "H100", 128256, SPEEDS), top=1)
     assert found.larger is not None
     assert found.larger.seconds < found.best[0].seconds
-    assert found.larger.memory > ROOM * 80 * 2**30
+    assert found.larger.memory > USABLE * 80 * 2**30
 
 
 SKYLADDER = ["--config", str(ROOT / "examples/configs/skyladder/skyladder_1b_8k.yaml"), "--documents", "whole"]
@@ -224,25 +223,18 @@ def test_memory_is_the_reason_where_nothing_else_is(capsys: pytest.CaptureFixtur
     assert "available are 34.0 GiB (40 GiB less 15% of headroom)" in reason
 
 
-def plan_run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/plan_run.py", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("mixture", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_written_configuration_passes_a_dry_run(mixture: bool, tmp_path: Path) -> None:
+def test_the_written_configuration_passes_a_dry_run(
+    mixture: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "plan.yaml"
-    given = ["--config", "examples/configs/skyladder/skyladder_1b_32k.yaml", "--gpus", "16", "--gpu", "h100"]
-    if mixture:
-        given += ["--num-experts", "8", "--moe-ffn-hidden-size", "2048"]
-    done = plan_run(*given, "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    assert "the window schedule saves" in done.stdout
-    assert (", EP " in done.stdout) == mixture
-    assert ("tools/rehearse.py" in done.stdout) != mixture
-    check = [sys.executable, "pretrain_skyladder.py", "--config", str(output), "--dry-run", "--world-size", "16"]
-    dry = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert dry.returncode == 0, dry.stderr
+    words = ["--config", str(ROOT / "examples/configs/skyladder/skyladder_1b_32k.yaml"), "--gpus", "16"]
+    words += ["--num-experts", "8", "--moe-ffn-hidden-size", "2048"] if mixture else []
+    shown = "\n".join(lines_of([*words, "--gpu", "h100", "--output", str(output)], capsys))
+    assert "the window schedule saves" in shown
+    assert (", EP " in shown) == mixture
+    assert ("--no-moe-grouped-gemm" in shown) == parse(["--config", str(output)]).parallel.moe_grouped_gemm
+    assert pretrain(["--config", str(output), "--dry-run", "--world-size", "16"]) == 0
     assert parse(["--config", str(output)]).parallel.use_distributed_optimizer
 
 
@@ -261,12 +253,11 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_the_rehearsal_confirms_what_was_planned(tmp_path: Path) -> None:
+def test_the_rehearsal_confirms_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = "examples/configs/skyladder/skyladder_120m_8k.yaml"
-    given = ("--config", config, "--gpus", "8", "--documents", "whole")
-    done = plan_run(*given, "--output", str(tmp_path / "plan.yaml"), "--rehearse")
-    assert done.returncode == 0, done.stderr
-    rows = [line.rsplit(maxsplit=3) for line in done.stdout.split("rehearsed: one step", 1)[1].splitlines()[2:]]
+    words = ["--config", str(ROOT / config), "--gpus", "8", "--documents", "whole"]
+    shown = "\n".join(lines_of([*words, "--output", str(tmp_path / "plan.yaml"), "--rehearse"], capsys))
+    rows = [line.rsplit(maxsplit=3) for line in shown.split("rehearsed: one step", 1)[1].splitlines()[2:]]
     differences = {row[0]: float(row[3].rstrip("%")) for row in rows if row[-1].endswith("%")}
     assert abs(differences["PFLOP"]) < 1
     assert abs(differences["memory, GiB"]) < 6

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,30 +32,23 @@ def load() -> None:
         UserError: an unsupported torch, a CUDA build of torch, no C++ compiler, or one that cannot build the mock.
     """
     assert "torch" not in sys.modules, "torch has already looked for CUDA"
-    ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
-
-
-def library() -> Path:
-    """Return the library; build it if missing."""
-    torch = torch_version()
-    check_build(torch_folder())
+    torch, found = torch_folder(), torch_version()
+    check_build(torch)
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    built = cache_folder() / f"cuda_mock-torch-{torch}-{sys.implementation.cache_tag}-{digest}.so"
-    if not built.exists():
-        _build(built, _compiler())
-    return built
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
+    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{digest}.so"
+    if not library.exists():
+        _build(library, torch)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def torch_version() -> str:
     """Return the version of the installed torch.
 
     Raises:
-        UserError: torch is not installed, or its version has not been tested with the mock and the patches.
+        UserError: its version has not been tested with the mock and the patches.
     """
-    try:
-        found = version("torch")
-    except PackageNotFoundError:
-        found = "none"
+    found = version("torch")
     if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
         raise UserError(f"torch: got {found}, a rehearsal needs {SUPPORTED[0]} to {SUPPORTED[-1]}; pip install one")
     return found
@@ -82,28 +75,16 @@ def check_build(folder: Path) -> None:
         )
 
 
-def cache_folder() -> Path:
-    """Return the cache folder of built libraries."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron_ext"
-
-
-def _compiler() -> str:
-    named = os.environ.get("CXX")
-    for name in (named,) if named else COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    wanted = f"CXX={named}" if named else " or ".join(COMPILERS)
-    raise UserError(f"compiler: found no {wanted}, a rehearsal builds one C++ file; install g++, or set CXX")
-
-
-def _build(target: Path, compiler: str) -> None:
+def _build(target: Path, torch: Path) -> None:
     """Compile to a temporary file and rename it: two rehearsals may build at once."""
-    torch = torch_folder()
+    named = os.environ.get("CXX")
+    compiler = next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
+    if compiler is None:
+        wanted = f"CXX={named}" if named else " or ".join(COMPILERS)
+        raise UserError(f"compiler: found no {wanted}, a rehearsal builds one C++ file; install g++, or set CXX")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as aside:
-        made = Path(aside) / target.name
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
         command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", str(SOURCE)]
         command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)

@@ -12,8 +12,7 @@ from typing import Any
 from megatron_ext.config import Config
 from megatron_ext.planning.memory import Memory, fullest_rank, fullest_stage, stage_memory
 from megatron_ext.planning.step_time import rank_work, work_of
-from megatron_ext.run.rehearsal.process import Request
-from megatron_ext.run.rehearsal.ranks import in_process
+from megatron_ext.run.rehearsal.process import Request, in_process
 
 _GIB = 2**30
 

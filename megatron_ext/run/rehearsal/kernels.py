@@ -17,15 +17,27 @@ from torch import Tensor
 
 from megatron_ext.planning.memory import flash_backward_scratch, packed_backward_scratch
 
-Pairs = Callable[[Tensor], int]  # the pairs of a call, by its tensor of borders or of first keys
-
 
 @dataclass(frozen=True)
-class Cost:
-    """FLOPs of one call of a kernel, and its temporary memory in bytes."""
+class Kernel:
+    """The cost of a custom operator.
 
-    flops: int
-    scratch: int = 0
+    Attributes:
+        products: matrix products over all (query, key) pairs.
+        borders: the argument for which `Meter.state_pairs` sets the pairs.
+        scratch: returns the bytes that a call allocates and frees, given its arguments by name.
+    """
+
+    products: int
+    borders: str = ""
+    scratch: Callable[[Mapping[str, Any]], int] = lambda args: 0
+
+    def flops(self, pairs_of: Callable[[Tensor], int], args: Mapping[str, Any]) -> int:
+        """Return the FLOPs of a call."""
+        if self.products == 0:
+            return 0
+        _, heads, size = args["query"].shape
+        return int(2 * self.products * pairs_of(args[self.borders]) * heads * size)
 
 
 def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], left: int) -> int:
@@ -46,45 +58,24 @@ def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], lef
     return int((every - beyond * most + beyond * (beyond - 1) // 2).sum())
 
 
-def _varlen(products: int, backward: bool) -> Callable[[Pairs, Mapping[str, Any]], Cost]:
-    """Return the cost of (query, key, value, cu_seq_q, cu_seq_k, ...): `products` matrix products over all pairs."""
-
-    def cost(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
-        query, key = args["query"], args["key"]
-        (t, heads, size), (u, key_heads, _) = query.shape, key.shape
-        flops = 2 * products * pairs(args["cu_seq_q"]) * heads * size
-        if not backward:
-            return Cost(flops)
-        segments = len(args["cu_seq_q"]) - 1
-        return Cost(flops, flash_backward_scratch(t, u, segments, heads, key_heads, size, query.element_size()))
-
-    return cost
+def _varlen_scratch(args: Mapping[str, Any]) -> int:
+    query, key, segments = args["query"], args["key"], len(args["cu_seq_q"]) - 1
+    (t, heads, size), (u, key_heads, _) = query.shape, key.shape
+    return flash_backward_scratch(t, u, segments, heads, key_heads, size, query.element_size())
 
 
-def _packed(products: int, backward: bool) -> Callable[[Pairs, Mapping[str, Any]], Cost]:
-    """Return the cost of (query, key, value, low_t, high_t, ...): `products` matrix products over each query's keys."""
-
-    def cost(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
-        t, heads, size = args["query"].shape
-        flops = 2 * products * pairs(args["low_t"]) * heads * size
-        return Cost(flops, packed_backward_scratch(t, heads) if backward else 0)
-
-    return cost
+def _packed_scratch(args: Mapping[str, Any]) -> int:
+    t, heads, _ = args["query"].shape
+    return packed_backward_scratch(t, heads)
 
 
-def _no_products(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
-    """Return zero FLOPs: one pass over the logits."""
-    return Cost(0)
-
-
-# operator -> cost of a call with these arguments, by name. Backward of flash attention recomputes the scores and
-# computes the gradients of values, probabilities, queries and keys; our kernels compute the scores and their gradients
-# twice.
-KERNELS: dict[str, Callable[[Pairs, Mapping[str, Any]], Cost]] = {
-    "torch_attn::_varlen_attn": _varlen(2, backward=False),
-    "torch_attn::_varlen_attn_backward": _varlen(5, backward=True),
-    "megatron_ext::packed_attention": _packed(2, backward=False),
-    "megatron_ext::packed_attention_backward": _packed(7, backward=True),
-    "megatron_ext::softmax_statistics": _no_products,
-    "megatron_ext::softmax_gradient": _no_products,
+# backward of flash attention recomputes the scores and computes the gradients of values, probabilities, queries and
+# keys; our kernels compute the scores and their gradients twice
+KERNELS = {
+    "torch_attn::_varlen_attn": Kernel(2, "cu_seq_q"),
+    "torch_attn::_varlen_attn_backward": Kernel(5, "cu_seq_q", _varlen_scratch),
+    "megatron_ext::packed_attention": Kernel(2, "low_t"),
+    "megatron_ext::packed_attention_backward": Kernel(7, "low_t", _packed_scratch),
+    "megatron_ext::softmax_statistics": Kernel(0),  # one pass over the logits
+    "megatron_ext::softmax_gradient": Kernel(0),
 }

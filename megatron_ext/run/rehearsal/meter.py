@@ -151,10 +151,9 @@ class Meter(TorchDispatchMode):
         name = f"{func.namespace}::{func._opname}"
         if name in KERNELS:
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            cost = KERNELS[name](self.pairs_of, named | kwargs)
-            self.flops[name] += cost.flops
-            if cost.scratch:
-                self.ledger.transient(cost.scratch, Part.OTHER, f"{name}, scratch")
+            self.flops[name] += KERNELS[name].flops(self.pairs_of, named | kwargs)
+            if scratch := KERNELS[name].scratch(named | kwargs):
+                self.ledger.transient(scratch, Part.OTHER, f"{name}, scratch")
         elif packet in flop_registry:
             if here or (out is None and any(map(self._counts, args))):  # None: added to an argument
                 self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
@@ -307,7 +306,7 @@ class Meter(TorchDispatchMode):
             return
         if chosen is not None and packet is aten.sum and out.shape == chosen.shape:
             self._remember(out, chosen)
-        elif self._is_assumed(packet, args):
+        elif self._assumes_finite(packet, args):
             self._remember(out, np.full(tuple(out.shape), packet is not aten.any))
         elif packet in (*_COPIES, *_LIFTS) and out.dtype in _NUMPY:
             source = self.values(args[1] if packet is aten.copy_ else args[0])
@@ -322,7 +321,7 @@ class Meter(TorchDispatchMode):
         if known is not None and gathered.numel() <= MOST_KNOWN:
             self._remember(gathered, np.resize(known, tuple(gathered.shape)))
 
-    def _is_assumed(self, packet: Any, args: tuple[Any, ...]) -> bool:
+    def _assumes_finite(self, packet: Any, args: tuple[Any, ...]) -> bool:
         """Return whether a result on unknown numbers is assumed: `any` is False, the others True (finite, no NaN)."""
         if packet in (aten.any, aten.all):
             return True

@@ -1,13 +1,23 @@
-"""Rehearse one rank in this process: python -m megatron_ext.run.rehearsal REQUEST RESULT, two JSON files."""
+"""Rehearse one rank in a process of its own, which isolates the patches and mocks.
+
+`in_process` starts python -m megatron_ext.run.rehearsal.process REQUEST RESULT, two JSON files.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import subprocess
+import sys
+import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.run.rehearsal import cuda_library
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,25 @@ class Request:
         Path(file).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
+def in_process(request: Request) -> dict[str, Any]:
+    """Rehearse a rank and return the result, as `rank.Rehearsed` in plain types.
+
+    Raises:
+        UserError: this machine cannot rehearse, or the configuration cannot be run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, found = Path(folder) / "request.json", Path(folder) / "found.json"
+        request.write(asked)
+        command = [sys.executable, "-m", "megatron_ext.run.rehearsal.process", str(asked), str(found)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 2:
+            raise UserError(done.stderr.strip().splitlines()[-1])
+        if done.returncode != 0:
+            raise RuntimeError(f"rank {request.rank} died with status {done.returncode}:\n{done.stderr[-4000:]}")
+        answer: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        return answer
+
+
 def run(request: Request, result_file: str) -> None:
     """Rehearse the request and write the result as JSON."""
     os.environ.update(
@@ -70,3 +99,19 @@ def run(request: Request, result_file: str) -> None:
         parse(request.argv), request.windows, request.documents, device, meters, expert_load=request.expert_load
     )
     Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+def main(request_file: str, result_file: str) -> int:
+    request = Request.read(request_file)
+    try:
+        if request.fake:
+            cuda_library.load()
+        run(request, result_file)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -8,8 +8,7 @@ from conftest import slow_but
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
 from megatron_ext.planning.memory import fullest_rank, fullest_stage, stage_memory
-from megatron_ext.run.rehearsal.process import Request
-from megatron_ext.run.rehearsal.ranks import in_process
+from megatron_ext.run.rehearsal.process import Request, in_process
 
 SHAPE = (
     "--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --num-query-groups 4 --num-layers 2 "

@@ -22,8 +22,7 @@ from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import stage_memory
 from megatron_ext.planning.recipes import Recipe, recipes
 from megatron_ext.run.rehearsal.estimates import Case
-from megatron_ext.run.rehearsal.process import Request
-from megatron_ext.run.rehearsal.ranks import in_process
+from megatron_ext.run.rehearsal.process import Request, in_process
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
