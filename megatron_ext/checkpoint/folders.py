@@ -240,35 +240,30 @@ def _remove(folder: Path) -> None:
         logger.warning("%s cannot be deleted (%s); nothing needs it", folder, error.strerror or error)
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Decides which complete checkpoints are kept.
+def superfluous(steps: Sequence[int], last: int, every: int) -> list[int]:
+    """Return the `steps` (ascending) that may be deleted; never the newest.
 
-    Attributes:
+    Args:
+        steps: of complete checkpoints.
         last: number of the newest checkpoints to keep; 0: all.
         every: checkpoints whose step is a multiple of this are always kept.
     """
+    if not last:
+        return []
+    return [step for step in steps[:-last] if not (every and step % every == 0)]
 
-    last: int = 0
-    every: int = 0
 
-    def superfluous(self, steps: Sequence[int]) -> list[int]:
-        """Return the `steps` (ascending) that may be deleted; never the newest."""
-        if not self.last:
-            return []
-        return [step for step in steps[: -self.last] if not (self.every and step % self.every == 0)]
+def delete_superfluous(run: Path, newest: int, last: int, every: int) -> None:
+    """Delete superfluous checkpoints up to `newest`.
 
-    def apply(self, run: Path, newest: int) -> None:
-        """Delete superfluous checkpoints up to `newest`.
-
-        Each is renamed first, so that a killed process leaves no partially deleted checkpoint.
-        """
-        for step in self.superfluous([step for step in saved_steps(run) if step <= newest]):
-            folder = run / "checkpoints" / folder_name(step)
-            going = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.deleted{UNFINISHED}")
-            try:
-                folder.rename(going)
-            except OSError as error:
-                logger.warning("%s cannot be deleted (%s); it stays", folder, error.strerror or error)
-            else:
-                _remove(going)
+    Each is renamed first, so that a killed process leaves no partially deleted checkpoint.
+    """
+    for step in superfluous([step for step in saved_steps(run) if step <= newest], last, every):
+        folder = run / "checkpoints" / folder_name(step)
+        going = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.deleted{UNFINISHED}")
+        try:
+            folder.rename(going)
+        except OSError as error:
+            logger.warning("%s cannot be deleted (%s); it stays", folder, error.strerror or error)
+        else:
+            _remove(going)

@@ -220,7 +220,7 @@ class Checkpointer:
             )
             manifest.write(aside)
             folder = folders.publish(aside)
-            folders.Retention(self.options.keep_last, self.options.keep_every).apply(run, position.step)
+            folders.delete_superfluous(run, position.step, self.options.keep_last, self.options.keep_every)
             logger.debug("%s: %d bytes written in %.1f s", folder, manifest.bytes, manifest.seconds)
 
         self._writing = _Background("checkpoint writer", lambda: write(aside, shards, complete, self._group))

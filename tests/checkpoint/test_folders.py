@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from checkpoint.test_manifest import manifest
 from megatron_ext.checkpoint import folders
-from megatron_ext.checkpoint.folders import POINTER, Retention
+from megatron_ext.checkpoint.folders import POINTER
 from megatron_ext.checkpoint.manifest import facts_of
 from megatron_ext.errors import UserError
 
@@ -82,7 +82,7 @@ def test_a_future_that_was_left_is_neither_counted_nor_offered(tmp_path: Path) -
     back, _ = write(tmp_path, 3), write(tmp_path, 6)
     folders.rewind(back)
     own, newest = write(tmp_path, 5), write(tmp_path, 7)
-    Retention(last=2).apply(tmp_path, 7)
+    folders.delete_superfluous(tmp_path, 7, 2, 0)
     assert folders.saved_steps(tmp_path) == [5, 7]
     (newest / "file").unlink()
     assert located(tmp_path, past_damaged=True) == own
@@ -117,7 +117,7 @@ def test_what_cannot_be_deleted_costs_no_checkpoint(
     monkeypatch.setattr(shutil, "rmtree", stuck)
     with caplog.at_level(logging.WARNING):
         assert write(tmp_path, 5) == located(tmp_path)
-        Retention(last=1).apply(tmp_path, 5)
+        folders.delete_superfluous(tmp_path, 5, 1, 0)
     assert folders.saved_steps(tmp_path) == [5]
     assert left.exists()
     assert f"{left} cannot be deleted (Directory not empty); nothing needs it" in caplog.text
@@ -182,7 +182,7 @@ def test_past_the_damaged_to_the_newest_complete(tmp_path: Path) -> None:
 def test_what_stays(tmp_path: Path, last: int, every: int, stay: list[int]) -> None:
     for step in range(1, 8):
         write(tmp_path, step)
-    Retention(last, every).apply(tmp_path, 7)
+    folders.delete_superfluous(tmp_path, 7, last, every)
     assert folders.saved_steps(tmp_path) == stay
     assert located(tmp_path) == tmp_path / "checkpoints" / "iter_0000007"
 
@@ -193,7 +193,7 @@ def test_what_stays(tmp_path: Path, last: int, every: int, stay: list[int]) -> N
     every=st.integers(0, 7),
 )
 def test_the_newest_never_goes(steps: list[int], last: int, every: int) -> None:
-    going = Retention(last, every).superfluous(steps)
+    going = folders.superfluous(steps, last, every)
     staying = [step for step in steps if step not in going]
     assert steps[-1] in staying
     assert len(staying) >= min(last, len(steps))
