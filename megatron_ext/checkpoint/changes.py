@@ -115,7 +115,13 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
     if not changes:
         return []
     free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
-    bound = _bound(config)
+    bound: set[str] = set()  # options that are free in other runs but affect training in this one
+    if config.training.moe_aux_loss_coeff and not config.balances_rows:
+        bound |= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced
+    if config.training.early_stopping_patience:  # the losses would be compared with those of other texts
+        bound |= {"valid_data_path", "eval_packing"}
+    if config.optimizer.qk_clip_threshold is not None:  # they determine the queries whose scores are clipped
+        bound |= {"micro_batch_size", "balance_batches", "attention_health_interval", "attention_health_queries"}
     restricted = [
         change
         for change in changes
@@ -151,18 +157,6 @@ def moved_rows(saved: dict[str, Any], config: Config, consumed: int) -> list[str
             how = "are left out" if rows > 0 else "come again"
             lines.append(f"mixture: about {abs(rows):,.0f} rows of {part.label} {how}")
     return lines
-
-
-def _bound(config: Config) -> set[str]:
-    """Return the options that are free in other runs but affect training in this one."""
-    bound: set[str] = set()
-    if config.training.moe_aux_loss_coeff and not config.balances_rows:
-        bound |= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced
-    if config.training.early_stopping_patience:  # the losses would be compared with those of other texts
-        bound |= {"valid_data_path", "eval_packing"}
-    if config.optimizer.qk_clip_threshold is not None:  # they determine the queries whose scores are clipped
-        bound |= {"micro_batch_size", "balance_batches", "attention_health_interval", "attention_health_queries"}
-    return bound
 
 
 def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[Change]:

@@ -147,16 +147,6 @@ class _Entries(TypedDict, total=False):
     layer_norm_eps: _Number | None
 
 
-def _check_types(entries: dict[str, Any], path: Path) -> None:
-    """Raise UserError for the first entry of another type, or a number that is not positive or unreasonably large."""
-    try:
-        TypeAdapter(_Entries).validate_python(entries)
-    except ValidationError as error:
-        first = error.errors()[0]
-        given = "" if first["type"] == "missing" else f" {echo(first['input'])}"
-        raise UserError(f"checkpoint: {path} has {first['loc'][0]}{given}: {first['msg']}; use another model") from None
-
-
 def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     """Build a ModelConfig from the entries of config.json; `vocab_size` is the number of rows of the embedding.
 
@@ -173,7 +163,12 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     entries = _DEFAULTS.get(family, {}) | entries
     if family == "qwen3_moe" and "num_local_experts" in entries:  # the name in some versions of transformers
         entries["num_experts"] = entries.pop("num_local_experts")
-    _check_types(entries, path)
+    try:
+        TypeAdapter(_Entries).validate_python(entries)
+    except ValidationError as error:
+        first = error.errors()[0]
+        given = "" if first["type"] == "missing" else f" {echo(first['input'])}"
+        raise UserError(f"checkpoint: {path} has {first['loc'][0]}{given}: {first['msg']}; use another model") from None
     if entries.get(epsilon := _EPSILON.get(family, "rms_norm_eps")) is None:
         raise UserError(f"checkpoint: {path} has no {epsilon}; use another model")
     _check_expressible(entries, path)
@@ -325,6 +320,11 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         UserError: transformers has no such model.
     """
     family = family_of(model)
+    experts: dict[str, Any] = {}
+    if family in _EXPERTS:
+        number, choices, width = _EXPERTS[family]
+        sizes = {number: model.num_experts, choices: model.moe_router_topk, width: model.expert_width}
+        experts = _FIXED_OF[family] | sizes
     return {
         "architectures": [FAMILIES[family]],
         "model_type": family,
@@ -332,7 +332,7 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         "pad_token_id": None,  # transformers does not train the padding row; Gemma's default is 0
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
-        **_expert_entries(model, family),
+        **experts,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
@@ -349,14 +349,6 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         ),
         **_window_entries(model, family),
     }
-
-
-def _expert_entries(model: ModelConfig, family: str) -> dict[str, Any]:
-    if family not in _EXPERTS:
-        return {}
-    number, choices, width = _EXPERTS[family]
-    sizes = {number: model.num_experts, choices: model.moe_router_topk, width: model.expert_width}
-    return _FIXED_OF[family] | sizes
 
 
 def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
