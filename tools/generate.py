@@ -11,25 +11,17 @@ Decoding is greedy unless --temperature is given. The trainer's parallel flags (
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.evaluation.sampling import Sampling
-from megatron_ext.files.atomic import atomic_write
 from megatron_ext.launch import is_first, read_launch
-
-if TYPE_CHECKING:  # importing Megatron takes seconds
-    from megatron_ext.evaluation.model_text import ModelText
-    from megatron_ext.run.generate import Generator
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -60,7 +52,7 @@ def check(options: argparse.Namespace) -> Sampling:
         UserError: incompatible options, or an output that exists.
     """
     if options.chat and (options.input is not None or options.output is not None):
-        raise UserError("chat: got --input or --output beside --chat, which takes turns by --prompt or standard input")
+        raise UserError("chat: got --input or --output; --chat reads turns from --prompt or standard input")
     if not options.chat and (options.prompt is None) == (options.input is None):
         raise UserError("prompt, input: needs one of the two; give --prompt TEXT, --input FILE, or --chat")
     if options.system is not None and not options.chat:
@@ -73,118 +65,15 @@ def check(options: argparse.Namespace) -> Sampling:
     return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
 
-def generate(options: argparse.Namespace, flags: list[str], sampling: Sampling) -> None:
-    """Continue the prompts or chat, and print or write the texts."""
-    from megatron_ext.checkpoint.pretrained import Pretrained
-    from megatron_ext.data.text.documents import read_documents
-    from megatron_ext.evaluation.model_text import ModelText
-    from megatron_ext.run.generate import Generator, Prompt, inference_layout
-    from megatron_ext.run.inference import open_model, warn_beyond_training
-
-    processes = inference_layout(parse_processes(flags))
-    texts: list[str] = [] if options.chat else options.prompt
-    if options.input is not None:
-        texts = [document.text for document in read_documents(options.input, options.json_key)]
-    pretrained = Pretrained.find(options.model)
-    model_text = ModelText.of(pretrained, options.tokenizer, options.eod_token, bos=options.bos)
-    prompts = [Prompt(model_text.encode(text), options.max_new_tokens) for text in texts]
-    longest = max((prompt.length for prompt in prompts), default=options.max_new_tokens)
-    warn_beyond_training(pretrained, longest)
-    first = is_first(os.environ)
-    with open_model(pretrained, processes, longest, options.dtype) as model:
-        if options.chat:
-            chat(options, Generator(model, 1, model_text.chat()[1]), model_text, sampling)
-            return
-        generator = Generator(model, options.batch_size, model_text.stop)
-        if options.output is None and len(prompts) == 1 and first:
-            print(texts[0], end="", flush=True)
-            show, end = printer(model_text, generator, prompts[0].tokens)
-            generator.answer(prompts, sampling, show)
-            end()
-            return
-        answers = generator.answer(prompts, sampling)
-    if not first:
-        return
-    if options.output is None:
-        for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
-            print(f"{'' if number == 0 else chr(10)}[{number + 1}] {text}{model_text.answer(answer)}")
-        return
-    with atomic_write(options.output) as aside, aside.open("w", encoding="utf-8") as file:
-        for text, prompt, answer in zip(texts, prompts, answers, strict=True):
-            record = {
-                "prompt": text,
-                "answer": model_text.answer(answer),
-                "tokens": answer,
-                "prompt_tokens": len(prompt.tokens),
-                "ended": "stop token" if answer[-1] in model_text.stop else "--max-new-tokens",
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def printer(
-    model_text: ModelText, generator: Generator, prompt: Any
-) -> tuple[Callable[[int, int], None], Callable[[], None]]:
-    """Return functions that print the text of each new token as soon as it is complete, and the rest at the end."""
-    from megatron_ext.data.text.streaming import TextStream
-
-    stream = TextStream(model_text.decode, prompt)
-
-    def show(number: int, token: int) -> None:
-        if token not in generator.stop:
-            print(stream.put(token), end="", flush=True)
-
-    return show, lambda: print(stream.end())
-
-
-def chat(options: argparse.Namespace, generator: Generator, model_text: ModelText, sampling: Sampling) -> None:
-    """Run a conversation; process 0 reads the user's turns."""
-    from megatron_ext.data.text.chat import ChatError
-    from megatron_ext.engine.parallel import run_on_rank0
-    from megatron_ext.run.generate import Prompt
-
-    template, _ = model_text.chat()
-    first, ranks = is_first(os.environ), generator.model.ranks
-    if generator.shares > 1:
-        raise UserError(
-            f"chat: got {ranks.world_size} processes, needs one copy of the model; start as many as "
-            "--tensor-model-parallel-size times --pipeline-model-parallel-size"
-        )
-    messages = [{"role": "system", "content": options.system}] if options.system else []
-    turns = iter(options.prompt) if options.prompt is not None else stdin_turns()
-    while (turn := run_on_rank0(ranks, lambda: next(turns, None), options.model)) is not None:
-        messages.append({"role": "user", "content": turn})
-        try:
-            tokens = model_text.encode_chat(template.prompt(messages))
-        except ChatError as error:
-            raise UserError(f"chat: {error}; say it otherwise") from None
-        show, end = printer(model_text, generator, tokens)
-        (answer,) = generator.answer([Prompt(tokens, options.max_new_tokens)], sampling, show if first else None)
-        if first:
-            end()
-        spoken = answer[:-1] if answer[-1] in generator.stop else answer
-        messages.append({"role": "assistant", "content": model_text.decode(spoken)})
-
-
-def stdin_turns() -> Iterator[str]:
-    """Read the user's turns, one line each, until the end of standard input or an empty line."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
-        yield line
-
-
 @command
 def main(argv: list[str]) -> int:
     options, flags = parse_options(argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING if is_first(os.environ) else logging.ERROR)
     read_launch(os.environ)
-    generate(options, flags, check(options))
-    from megatron_ext.run.inference import leave
+    sampling, processes = check(options), parse_processes(flags)
+    from megatron_ext.run.generate_text import generate_text  # importing Megatron takes seconds
 
-    leave()
+    generate_text(options, processes, sampling)
     return 0
 
 

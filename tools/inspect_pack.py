@@ -12,20 +12,17 @@ python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --p
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
 from megatron_ext.data.packing import POLICIES, build_plan, histogram, report
-from megatron_ext.errors import UserError, echo
-from megatron_ext.inspect.pack_view import PackView, describe, view_row
-
-OF_A_DATASET = ("sample", "seed", "split", "tokenizer_model", "policies", "histogram", "text")
+from megatron_ext.data.rows.dataset import check_seed
+from megatron_ext.errors import UserError
+from megatron_ext.inspect.pack_view import describe, view_row
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -36,21 +33,19 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--seq-length", type=int, required=True, metavar="L", help="tokens of the row")
     data = parser.add_argument_group("with --data-path").add_argument
-    data("--sample", type=int, metavar="N", help="training sample, from 0 (default: 0)")
-    data("--seed", type=int, help=f"of the data order (default: {TrainingConfig.seed})")
-    data("--split", help=f"shares of the documents for train,valid,test (default: {DataConfig.split})")
+    data("--sample", type=int, default=0, metavar="N", help="training sample, from 0 (default: 0)")
+    data("--seed", type=int, default=TrainingConfig.seed, help="of the data order (default: %(default)s)")
+    data(
+        "--split", default=DataConfig.split, help="shares of the documents for train,valid,test (default: %(default)s)"
+    )
     data("--tokenizer-model", metavar="TOKENIZER", help="the one that the data was made with")
     data("--policies", nargs="+", metavar="NAME", help="compare packing policies instead; - for all but bm25")
-    data("--histogram", action="store_const", const=True, help="with --policies: of the keys that a token may see")
-    data("--text", action="store_const", const=True, help="show the text of each token of a short row")
+    data("--histogram", action="store_true", help="with --policies: of the keys that a token may see")
+    data("--text", action="store_true", help="show the text of each token of a short row")
     add("--window", type=int, metavar="W", help="of the grid (default: the whole row)")
     add("--left-window", type=int, metavar="R", help="sliding window: a token sees at most R tokens before itself")
-    add(
-        "--document-mask",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="attention stays inside a document: here by default, in training by option",
-    )
+    mask = "attention stays inside a document: here by default, in training by option"
+    add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=mask)
     add("--context-parallel-size", type=int, default=1, metavar="C", help="ranks that share the row (default: 1)")
     add("--cp-policy", default="auto", choices=[policy.value for policy in Policy], help="default: %(default)s")
     add("--width", type=int, default=100, help="characters of a line (default: %(default)s)")
@@ -58,80 +53,46 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
-    """Compute the view of the row, and its tokens' texts if requested."""
-    for name in ("seq_length", "window"):
-        if (value := getattr(options, name)) is not None and not 1 <= value <= options.seq_length:
-            needs = "at least 1 token" if name == "seq_length" else f"1..seq_length {options.seq_length}"
-            raise UserError(f"{name}: got {value}, needs {needs}")
-    ends: Sequence[int] = options.document_ends
-    texts = None
-    if options.data_path is not None:
-        ends, texts = draw(options)
-    else:
-        for name in OF_A_DATASET:
-            if getattr(options, name) is not None:
-                flag = name.replace("_", "-")
-                raise UserError(f"{name}: got a row by hand, needs a dataset; give --data-path or leave --{flag} out")
-        if any(end <= before for before, end in itertools.pairwise([0, *ends])):
-            raise UserError(f"document_ends: got {echo(list(ends))}, needs ends above 0 that rise; sort them")
-    view = view_row(
-        options.seq_length,
-        ends,
-        window=options.window,
-        document_mask=options.document_mask,
-        cp_size=options.context_parallel_size,
-        policy=options.cp_policy,
-        left_window=options.left_window,
-    )
-    return view, texts
+def config_of(options: argparse.Namespace) -> Config:
+    check_seed(options.seed)
+    data = DataConfig(data_path=tuple(options.data_path), seq_length=options.seq_length, split=options.split)
+    return Config(data=data, training=TrainingConfig(seed=options.seed))
 
 
-def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
+def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Read a row of the dataset with the trainer's code: its document ends and, if requested, its tokens' texts."""
-    from megatron_ext.data.rows.dataset import check_seed
     from megatron_ext.data.text.metadata import check_tokenizer
     from megatron_ext.data.text.tokenizer import Tokenizer
+    from megatron_ext.run.rows import open_rows  # importing Megatron takes seconds
 
-    sample = options.sample or 0
-    if sample < 0:
-        raise UserError(f"sample: got {sample}, needs at least 0")
-    if options.seed is not None:
-        check_seed(options.seed)
+    if options.sample < 0:
+        raise UserError(f"sample: got {options.sample}, needs at least 0")
     if options.text and not options.tokenizer_model:
         raise UserError("text: got no tokenizer to decode tokens with; give --tokenizer-model or leave --text out")
+    config = config_of(options)
     tokenizer = Tokenizer(options.tokenizer_model) if options.tokenizer_model else None
-    data = {"seq_length": options.seq_length, "data_path": tuple(options.data_path), "split": options.split}
-    training = {"seed": options.seed}
-    config = Config(data=DataConfig(**_given(data)), training=TrainingConfig(**_given(training)))
     if tokenizer:
         for part in config.data.parts:
             check_tokenizer(part.prefix, tokenizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns about libraries that are not needed here
-        from megatron_ext.run.rows import open_rows  # importing Megatron takes seconds
-    row = open_rows(config, tokenizer.vocab_size if tokenizer else sys.maxsize).train(sample)
+    row = open_rows(config, tokenizer.vocab_size if tokenizer else sys.maxsize).train(options.sample)
     texts = [tokenizer.decode([token]) for token in row.tokens[:-1]] if tokenizer and options.text else None
     return row.document_ends.tolist(), texts
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Print a line for each policy: what it keeps, cuts and pads of the training split, and the keys of a token."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns about libraries that are not needed here
-        from megatron_ext.run.rows import splits
+    """Return a line for each policy: what it keeps, cuts and pads of the training split, and the keys of a token."""
+    from megatron_ext.run.rows import splits
+
     if len(options.data_path) != 1:
         raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")
-    every = [policy for policy in POLICIES if policy != "bm25"]
-    data = {"seq_length": options.seq_length, "data_path": tuple(options.data_path), "split": options.split}
-    config = Config(data=DataConfig(**_given(data)), training=TrainingConfig(**_given({"seed": options.seed})))
-    (split,) = splits(config, sys.maxsize, 0)
+    (split,) = splits(config_of(options), sys.maxsize, 0)
+    every = options.policies == ["-"]
     lines = [f"{'':<15} {'kept':>7} {'repeated':>9} {'truncated':>10} {'dropped':>8} {'padding':>8} {'mean keys':>10}"]
-    for name in every if options.policies == ["-"] else options.policies:
+    for name in [policy for policy in POLICIES if policy != "bm25"] if every else options.policies:
         try:
             plan = build_plan(name, split.source, split.documents, options.seq_length, split.seed)
         except UserError as error:
-            if options.policies != ["-"]:
+            if not every:
                 raise
             lines.append(f"{name:<15} {error}")
             continue
@@ -147,23 +108,28 @@ def compare(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _given(options: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
 @command
 def main(argv: list[str]) -> int:
+    warnings.simplefilter("ignore")  # Megatron warns about libraries that are not needed here
     options = parse_options(argv)
-    if options.policies and options.data_path is not None:  # with --document-ends, `view_of` reports the error
+    if options.policies and options.data_path is not None:
         print(compare(options))
         return 0
-    view, texts = view_of(options)
-    text = describe(view, options.width, texts)
+    ends, texts = (options.document_ends, None) if options.data_path is None else read_row(options)
+    view = view_row(
+        options.seq_length,
+        ends,
+        window=options.window,
+        document_mask=options.document_mask,
+        cp_size=options.context_parallel_size,
+        policy=options.cp_policy,
+        left_window=options.left_window,
+    )
+    print(describe(view, options.width, texts))
     if options.output is not None:
         from megatron_ext.inspect.pack_figure import write_pack
 
-        text += f"\n\n{write_pack(view, options.output)}"
-    print(text)
+        print(f"\n{write_pack(view, options.output)}")
     return 0
 
 

@@ -1,8 +1,7 @@
 """Write a report on a training run, or compare several runs.
 
-python tools/report.py RUN_FOLDER                             writes report.png and report.html into it
-python tools/report.py RUN_FOLDER                             for a run in stages: one report in each stage's folder
-python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table; .png: only the overlay
+python tools/report.py RUN                                    writes report.png and report.html into it, or its stages
+python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table; .png: only the curves
 python tools/report.py RUN ... --evaluations DIR              adds the tables of tools/evaluate.py
 python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's four stability figures of these steps
 """
@@ -15,16 +14,17 @@ from pathlib import Path
 from megatron_ext.cli import Parser, command
 from megatron_ext.monitoring.report import write_comparison, write_report
 from megatron_ext.monitoring.runs import (
-    Run,
+    incomparable_evaluations,
     load_run,
     load_runs,
     stability_between,
     stage_folders,
-    unlike_evaluations,
 )
 
 
-def _headline(run: Run) -> str:
+def headline(folder: Path) -> str:
+    """Return the first and last validation losses of a run, or training losses if it was not validated."""
+    run = load_run(folder)
     validation, training = run.validation().finite(), run.curve("lm_loss").finite().values
     if validation.values.size:
         (first, last), (before, after) = validation.steps[[0, -1]], validation.values[[0, -1]]
@@ -34,18 +34,9 @@ def _headline(run: Run) -> str:
     return f"training loss {training[0]:.4f} at the start, {training[-1]:.4f} at the end"
 
 
-def _report(folder: Path, evaluations: list[Path]) -> None:
-    run = load_run(folder)
-    path = write_report(folder, evaluations)
-    if run.passage_note:
-        print(f"note: {run.passage_note}; the report leaves it out", file=sys.stderr)
-    print(_headline(run))
-    print(path)
-
-
-def _stability(folders: list[Path], first: int, end: int) -> None:
+def print_stability(folders: list[Path], first: int, end: int) -> None:
     """Print the stability figures of some steps, one line per run (arXiv 2503.15450, Table 9)."""
-    print(f"{'steps ' + str(first) + ' to ' + str(end - 1):<32}volatility  smoothness  loss ratio  min(norm, 1)")
+    print(f"{f'steps {first} to {end - 1}':<32}volatility  smoothness  loss ratio  min(norm, 1)")
     for run in load_runs(folders):
         of = stability_between(run, first, end)
         figures = f"{of.volatility:>10.4f}{of.smoothness:>12.4f}{of.loss_ratio:>12.4f}{of.gradient_norm:>14.4f}"
@@ -55,43 +46,29 @@ def _stability(folders: list[Path], first: int, end: int) -> None:
 @command
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="comparison, .html or .png; for several folders")
-    parser.add_argument(
-        "--evaluations",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="DIR",
-        help="tables of what tools/evaluate.py wrote there, beside those in RUN_FOLDER/evaluations",
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
+    add("--output", type=Path, metavar="FILE", help="comparison, .html or .png; for several folders")
+    add("--evaluations", nargs="+", type=Path, default=[], metavar="DIR", help="folders that tools/evaluate.py wrote")
+    add(
+        "--stability-steps", nargs=2, type=int, metavar=("FIRST", "END"), help="print figures of steps FIRST to END - 1"
     )
-    parser.add_argument(
-        "--stability-steps",
-        nargs=2,
-        type=int,
-        metavar=("FIRST", "END"),
-        help="print volatility, smoothness, mean loss ratio and mean min(gradient norm, 1) of steps FIRST to END - 1",
-    )
-    arguments = parser.parse_args(argv)
-    several = len(arguments.runs) > 1
-    if several and arguments.output is None and arguments.stability_steps is None:
+    options = parser.parse_args(argv)
+    several = len(options.runs) > 1
+    if several and options.output is None and options.stability_steps is None:
         parser.error("--output: not given, needs a file with several run folders; add --output compare.html")
-    if not several and arguments.output is not None:
+    if not several and options.output is not None:
         parser.error("--output: goes with several run folders; leave it out, the report goes into the run folder")
-    if arguments.evaluations and arguments.output is not None and arguments.output.suffix.lower() == ".png":
-        parser.error("--evaluations: a .png has no tables; give --output compare.html")
-    if arguments.stability_steps is not None:
-        _stability(arguments.runs, *arguments.stability_steps)
-        if several and arguments.output is None:
-            return 0
-    if several:
-        print(write_comparison(arguments.runs, arguments.output, arguments.evaluations))
-        unlike = unlike_evaluations(load_runs(arguments.runs))
-        if unlike is not None:
-            print(f"note: {unlike}", file=sys.stderr)
-    else:
-        for folder in stage_folders(arguments.runs[0]) or arguments.runs:
-            _report(folder, arguments.evaluations)
+    if options.stability_steps is not None:
+        print_stability(options.runs, *options.stability_steps)
+    if several and options.output is not None:
+        print(write_comparison(options.runs, options.output, options.evaluations))
+        if (warning := incomparable_evaluations(load_runs(options.runs))) is not None:
+            print(f"note: {warning}", file=sys.stderr)
+    elif not several:
+        for folder in stage_folders(options.runs[0]) or options.runs:
+            path = write_report(folder, options.evaluations)
+            print(f"{headline(folder)}\n{path}")
     return 0
 
 

@@ -35,21 +35,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--stride", type=int, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
     add("--rows", type=int, help="samples to score, from --first-sample on (default: all that the run takes)")
     add("--part", default="0/1", metavar="I/N", help="of N commands on one store, this is number I, from 0")
-    add("--data", metavar="PREFIX", help="short for --data-path PREFIX")
-    options, flags = parser.parse_known_args(argv)
-    return options, [*flags, *(["--data-path", options.data] if options.data else [])]
-
-
-def parse_part(text: str) -> slice:
-    """Parse I/N as the samples I, I + N, I + 2N, ...
-
-    Raises:
-        UserError: an invalid part.
-    """
-    first, _, count = text.partition("/")
-    if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
-        raise UserError(f"part: got {text!r}, needs I/N with 0 <= I < N, such as 0/4")
-    return slice(int(first), None, int(count))
+    return parser.parse_known_args(argv)
 
 
 def density(argv: list[str]) -> int:
@@ -95,7 +81,9 @@ def main(argv: list[str]) -> int:
             f"context, stride: got {options.context}, {stride}, needs 1 <= stride <= context <= seq_length "
             f"{config.data.seq_length}"
         )
-    part = parse_part(options.part)
+    number, _, parts = options.part.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
+        raise UserError(f"part: got {options.part!r}, needs I/N with 0 <= I < N, such as 0/4")
     if options.rows is not None and options.rows < 1:
         raise UserError(f"rows: got {options.rows}, needs >= 1 sample; leave it out for all that the run takes")
     end = config.samples if options.rows is None else config.data.first_sample + options.rows
@@ -106,6 +94,7 @@ def main(argv: list[str]) -> int:
 
     scorer = Pretrained.find(options.checkpoint)
     short = ShortContext(options.context, stride, every_token=True)
+    part = slice(int(number), None, int(parts))
     score_rows(config, vocabulary(config), scorer, short, end, options.output, part)
     return 0
 

@@ -2,7 +2,7 @@
 
 python docs/experiments/context_window.py NOVELS OUT
 
-Constant windows times packings times the seeds. Stopped, it goes on where it was when it is called again.
+Trains every combination of constant window, packing and seed. Run the command again to resume after an interruption.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_ext.evaluation.report import table
 ROW, BATCH, VOCABULARY = 512, 2, 2048
 DOCUMENT = 1_000  # characters of a training document: shorter than a row, so that packing has a choice
 WINDOWS = (64, 128, 256, 512)
-SHARED = WINDOWS[0]  # the window at which all models can be compared
+SHARED = WINDOWS[0]  # all models can be compared at this window
 PACKINGS: dict[str, list[object]] = {
     "random": [],
     "intradoc": ["--document-mask"],
@@ -50,7 +50,7 @@ def name_of(packing: str, window: int) -> str:
 
 
 def planned(seeds: Sequence[int]) -> list[Planned]:
-    """List the runs; the first of a seed is the base of its differences."""
+    """List the runs; differences are from the first run of each seed."""
     return [
         Planned(seed, name_of(packing, window), [*flags, "--window-end", window])
         for seed in seeds
@@ -64,20 +64,20 @@ def results(out: Path, seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
     by_length = {length: losses(out, seeds, length) for length in WINDOWS}
     parts = []
     for heading, at in (
-        (f"at {SHARED} tokens, which all windows know", lambda window: SHARED),
-        ("at the window that a model was trained with", lambda window: window),
+        (f"at {SHARED} tokens, which every model was trained on", lambda window: SHARED),
+        ("at each model's training window", lambda window: window),
     ):
         rows = [
             [
                 packing,
                 *(f"{np.mean(by_length[at(window)][name_of(packing, window)]):.4f}" for window in WINDOWS),
-                _longest_less_shortest(by_length[SHARED], packing),
+                _longest_minus_shortest(by_length[SHARED], packing),
             ]
             for packing in PACKINGS
         ]
         parts += [
-            f"Held-out loss (nats / token) {heading}: mean of {len(seeds)} seeds. Last column: {WINDOWS[-1]} less "
-            f"{WINDOWS[0]}, at {SHARED}, paired by seed, ± half the 95 % interval over seeds; bold: it leaves out 0.",
+            f"Held-out loss (nats / token) {heading}: mean of {len(seeds)} seeds. Last column: {WINDOWS[-1]} minus "
+            f"{WINDOWS[0]}, at {SHARED}, paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
             table(["packing", *map(str, WINDOWS), f"{WINDOWS[-1]} - {WINDOWS[0]}"], rows),
         ]
     rows = [
@@ -99,7 +99,7 @@ def _paired(found: dict[str, list[float]], name: str, base: str) -> Mean:
     return Mean.of(np.subtract(found[name], found[base]).tolist())
 
 
-def _longest_less_shortest(found: dict[str, list[float]], packing: str) -> Mean:
+def _longest_minus_shortest(found: dict[str, list[float]], packing: str) -> Mean:
     return _paired(found, name_of(packing, WINDOWS[-1]), name_of(packing, WINDOWS[0]))
 
 
@@ -129,7 +129,7 @@ def main() -> None:
         data = prepare(options.novels, out, VOCABULARY, DOCUMENT)
         steps = ["--train-iters", options.steps, "--lr-warmup-iters", options.steps // 20]
         common = [*data, *COMMON, *steps, "--eval-interval", options.steps]
-        for seed in options.seeds:  # a plan that is there is made in no time
+        for seed in options.seeds:  # existing plans are kept
             command("tools/pack_data.py", *common, "--seed", seed, *PACKINGS["bm25"])
         train(planned(options.seeds), out, common, options.workers)
         limits = {"documents": options.held_out, "workers": options.workers}

@@ -1,7 +1,7 @@
-"""What the experiments of this folder share: texts, runs that go on where they were stopped, intervals and tables.
+"""Shared code of the experiments: data sets, resumable runs, confidence intervals and tables.
 
 NOVELS/*.txt, the standard library -> train, valid-novels, valid-library (.bin/.idx) and a tokenizer   `prepare`
-OUT/seed_1/linear, ...             -> a folder for each run; one that is done is not done again        `train`
+OUT/seed_1/linear, ...             -> a folder for each run; finished runs are skipped                 `train`
 OUT/evaluations/seed_1             -> the models of a seed on the same documents, paired               `evaluate`
 """
 
@@ -33,12 +33,12 @@ SOURCES = ("novels", "library")
 
 @dataclass(frozen=True)
 class Planned:
-    """Describes a run.
+    """A run to train.
 
     Attributes:
         seed: of weights and data order.
-        name: what it is called among those of its seed.
-        flags: what it has beyond those of all runs.
+        name: unique among the runs of its seed.
+        flags: in addition to the flags of all runs.
     """
 
     seed: int
@@ -46,20 +46,20 @@ class Planned:
     flags: Sequence[object]
 
     def folder(self, out: Path) -> Path:
-        """Say where it is."""
+        """Return the run's folder."""
         return out / f"seed_{self.seed}" / self.name
 
 
 @dataclass(frozen=True)
 class Mean:
-    """Holds the mean over seeds of a figure, and half the width of its 95 % interval (Student's t, over seeds)."""
+    """A mean over seeds, and half the width of its 95 % confidence interval (Student's t)."""
 
     value: float
     half_width: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Average; one seed has no interval."""
+        """Compute the mean; a single seed has no interval."""
         numbers = np.array(values, dtype=np.float64)
         if numbers.size < 2:
             return cls(float(numbers.mean()), float("nan"))
@@ -68,7 +68,7 @@ class Mean:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return abs(self.value) > self.half_width
 
     def __str__(self) -> str:
@@ -85,15 +85,14 @@ def arguments(
     own: Mapping[str, Mapping[str, Any]] | None = None,
     **positional: str,
 ) -> argparse.Namespace:
-    """Read the command line that all experiments have.
+    """Parse the command line of an experiment.
 
     Args:
         description: of the experiment.
-        steps: by default.
-        seeds: by default.
-        held_out: what models are evaluated on, how many by default and in words.
-        own: what this one has beyond the others, as argparse takes it.
-        positional: folders that it is given, and what each is.
+        steps, seeds: defaults.
+        held_out: default number of held-out items, and the help text of --held-out.
+        own: additional flags, with the keyword arguments of `add_argument`.
+        positional: folders, with their help texts.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, help_text in positional.items():
@@ -115,10 +114,10 @@ def command(script: str, *words: object, log: Path | None = None) -> None:
     Args:
         script: in the repository.
         words: its arguments.
-        log: gets what it writes, after what is there; None: it is not kept.
+        log: the command's output is appended to this file; None to discard it.
 
     Raises:
-        SystemExit: it failed; the last it wrote is shown.
+        SystemExit: it failed; the message has the end of its output.
     """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -136,13 +135,13 @@ def command(script: str, *words: object, log: Path | None = None) -> None:
 def prepare(
     novels: Path, out: Path, vocab_size: int, characters: int | None = None, sources: Sequence[str] = SOURCES
 ) -> list[object]:
-    """Make the data sets and the tokenizer, once; return the flags that name them.
+    """Make the data sets and the tokenizer unless they exist; return the flags that name them.
 
     Args:
         novels: folder of .txt files.
-        out: of the experiment.
-        vocab_size: of the byte-level BPE, learned on the training texts.
-        characters: of a training document, about, cut where a line ends; None: whole novels and packages.
+        out: the experiment's folder.
+        vocab_size: of the byte-level BPE, trained on the training texts.
+        characters: approximate length of a training document, cut at line ends; None for whole novels and packages.
         sources: of the texts, some of SOURCES.
     """
     data = out / "data"
@@ -177,36 +176,36 @@ def _write_texts(novels: Path, library: Path, data: Path, characters: int | None
     for number, line in enumerate(library.read_text(encoding="utf-8").splitlines()):
         (train if number % HELD_OUT_PACKAGES else valid["library"]).append(json.loads(line)["text"])
     if characters is not None:
-        train = [piece for text in train for piece in pieces(text, characters)]
+        train = [part for text in train for part in split_text(text, characters)]
     for source, texts in valid.items():
-        cut = [piece for text in texts for piece in pieces(text, VALID_CHARACTERS)]
+        cut = [part for text in texts for part in split_text(text, VALID_CHARACTERS)]
         _write_jsonl(data / f"valid-{source}.jsonl", cut)
-    _write_jsonl(data / "train.jsonl", train)  # the last: where it is, all are
+    _write_jsonl(data / "train.jsonl", train)  # last: if it exists, all do
 
 
 def _write_jsonl(path: Path, texts: Sequence[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
-def pieces(text: str, characters: int) -> Iterator[str]:
-    """Cut a text where a line ends, after about so many characters; what is left in the end is a piece too."""
-    piece = ""
+def split_text(text: str, characters: int) -> Iterator[str]:
+    """Split a text at line ends into parts of about `characters` characters; the last part may be shorter."""
+    part = ""
     for line in text.splitlines(keepends=True):
-        piece += line
-        if len(piece) >= characters:
-            yield piece
-            piece = ""
-    if piece:
-        yield piece
+        part += line
+        if len(part) >= characters:
+            yield part
+            part = ""
+    if part:
+        yield part
 
 
 def train(plans: Sequence[Planned], out: Path, common: Sequence[object], workers: int) -> None:
-    """Do the runs that are not done, several at a time; one that was stopped goes on from its checkpoint.
+    """Train the runs that are not finished, several at a time; an interrupted run resumes from its checkpoint.
 
     Raises:
-        SystemExit: `out` has runs that were asked for with other flags.
+        SystemExit: `out` has runs with other flags.
     """
-    _keep_to(out / "asked.json", [str(word) for word in common])
+    _check_same(out / "asked.json", [str(word) for word in common])
 
     def one(plan: Planned) -> None:
         folder = plan.folder(out)
@@ -222,30 +221,30 @@ def train(plans: Sequence[Planned], out: Path, common: Sequence[object], workers
             pass
 
 
-def _keep_to(file: Path, asked: object) -> None:
-    """Write down what a folder is made with, or refuse to mix it with what was made otherwise."""
+def _check_same(file: Path, options: object) -> None:
+    """Record the options of a folder, or fail if it was made with other options."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asked), encoding="utf-8")
-    elif json.loads(file.read_text(encoding="utf-8")) != asked:
-        raise SystemExit(f"{file} says that this folder was made with other flags; name another, or use the same")
+        file.write_text(json.dumps(options), encoding="utf-8")
+    elif json.loads(file.read_text(encoding="utf-8")) != options:
+        raise SystemExit(f"{file}: this folder was made with other flags; use the same flags or another folder")
 
 
 def is_done(folder: Path) -> bool:
-    """Tell whether a run has done all its steps."""
+    """Return whether a run has completed all steps."""
     return read_history(folder).status == "done"
 
 
 def finished(plans: Sequence[Planned], out: Path) -> list[int]:
-    """List the seeds all of whose runs are done.
+    """Return the seeds whose runs are all finished.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: no seed has only finished runs.
     """
     seeds = dict.fromkeys(plan.seed for plan in plans)
     done = [seed for seed in seeds if all(is_done(plan.folder(out)) for plan in plans if plan.seed == seed)]
     if not done:
-        raise SystemExit(f"{out} has no seed whose runs are all done; leave --only-results out")
+        raise SystemExit(f"{out} has no seed whose runs are all finished; leave --only-results out")
     return done
 
 
@@ -259,21 +258,23 @@ def evaluate(
     workers: int,
     sources: Sequence[str] = SOURCES,
 ) -> None:
-    """Evaluate the models of each seed on the same held-out documents, the first one being the base of differences.
+    """Evaluate the models of each seed on the same held-out documents; differences are from the first model.
 
     Args:
-        plans: all of them.
-        out: of the experiment.
-        lengths: windows that slide by half of their tokens.
-        tokens: a document has at least so many; of longer ones twice as many are read.
-        documents: of each source.
-        workers: seeds at a time.
+        plans: all runs.
+        out: the experiment's folder.
+        lengths: window lengths; the stride is half of each.
+        tokens: minimum length of a document; longer ones are cut to twice this length.
+        documents: number of documents of each source.
+        workers: number of seeds at a time.
         sources: as in `prepare`.
 
     Raises:
         SystemExit: `out` has evaluations of other lengths or documents.
     """
-    _keep_to(out / "evaluations" / "asked.json", {"lengths": list(lengths), "tokens": tokens, "documents": documents})
+    _check_same(
+        out / "evaluations" / "asked.json", {"lengths": list(lengths), "tokens": tokens, "documents": documents}
+    )
 
     def one(seed: int) -> None:
         own = [plan for plan in plans if plan.seed == seed]
@@ -291,7 +292,7 @@ def evaluate(
 
 
 def _evaluated(target: Path) -> dict[str, dict[int, float]]:
-    """Read each model's loss of all documents, by window."""
+    """Read each model's loss on all documents, by window length."""
     found: dict[str, dict[int, float]] = {}
     for result in json.loads((target / "perplexity.json").read_text(encoding="utf-8"))["results"]:
         if (result["task"], result["metric"]) == ("all", "loss") and "position" not in result:
@@ -300,26 +301,26 @@ def _evaluated(target: Path) -> dict[str, dict[int, float]]:
 
 
 def losses(out: Path, seeds: Sequence[int], length: int) -> dict[str, list[float]]:
-    """Read the losses on all held-out documents at a window, seed by seed, of the models that every seed has."""
+    """Read the losses on all held-out documents at a window length, for each seed, of the models of every seed."""
     by_seed = [_evaluated(out / "evaluations" / f"seed_{seed}") for seed in seeds]
     names = [name for name in by_seed[0] if all(name in models for models in by_seed)]
     return {name: [models[name][length] for models in by_seed] for name in names}
 
 
 def bootstrap(out: Path, seed: int, length: int) -> dict[str, dict[str, float]]:
-    """Read the differences from the first model within a seed, with their intervals over documents."""
+    """Read the differences from the first model of a seed, with intervals over documents."""
     path = out / "evaluations" / f"seed_{seed}" / "perplexity.json"
     pairs = json.loads(path.read_text(encoding="utf-8"))["differences"]
     return {pair["second"]: pair for pair in pairs if pair["length"] == length}
 
 
 def differences(found: dict[str, list[float]], base: str) -> dict[str, Mean]:
-    """Average each model's difference from another one, seed by seed: the same seed has the same rows in order."""
+    """Return each model's mean difference from `base`, paired by seed: runs of a seed read the same rows in order."""
     return {name: Mean.of(np.subtract(own, found[base]).tolist()) for name, own in found.items() if name != base}
 
 
 def records(plans: Sequence[Planned], out: Path) -> dict[str, list[Run]]:
-    """Read the runs' folders, by name, seed after seed."""
+    """Load the runs by name, in the order of seeds."""
     found: dict[str, list[Run]] = {}
     for plan in plans:
         found.setdefault(plan.name, []).append(load_run(plan.folder(out)))
@@ -327,7 +328,7 @@ def records(plans: Sequence[Planned], out: Path) -> dict[str, list[Run]]:
 
 
 def layers(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return a measure of attention, averaged over layers: steps [n] and values [n]."""
+    """Return an attention metric averaged over layers: steps [n] and values [n]."""
     steps, values = run.by_layer(key)
     return steps, values.mean(axis=1)
 

@@ -27,13 +27,13 @@ Losses = npt.NDArray[np.float64]
 
 
 def losses_of(path: Path) -> Losses:
-    """float64 [rows, row length], -log p of each label."""
+    """Read -log p of each label; float64 [rows, row length]."""
     store = ScoreStore.open(path)
     return np.stack([store.read(row) for row in range(store.identity.rows)]).astype(np.float64)
 
 
 def bins_of(length: int) -> list[tuple[int, int]]:
-    """[0, 512), then doubling, up to the row's length."""
+    """Return [0, 512), then doubling intervals, up to the row's length."""
     edges = [0, 512]
     while edges[-1] < length:
         edges.append(2 * edges[-1])
@@ -41,7 +41,7 @@ def bins_of(length: int) -> list[tuple[int, int]]:
 
 
 def table(models: dict[str, Losses]) -> dict[str, dict[str, dict[str, float]]]:
-    """For each model and bin the mean loss, and its difference from the stage of 512 tokens with a 95 % interval."""
+    """Compute each model's mean loss by bin, and its difference from stage s512 with a 95 % interval."""
     rows, length = models["s512"].shape
     draws = np.random.default_rng(0).integers(0, rows, (DRAWS, rows))
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -61,7 +61,7 @@ def table(models: dict[str, Losses]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def draw(models: dict[str, Losses], path: Path) -> None:
-    """Loss against position, in 31 bins that grow with the position."""
+    """Draw the loss by position, in 31 bins that grow with the position."""
     matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.add_subplot()

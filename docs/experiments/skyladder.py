@@ -2,8 +2,8 @@
 
 python docs/experiments/skyladder.py NOVELS OUT
 
-Eight schedules times the seeds, on the same rows in the same order. Stopped, it goes on where it was when it is called
-again; a run that is done is kept.
+Trains eight schedules for each seed, on the same rows in the same order. Run the command again to resume after an
+interruption; finished runs are kept.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_ext.evaluation.report import table
-from megatron_ext.monitoring.figures import RUN_COLOURS
+from megatron_ext.monitoring.report import RUN_COLORS
 from megatron_ext.monitoring.runs import Run
 
 ROW, VOCABULARY = 512, 2048
 LENGTHS = (64, 128, 256, 512)
-VALID_ROWS = 16  # of a validation while a run trains
+VALID_ROWS = 16  # rows of each validation during training
 ENDS = (LENGTHS[0], LENGTHS[-1])
 OPPOSITE = ("linear", "long_to_short")  # the same windows, up and down
-SHARE = 0.64  # of the steps, in which the window grows
+SHARE = 0.64  # share of the steps in which the window grows
 START = 32
 BASE = "constant"
-RAMPS = 3  # of the cyclic ones, together as long as the others' one
+RAMPS = 3  # cycles of the cyclic schedules; together as long as the single ramp of the others
 SCHEDULES: dict[str, list[object]] = {
     BASE: [],
     "linear": ["linear", "--window-expansion-fraction", SHARE],
@@ -73,18 +73,18 @@ def planned(seeds: Sequence[int], schedules: Sequence[str] = tuple(SCHEDULES)) -
 
 
 def spent(run: Run, key: str) -> float:
-    """Sum what a run's steps took."""
+    """Sum a metric over the run's steps."""
     return float(np.nansum(run.curve(key).values))
 
 
 def attention_at_end(run: Run, key: str) -> float:
-    """Average a measure over the last tenth of its steps."""
+    """Average a metric over the last tenth of its steps."""
     _, values = layers(run, key)
     return float(values[-max(values.size // 10, 1) :].mean())
 
 
 def loss_tables(by_length: dict[int, dict[str, list[float]]]) -> list[str]:
-    """Make the tables of held-out losses: by window, what a long window is worth, and growing against shrinking."""
+    """Return tables of held-out losses: by window, the gain of a long window, and growing minus shrinking windows."""
     names, seeds = list(by_length[ROW]), len(by_length[ROW][BASE])
     found = {length: differences(by_length[length], BASE) for length in LENGTHS}
     rows: list[list[object]] = [[BASE, *(f"{np.mean(by_length[length][BASE]):.4f}" for length in LENGTHS)]]
@@ -93,14 +93,14 @@ def loss_tables(by_length: dict[int, dict[str, list[float]]]) -> list[str]:
     worth = [[name, Mean.of(np.subtract(short[name], long[name]).tolist())] for name in names]
     parts = [
         f"Held-out loss (nats / token) by window, {seeds} seeds; below {BASE} the difference from it, paired by "
-        "seed, ± half the 95 % interval over seeds; bold: it leaves out 0.",
+        "seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
         table(["schedule", *map(str, LENGTHS)], rows),
-        f"What a window of {ENDS[1]} tokens is worth over one of {ENDS[0]}, in the loss of the same model.",
-        table(["schedule", f"{ENDS[0]} less {ENDS[1]}"], worth),
+        f"Loss of each model with a window of {ENDS[0]} tokens minus its loss with {ENDS[1]}.",
+        table(["schedule", f"{ENDS[0]} - {ENDS[1]}"], worth),
     ]
     if set(OPPOSITE) <= set(names):
         up, down = OPPOSITE
-        row = [f"{up} less {down}", *(differences(by_length[length], down)[up] for length in LENGTHS)]
+        row = [f"{up} - {down}", *(differences(by_length[length], down)[up] for length in LENGTHS)]
         parts += ["The same windows, up and down.", table(["", *map(str, LENGTHS)], [row])]
     return parts
 
@@ -162,12 +162,12 @@ def _span(found: dict[str, float] | None) -> str:
 
 
 def draw(out: Path, seeds: Sequence[int], schedules: Sequence[str], path: Path) -> None:
-    """Draw the loss less the base's by step, and attention over time; means of the seeds."""
+    """Draw the loss minus the base's by step, and attention over time; means over seeds."""
     runs = records(planned(seeds, schedules), out)
     figure = Figure(figsize=(14, 4.4), layout="constrained")
     loss, *attention = figure.subplots(1, 1 + len(ATTENTION))
     for number, (name, own) in enumerate(runs.items()):
-        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        colour = RUN_COLORS[number % len(RUN_COLORS)]
         curves = [run.validation() for run in own]
         less = [run.validation().values - base.validation().values for run, base in zip(own, runs[BASE], strict=True)]
         loss.plot(curves[0].steps, np.mean(less, axis=0), color=colour, label=name)
@@ -175,7 +175,7 @@ def draw(out: Path, seeds: Sequence[int], schedules: Sequence[str], path: Path) 
             measured = [layers(run, key) for run in own]
             axis.plot(measured[0][0], np.mean([values for _, values in measured], axis=0), color=colour)
     loss.legend(frameon=False, fontsize=8)
-    _label(loss, f"validation loss at {ROW} less {BASE}'s (nats)")
+    _label(loss, f"validation loss at {ROW} minus {BASE}'s (nats)")
     for axis, unit in zip(attention, ATTENTION.values(), strict=True):
         _label(axis, unit)
     figure.savefig(path, dpi=110)

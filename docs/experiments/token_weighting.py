@@ -59,21 +59,21 @@ class Name:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a run's measures are ratios of: sums and counts, float64 [R, M], with the measures' names."""
+    """Numerators and denominators of a run's measures, float64 [R, M], with the measures' names."""
 
     names: list[str]
     sums_RM: np.ndarray
     counts_RM: np.ndarray
 
     def ratios(self, draws_DR: np.ndarray | None = None) -> np.ndarray:
-        """[M], or [D, M] over rows drawn D times."""
+        """Compute the measures, [M], or [D, M] over rows drawn D times."""
         if draws_DR is None:
             return self.sums_RM.sum(0) / self.counts_RM.sum(0)
         return np.stack([self.sums_RM[draw].sum(0) / self.counts_RM[draw].sum(0) for draw in draws_DR])
 
 
 def token_texts(tokenizer_folder: Path) -> list[str]:
-    """The text of each token id, one character per byte."""
+    """Return the text of each token id, one character per byte."""
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     pieces = [tokenizer.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size())]
     return [_as_bytes(piece).decode("latin-1") for piece in pieces]
@@ -85,7 +85,7 @@ def _as_bytes(piece: str) -> bytes:
 
 
 def find_names(row: TokenRow, texts: list[str], common: set[str]) -> list[Name]:
-    """The names of a row that begin after its first SHORT tokens.
+    """Find the names of a row that begin after its first SHORT tokens.
 
     A name is a capitalised ASCII word of three letters or more inside a sentence: after a lower-case letter, a comma,
     a semicolon or a title with a full stop. Its lower-case form must not be in `common`. All places of the word in
@@ -107,7 +107,7 @@ def find_names(row: TokenRow, texts: list[str], common: set[str]) -> list[Name]:
 
 
 def measure(losses_RL: np.ndarray, short_RL: np.ndarray, names: list[list[Name]]) -> Sums:
-    """All measures of a run: losses, and gains, which are short-context losses minus losses.
+    """Compute all measures of a run: losses, and gains, which are short-context losses minus losses.
 
     losses_RL[r, i] is the loss of token i + 1 with the whole row as context; short_RL the same with SHORT tokens.
     """
@@ -171,7 +171,7 @@ def times(run: Path) -> dict[str, float]:
 
 
 def draw(table: Table, length: int) -> Figure:
-    """Differences from the uniform run: loss by position, loss on names, and what the long context gives on names."""
+    """Draw differences from the uniform run: loss by position, loss on names, and gain of long context on names."""
     figure = Figure(figsize=(14, 4.4), layout="constrained")
     position, name_loss, name_gain = figure.subplots(1, 3, width_ratios=[1.6, 1, 1])
     width = length // BINS
@@ -235,7 +235,7 @@ def main() -> None:
         run: np.stack([store.read(number) for number in range(identity.rows)]).astype(float)
         for run, store in stores.items()
     }
-    losses["base"] = losses["base_short"]  # it knows no longer context, so its gain is 0
+    losses["base"] = losses["base_short"]  # the base has no longer context, so its gain is 0
     table = compare({run: measure(losses[run], losses[f"{run}_short"], names) for run in [*RUNS, "base"]})
     count = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
     step_times = {run: times(options.runs / run) for run in RUNS}
@@ -253,7 +253,7 @@ def main() -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """The numbers of token_weighting.md."""
+    """Print the numbers of token_weighting.md."""
     print(f"{result['rows']} rows, names: {result['names']}")
     for name in result["runs"]["uniform"]:
         print(name)

@@ -2,7 +2,7 @@
 
 python docs/experiments/token_weighting_names.py NOVELS HF OUT
 
-HF is the Llama of 260K parameters as a Hugging Face folder. Stopped, it goes on where it was when it is called again.
+HF is the Llama of 260K parameters as a Hugging Face folder. Run the command again to resume after an interruption.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ext.token_weighting.store import ScoreStore
 
 SHORT, ROW = 256, 1024
 STEPS, BASE_STEPS, BASE_SEED = 160, 500, 1
-ROTARY_BASE = 63_496  # dynamic NTK, 10000 * 4^(8/6): the base of the scorer too, so that it is the run's own past
+ROTARY_BASE = 63_496  # dynamic NTK, 10000 * 4^(8/6): the base of the scorer too, as in the run
 SHAPE: list[object] = [
     *("--num-layers", 5, "--hidden-size", 64, "--ffn-hidden-size", 172, "--num-attention-heads", 8),
     *("--num-query-groups", 4, "--no-untie-embeddings-and-output-weights", "--vocab-size", 512),
@@ -42,7 +42,7 @@ MEASURES = ("loss", "gain", *(f"{kind}_{group}" for kind in ("loss", "gain") for
 
 
 def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
-    """List the runs from the base on."""
+    """List the runs that start from the base model."""
 
     def flags(kind: str, seed: int) -> list[object]:
         post, _, scorer = kind.partition("_")
@@ -57,12 +57,12 @@ def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
 
 
 def store(out: Path, seed: int) -> Path:
-    """Name the frozen scores of a seed's rows."""
+    """Return the path of the frozen scores of a seed's rows."""
     return out / "frozen" / f"seed_{seed}.zarr"
 
 
 def prepare_novels(novels: Path, hf: Path, out: Path) -> None:
-    """Make the data sets, once."""
+    """Make the data sets unless they exist."""
     for part in ("train", "valid"):
         if (out / f"{part}.idx").exists():
             continue
@@ -80,14 +80,14 @@ def of_data(part: str, hf: Path, out: Path) -> list[object]:
 
 
 def score(scorer: Path, context: int, stride: int, output: Path, flags: Sequence[object]) -> None:
-    """Write the losses of rows under a context; what a stopped call has left is completed."""
+    """Compute the losses of rows with a context length, resuming an interrupted call."""
     output.parent.mkdir(parents=True, exist_ok=True)
     limits = ["--checkpoint", scorer, "--context", context, "--stride", stride, "--output", output]
     command("tools/score_tokens.py", *limits, *flags)
 
 
 def run_all(options: Any, out: Path) -> None:
-    """Do whatever is not done."""
+    """Train, score and evaluate whatever is missing."""
     hf = options.hf.resolve()
     prepare_novels(options.novels, hf, out)
     data, base, stride = of_data("train", hf, out), out / "base", SHORT * 3 // 4
@@ -112,7 +112,7 @@ def run_all(options: Any, out: Path) -> None:
 
 
 def evaluated(out: Path, plan: Planned, context: int) -> Path:
-    """Name the store of a model's held-out losses under a context."""
+    """Return the path of a model's held-out losses with a context length."""
     return out / "evaluations" / f"seed_{plan.seed}" / f"{plan.name}_{context}.zarr"
 
 
@@ -146,7 +146,7 @@ def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> t
         ratios = dict(zip(sums.names, sums.ratios().tolist(), strict=True))
         for one in MEASURES:
             values[plan.name][one].append(ratios[one])
-    for own in values.values():  # what tells the use of context from a liking for names
+    for own in values.values():  # separates the use of context from a higher probability of all names
         own[CONTROLLED] = np.subtract(own["gain_far"], own["gain_first"]).tolist()
     parts = []
     for kind, unit in (("loss", "Loss"), ("gain", f"Gain of {ROW} over {SHORT} tokens of context")):
@@ -158,7 +158,7 @@ def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> t
         ]
         parts += [
             f"{unit} (nats / token or name), {len(seeds)} seeds; below uniform the difference from it, paired by seed, "
-            "± half the 95 % interval over seeds; bold: it leaves out 0.",
+            "± half the 95 % interval over seeds; bold: it excludes 0.",
             table(head, rows),
         ]
     counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
@@ -170,7 +170,7 @@ def _less(values: dict[str, dict[str, list[float]]], run: str, one: str) -> Mean
 
 
 def draw(values: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Draw what the long context is worth on names, less uniform's: a point for each seed and its mean."""
+    """Draw the gain of long context on names minus that of uniform weights: a point per seed, and the mean."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axis = figure.add_subplot()
     axis.axhline(0, color="#111827", linewidth=1)
@@ -181,7 +181,7 @@ def draw(values: dict[str, dict[str, list[float]]], path: Path) -> None:
             axis.plot(np.full(less.size, at), less, ".", color=f"C{number}", alpha=0.6)
             axis.plot(at, less.mean(), "_", color=f"C{number}", markersize=16, label=None if place else KINDS[kind])
     axis.set_xticks(range(len(GROUPS)), list(GROUPS.values()))
-    axis.set_ylabel("gain less uniform's (nats / name)")
+    axis.set_ylabel("gain minus uniform's (nats / name)")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     figure.savefig(path, dpi=110)

@@ -13,6 +13,11 @@ from torch import Tensor
 BINS = 32
 
 
+def bin_of(positions: Tensor) -> Tensor:
+    """Return floor(log2(p + 1)) of each position; int64."""
+    return torch.frexp((positions + 1).double()).exponent.long() - 1
+
+
 def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> Tensor:
     """Sum and count the losses of trained tokens by bin. Sums of batches and ranks can be added.
 
@@ -24,7 +29,7 @@ def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> 
     Returns:
         float64 [2, BINS].
     """
-    bin_t = torch.frexp((positions_t + 1).double()).exponent.long() - 1
+    bin_t = bin_of(positions_t)
     sums = torch.zeros(2, BINS, dtype=torch.float64, device=loss_t.device)
     sums[0].index_add_(0, bin_t, torch.where(trained_t, loss_t, 0.0).double())
     sums[1].index_add_(0, bin_t, trained_t.double())

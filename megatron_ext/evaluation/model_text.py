@@ -20,8 +20,7 @@ class ModelText:
     """Encodes and decodes the text of a model.
 
     Attributes:
-        tokenizer: the model's.
-        name: its path.
+        tokenizer, name: the model's tokenizer and its path.
         begin: token at the start of every text, if any.
         end: the tokenizer's end-of-document token, if any.
         stop: tokens that end generated text.

@@ -23,17 +23,11 @@ from megatron_ext.errors import UserError
 from megatron_ext.evaluation.by_position import PositionLosses
 from megatron_ext.evaluation.statistics import difference
 from megatron_ext.layout import MOST_TOKENS
-from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A text to score.
-
-    Attributes:
-        source: its file or domain.
-        tokens: int64 [n], n >= 2, end token included.
-    """
+    """A text to score: its file or domain, and its tokens, int64 [n], n >= 2, end token included."""
 
     source: str
     tokens: Int64
@@ -41,11 +35,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Limits:
-    """Select documents.
+    """Selects documents.
 
     Attributes:
         per_source: the first documents of each source, at most; None for all.
-        shortest: shorter documents are skipped, in tokens.
+        shortest: shorter documents are skipped; at least 2 tokens, because the first one has no label.
         longest: longer documents are cut to this many tokens; None for no limit.
     """
 
@@ -53,34 +47,19 @@ class Limits:
     shortest: int = 2
     longest: int | None = None
 
-    def fits(self, length: int) -> bool:
-        """Return whether a document of this many tokens is scored; at least two tokens are needed for a label."""
-        return length >= max(self.shortest, 2)
-
-    def cut(self, tokens: Int64) -> Int64:
-        """Cut a document to the longest allowed length."""
-        return tokens[: self.longest]
-
 
 def file_documents(
     texts: Iterable[tuple[str, str]], encode: Callable[[str], list[int]], end: int | None, limits: Limits
 ) -> Iterator[Document]:
-    """Tokenize texts.
-
-    Args:
-        texts: pairs (source, text).
-        encode: the model's tokenizer.
-        end: end-of-document token appended to each text, if any.
-        limits: which documents are taken.
-    """
+    """Tokenize texts, pairs (source, text), and append the end-of-document token `end`, if any, to each."""
     taken: Counter[str] = Counter()
     for source, text in texts:
         if taken[source] == limits.per_source:
             continue
         tokens = encode(text) + ([] if end is None else [end])
-        if limits.fits(len(tokens)):
+        if len(tokens) >= limits.shortest:
             taken[source] += 1
-            yield Document(source, limits.cut(np.array(tokens, dtype=np.int64)))
+            yield Document(source, np.array(tokens[: limits.longest], dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +77,6 @@ class Stream:
     def __len__(self) -> int:
         return len(self.document)
 
-    def windows(self, window: ShortContext) -> Chunks:
-        """Return the windows, in tokens of this stream."""
-        return short_chunks(len(self), np.zeros(len(self), dtype=np.int64), window)
-
 
 def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Stream]:
     """Make one stream per document, or one per source from all of its documents.
@@ -112,7 +87,7 @@ def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Strea
     numbers: dict[Any, list[int]] = {}
     for number, document in enumerate(documents):
         numbers.setdefault(number if document_mask else document.source, []).append(number)
-    laid = []
+    found = []
     for joined in numbers.values():
         tokens = np.concatenate([documents[number].tokens for number in joined])
         owner = np.repeat(joined, [len(documents[number].tokens) for number in joined])
@@ -121,14 +96,14 @@ def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Strea
                 f"input: {documents[joined[0]].source} has {len(tokens)} tokens end to end, needs at most "
                 f"{MOST_TOKENS}; give fewer, or leave --no-document-mask out"
             )
-        laid.append(Stream(tokens, owner[1:]))
-    return laid
+        found.append(Stream(tokens, owner[1:]))
+    return found
 
 
-def stream_chunks(laid: Sequence[Stream], tokens: int) -> Iterator[list[Stream]]:
+def stream_chunks(all_streams: Sequence[Stream], tokens: int) -> Iterator[list[Stream]]:
     """Group consecutive streams into chunks of about `tokens` tokens, to limit memory."""
     chunk: list[Stream] = []
-    for stream in laid:
+    for stream in all_streams:
         if chunk and sum(map(len, chunk)) + len(stream) > tokens:
             yield chunk
             chunk = []
@@ -192,10 +167,3 @@ def loss_differences(models: Mapping[str, Evaluated]) -> Iterator[dict[str, Any]
         for length, scores in base.at.items():
             found = difference(scores.loss, other.at[length].loss, scores.count)
             yield {"first": first, "second": second, "task": "all", "metric": "loss", "length": length, **found}
-
-
-def sources_of(documents: Iterable[Document]) -> tuple[tuple[str, ...], Int64]:
-    """Return the names of the sources in order of appearance, and int64 [documents], each one's source."""
-    numbers: dict[str, int] = {}
-    owner = [numbers.setdefault(document.source, len(numbers)) for document in documents]
-    return tuple(numbers), np.array(owner, dtype=np.int64)

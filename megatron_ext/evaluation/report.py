@@ -11,6 +11,7 @@ A record is JSON:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,28 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from megatron_ext.files.atomic import atomic_write
+
 Record = Mapping[str, Any]
-STYLE: Any = {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+
+
+def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: Path | None) -> str:
+    """Write the record, its tables, its figure and all answers to a folder, if given; return the tables."""
+    text = markdown(record)
+    if folder is None:
+        return text
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = record["kind"]
+    lines = [
+        json.dumps({"model": name, **item}, ensure_ascii=False, default=str) for name in items for item in items[name]
+    ]
+    contents = {f"{kind}.md": text, f"{kind}.json": json.dumps(record, indent=2) + "\n"}
+    contents |= {f"{kind}.items.jsonl": "".join(line + "\n" for line in lines)} if items else {}
+    for name, content in contents.items():
+        with atomic_write(folder / name) as aside:  # incomplete characters of answers are written as JSON escapes
+            aside.write_text(content, encoding="utf-8", errors="backslashreplace")
+    _draw(record["results"], folder / f"{kind}.png")
+    return text
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -30,38 +51,25 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def pivot(results: Iterable[Record], index: Sequence[str], columns: Sequence[str]) -> str:
     """Return a table of values: a row for each combination of `index`, a column for each one of `columns`."""
-    cells: dict[tuple[Any, ...], dict[tuple[Any, ...], str]] = {}
+    cells: dict[tuple[Any, ...], dict[str, str]] = {}
     for result in results:
         row = cells.setdefault(tuple(result.get(name, "") for name in index), {})
-        row[tuple(result[name] for name in columns if name in result)] = f"{result['value']:.4f}"
+        row[", ".join(str(result[name]) for name in columns if name in result)] = f"{result['value']:.4f}"
     heads = list(dict.fromkeys(head for row in cells.values() for head in row))
-    names = [", ".join(map(str, head)) for head in heads]
-    return table([*index, *names], [[*key, *(row.get(head, "") for head in heads)] for key, row in cells.items()])
+    return table([*index, *heads], [[*key, *(row.get(head, "") for head in heads)] for key, row in cells.items()])
 
 
 def markdown(record: Record) -> str:
-    """Return the tables of a record.
-
-    Raises:
-        LookupError, TypeError: it is not a record.
-    """
-    results, by_position = _split(record)
+    """Return the tables of a record."""
     settings = "; ".join(f"{name}: {value}" for name, value in record["settings"].items())
+    results = [one for one in record["results"] if "position" not in one]
+    by_position = [one for one in record["results"] if "position" in one and one["task"] == "all"]
     parts = [f"# {record['kind'].capitalize()}", settings, pivot(results, ("task", "metric"), ("model", "length"))]
-    beyond = {
-        f"{name} was trained on at most {model['trained_length']} tokens"
-        for name, model in record["models"].items()
-        for result in results
-        if result["model"] == name and (result.get("length") or 0) > (model["trained_length"] or float("inf"))
-    }
-    if beyond:
-        parts.append(f"Longer than in training: {'; '.join(sorted(beyond))}.")
     if by_position:
-        overall = [result for result in by_position if result["task"] == "all"]
         parts += [
             "## Loss by position",
             "Of the tokens that see at least so many tokens, themselves included, and fewer than twice as many.",
-            pivot(overall, ("model", "length"), ("position",)),
+            pivot(by_position, ("model", "length"), ("position",)),
         ]
     if record["differences"]:
         head = ["models", "task", "metric", "length", "difference", "95 % interval", "only one right", "p"]
@@ -74,14 +82,7 @@ def markdown(record: Record) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _split(record: Record) -> tuple[list[Record], list[Record]]:
-    """Split the results into whole-text results and results by position."""
-    results = record["results"]
-    return [one for one in results if "position" not in one], [one for one in results if "position" in one]
-
-
 def _difference(pair: Record) -> list[object]:
-    tested = "p_value" in pair
     return [
         f"{pair['second']} - {pair['first']}",
         pair["task"],
@@ -89,30 +90,25 @@ def _difference(pair: Record) -> list[object]:
         pair.get("length", ""),
         f"{pair['value']:+.4f}",
         "one item" if pair["low"] is None else f"{pair['low']:+.4f} to {pair['high']:+.4f}",
-        f"{pair['only_first']} / {pair['only_second']}" if tested else "",
-        f"{pair['p_value']:.3g}" if tested else "",
+        f"{pair['only_first']} / {pair['only_second']}" if "p_value" in pair else "",
+        f"{pair['p_value']:.3g}" if "p_value" in pair else "",
     ]
 
 
-def draw(record: Record, path: Path) -> bool:
-    """Draw values by length, and the loss by position; return whether there was anything to draw."""
-    results, by_position = _split(record)
-    by_length = [result for result in results if "length" in result and result["metric"] != "perplexity"]
-    panels = [panel for panel in ((by_length, "length"), (by_position, "position")) if panel[0]]
+def _draw(results: Sequence[Record], path: Path) -> None:
+    """Draw values by length, and the loss by position, if there are any."""
+    by_length = [one for one in results if "length" in one and "position" not in one and one["metric"] != "perplexity"]
+    by_position = [one for one in results if "position" in one and one["task"] == "all"]
+    panels = [panel for panel in ((by_length, "length", "task"), (by_position, "position", "length")) if panel[0]]
     if not panels:
-        return False
-    with matplotlib.rc_context(STYLE):
+        return
+    with matplotlib.rc_context({"axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}):
         figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
-        for axes, (shown, x) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            lines: dict[str, list[Record]] = {}
-            for result in shown:
-                if x == "length" or result["task"] == "all":
-                    key = [result["model"], result["task"] if x == "length" else result["length"]]
-                    lines.setdefault(", ".join(map(str, key)), []).append(result)
-            for label, line in lines.items():
-                axes.plot([one[x] for one in line], [one["value"] for one in line], ".-", label=label)
+        for axes, (shown, x, group) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for label in dict.fromkeys((one["model"], one[group]) for one in shown):
+                line = [(one[x], one["value"]) for one in shown if (one["model"], one[group]) == label]
+                axes.plot(*zip(*line, strict=True), ".-", label=f"{label[0]}, {label[1]}")
             axes.set_xscale("log", base=2)
             axes.set(xlabel=f"{x} (tokens)", ylabel=shown[0]["metric"])
             axes.legend(fontsize=7)
         figure.savefig(path, dpi=130, format="png")
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,35 +36,21 @@ class Sampling:
             for name in ("top_k", "top_p"):
                 if (value := getattr(self, name)) is not None:
                     raise UserError(f"{name}: got {value} without temperature, needs both; add --temperature 1")
-        elif not 0 < self.temperature < float("inf"):
-            raise UserError(
-                f"temperature: got {self.temperature:g}, needs a number above 0; leave it out for the likeliest token"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k: got {self.top_k}, needs at least 1; leave it out for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p: got {self.top_p:g}, needs 0 < p <= 1; leave it out for all tokens")
-        if self.seed < 0:
-            raise UserError(f"seed: got {self.seed}, needs at least 0")
+        for name, fits, needs in (
+            ("temperature", self.temperature is None or 0 < self.temperature < math.inf, "a number above 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "0 < p <= 1"),
+            ("seed", self.seed >= 0, "at least 0"),
+        ):
+            if not fits:
+                raise UserError(f"{name}: got {getattr(self, name):g}, needs {needs}")
+
+    def draws(self, text: int) -> np.random.Generator:
+        """Return the random numbers of a text, one per token, independent of the other texts in its batch."""
+        return np.random.default_rng([self.seed, text])
 
 
-class Draws:
-    """Random numbers of one text, one per token, independent of the other texts in its batch.
-
-    Args:
-        seed: of the run.
-        text: the text's number.
-    """
-
-    def __init__(self, seed: int, text: int) -> None:
-        self._generator = np.random.default_rng([seed, text])
-
-    def next(self) -> float:
-        """Return the next number in [0, 1)."""
-        return float(self._generator.random())
-
-
-def choose(logits_nV: Tensor, sampling: Sampling, draws: list[Draws]) -> Tensor:
+def choose(logits_nV: Tensor, sampling: Sampling, draws: list[np.random.Generator]) -> Tensor:
     """Choose the next token of n texts; return int64 [n].
 
     Args:
@@ -74,7 +61,7 @@ def choose(logits_nV: Tensor, sampling: Sampling, draws: list[Draws]) -> Tensor:
     if sampling.temperature is None:
         return logits_nV.argmax(dim=-1)
     cumulated_nV = probabilities(logits_nV, sampling).cumsum(dim=-1)
-    drawn_n1 = torch.tensor([[draw.next()] for draw in draws], dtype=torch.float64, device=logits_nV.device)
+    drawn_n1 = torch.tensor([[draw.random()] for draw in draws], dtype=torch.float64, device=logits_nV.device)
     # right: a draw of exactly 0 must not select a token of probability 0
     return torch.searchsorted(cumulated_nV, drawn_n1 * cumulated_nV[:, -1:], right=True)[:, 0]
 

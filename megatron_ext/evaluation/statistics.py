@@ -1,23 +1,17 @@
-"""Compare two models on the same items: bootstrap intervals and McNemar's test, with scipy."""
+"""Compare two models on the same items: paired bootstrap intervals and McNemar's exact test."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from megatron_ext.arrays import Bool, Float64
-from megatron_ext.errors import missing_package
 
 Key = tuple[str, str, int | None]  # task, metric, length
 RESAMPLES = 5000
-CONFIDENCE = 0.95
-
-
-def check_scipy() -> None:
-    """Raise a UserError if scipy is not installed."""
-    _stats()
 
 
 def mcnemar(first: Bool, second: Bool) -> dict[str, Any]:
@@ -30,9 +24,9 @@ def mcnemar(first: Bool, second: Bool) -> dict[str, Any]:
         only_first, only_second: number of items that only one model answered correctly; p_value.
     """
     only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
-    split = only_first + only_second
-    p_value = float(_stats().binomtest(only_first, split, 0.5).pvalue) if split else 1.0
-    return {"only_first": only_first, "only_second": only_second, "p_value": p_value}
+    n = only_first + only_second
+    tail = sum(math.comb(n, k) for k in range(min(only_first, only_second) + 1))
+    return {"only_first": only_first, "only_second": only_second, "p_value": min(1.0, 2 * tail / 2**n)}
 
 
 def difference(first: Float64, second: Float64, weights: Float64 | None = None, seed: int = 0) -> dict[str, Any]:
@@ -46,27 +40,14 @@ def difference(first: Float64, second: Float64, weights: Float64 | None = None, 
     Returns:
         value: sum(second - first) / sum(weights); low, high: its 95 % interval, None for a single item.
     """
-    sums, over = second - first, np.ones(len(first)) if weights is None else weights
-    value = float(sums.sum() / over.sum())
-    if len(sums) < 2:
+    sums, n = second - first, len(first)
+    weights = np.ones(n) if weights is None else weights
+    value = float(sums.sum() / weights.sum())
+    if n < 2:
         return {"value": value, "low": None, "high": None}
-
-    def ratio(some: Float64, counts: Float64, axis: int = -1) -> Float64:
-        answer: Float64 = some.sum(axis=axis) / counts.sum(axis=axis)
-        return answer
-
-    found = _stats().bootstrap(
-        (sums, over),
-        ratio,
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        batch=max(1, 2**22 // len(sums)),
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = found.confidence_interval
+    generator = np.random.default_rng(seed)
+    draws = (generator.integers(0, n, n) for _ in range(RESAMPLES))
+    low, high = np.quantile([sums[draw].sum() / weights[draw].sum() for draw in draws], [0.025, 0.975])
     return {"value": value, "low": float(low), "high": float(high)}
 
 
@@ -83,15 +64,5 @@ def compare(models: Mapping[str, Mapping[Key, Float64]]) -> Iterator[dict[str, A
                 continue
             task, metric, length = key
             found: dict[str, Any] = {"first": first, "second": second, "task": task, "metric": metric}
-            if length is not None:
-                found["length"] = length
-            right = scores == 1.0, other[key] == 1.0
-            yield found | difference(scores, other[key]) | mcnemar(*right)
-
-
-def _stats() -> Any:
-    try:
-        from scipy import stats
-    except ImportError:
-        raise missing_package("comparing models", "scipy") from None
-    return stats
+            found |= {} if length is None else {"length": length}
+            yield found | difference(scores, other[key]) | mcnemar(scores == 1.0, other[key] == 1.0)

@@ -18,7 +18,7 @@ In a longer row, a character represents many tokens and counts the starts among 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -86,16 +86,6 @@ class PackView:
         return self.plan.cp_size
 
     @cached_property
-    def document_of(self) -> Int64:
-        """int64 [T], numbered from 0."""
-        return _spread(self.documents)
-
-    @cached_property
-    def segment_of(self) -> Int64:
-        """int64 [T], numbered from 0."""
-        return _spread(self.layout.cu_seqlens)
-
-    @cached_property
     def owner(self) -> Int64:
         """int64 [T]: the rank that holds each token."""
         made = self.plan
@@ -111,11 +101,6 @@ class PackView:
         _, power = np.frexp(self.keys - 1)  # the k with 2^(k-1) <= C_i - 1 < 2^k
         counts = np.bincount(power).tolist()
         return [Bucket(2**k // 2 + 1, 2**k, count) for k, count in enumerate(counts)]
-
-    @property
-    def gathered_rows(self) -> int:
-        """T (cp-1): the number of rows of keys and values that an all-gather of the whole row moves."""
-        return self.tokens * (self.ranks - 1)
 
 
 def view_row(
@@ -195,11 +180,6 @@ def document_name(number: int) -> str:
     return name
 
 
-def _spread(borders: npt.NDArray[np.integer]) -> Int64:
-    """Return each token's interval index: [0, 3, 4] -> [0, 0, 0, 1]."""
-    return np.repeat(np.arange(len(borders) - 1, dtype=np.int64), np.diff(borders))
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
@@ -209,12 +189,16 @@ def _count(number: int, noun: str) -> str:
 
 def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> list[str]:
     """Yield one cell per token, in lines wrapped at the width."""
+    token = np.arange(view.tokens)
+    documents, segments = (
+        np.searchsorted(borders, token, side="right") - 1 for borders in (view.documents, view.layout.cu_seqlens)
+    )
     lines = {
-        "token": [str(token) for token in range(view.tokens)],
-        "document": [document_name(number) for number in view.document_of.tolist()],
-        "segment": [str(number) for number in view.segment_of.tolist()],
-        "rank": [str(rank) for rank in view.owner.tolist()],
-        "keys": [str(count) for count in view.keys.tolist()],
+        "token": [str(number) for number in token],
+        "document": [document_name(number) for number in documents.tolist()],
+        "segment": [str(number) for number in segments],
+        "rank": [str(rank) for rank in view.owner],
+        "keys": [str(count) for count in view.keys],
     }
     if view.ranks == 1:
         del lines["rank"]
@@ -265,33 +249,22 @@ def _runs(tokens: Int64) -> str:
 
 def _long_lines(view: PackView, width: int) -> list[str]:
     """Yield one character per column of many tokens."""
-    edges = column_edges(view.tokens, min(view.tokens, width - _LABEL - 1))
+    columns = min(view.tokens, width - _LABEL - 1)
+    edges = np.arange(columns + 1, dtype=np.int64) * view.tokens // columns
     sizes = sorted({f"{size:,}" for size in np.diff(edges).tolist()}, key=len)
     lines = [f"a column stands for {' or '.join(sizes)} tokens; in it begin so many (. none, + more than 9)"]
     for name, borders in (("document", view.documents), ("segment", view.layout.cu_seqlens)):
         begin = np.diff(np.searchsorted(borders[:-1], edges)).tolist()
         lines.append(f"{name.ljust(_LABEL)} " + "".join("." if not n else str(n) if n < 10 else "+" for n in begin))
     if view.ranks > 1:
-        lines += _owner_lines(view, edges)
+        lowest, highest = (find.reduceat(view.owner, edges[:-1]).tolist() for find in (np.minimum, np.maximum))
+        digits = len(str(view.ranks - 1))
+        owners = [
+            str(low).rjust(digits) if low == high else "*" * digits for low, high in zip(lowest, highest, strict=True)
+        ]
+        for digit in range(digits):  # vertically
+            lines.append(f"{'' if digit else 'rank':{_LABEL}} " + "".join(owner[digit] for owner in owners))
     return lines
-
-
-def column_edges(tokens: int, columns: int) -> Int64:
-    """Split a row into columns whose widths differ by at most one token; int64 [columns+1]."""
-    return np.arange(columns + 1, dtype=np.int64) * tokens // columns
-
-
-def _owner_lines(view: PackView, edges: Int64) -> Iterator[str]:
-    """Yield the rank of each column, its digits vertically; "*" if several ranks hold tokens."""
-    lowest = np.minimum.reduceat(view.owner, edges[:-1]).tolist()
-    highest = np.maximum.reduceat(view.owner, edges[:-1]).tolist()
-    digits = len(str(view.ranks - 1))
-    owners = [
-        str(low).rjust(digits) if low == high else "*" * digits for low, high in zip(lowest, highest, strict=True)
-    ]
-    for digit in range(digits):
-        name = "" if digit else "rank"
-        yield f"{name.ljust(_LABEL)} " + "".join(owner[digit] for owner in owners)
 
 
 # Tables
@@ -322,9 +295,8 @@ def _rank_table(view: PackView) -> list[str]:
     for rank, (pairs, sent, received) in enumerate(columns):
         share = pairs / made.pairs.mean()
         lines.append(f"{rank:4} {view.tokens // view.ranks:9,} {pairs:15,} {share:7.3f} {sent:10,} {received:10,}")
-    total = int(moved.sum())
-    share = total / view.gathered_rows
-    exchanged = (
-        f"{_count(total, 'row')} exchanged, {share:.1%} of the {view.gathered_rows:,} of an all-gather of the row"
-    )
-    return [*lines, exchanged]
+    total, gathered = int(moved.sum()), view.tokens * (view.ranks - 1)
+    return [
+        *lines,
+        f"{_count(total, 'row')} exchanged, {total / gathered:.1%} of the {gathered:,} of an all-gather of the row",
+    ]

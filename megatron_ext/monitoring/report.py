@@ -7,47 +7,48 @@ from __future__ import annotations
 
 import datetime
 import html
+import itertools
 import math
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import jinja2
+import matplotlib
 import numpy as np
 import plotly.graph_objects as go
 from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
 from plotly.colors import sample_colorscale
 from plotly.offline import get_plotlyjs
+from tqdm import tqdm
 
-from megatron_ext.errors import UserError, installed_version
+from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.inspect.passage import passage_html
-from megatron_ext.monitoring.figures import (
-    RUN_COLOURS,
-    draw_runs,
-    is_log,
-    loss_range,
-    running_mean,
-    title_of,
-    write_png,
-)
 from megatron_ext.monitoring.runs import (
     CLOCKS,
     Column,
     Run,
+    incomparable_evaluations,
     load_run,
     load_runs,
     paired_differences,
-    unlike_evaluations,
 )
 from megatron_ext.monitoring.stability import stability
 
 PNG_FILE, HTML_FILE, EVALUATIONS = "report.png", "report.html", "evaluations"
-DPI = 160
-PACKAGES = ("megatron_ext", "megatron-core", "torch", "transformer-engine", "flash-attn", "numpy", "plotly")
+RUN_COLORS = ("#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f", "#3aa6c9", "#5b5f66")
 NONE = "\N{EN DASH}"  # shown for a missing number
+PANELS = (  # of the PNG: metric and title
+    ("lm_loss", "Training loss"),
+    ("valid_loss", "Validation loss"),
+    ("window", "Context window"),
+    ("effective_context", "Effective context"),
+    ("tokens_per_s", "Throughput (tokens / s)"),
+    ("grad_norm", "Gradient norm before clipping"),
+)
 METRICS = (  # metrics of training steps: key, title, unit
     ("window", "Context window", "tokens"),
     ("effective_context", "Effective context", "Σ length² / row (tokens)"),
@@ -70,14 +71,16 @@ ATTENTION = (  # measured every --attention-health-interval steps: key, title, u
     ("attention_distance", "Attended distance", "tokens"),
     ("attention_clipped", "Heads clipped", "heads"),
 )
-_EXACT = ("window", "learning_rate")  # drawn without a running mean
+_EXACT = ("window", "learning_rate", "valid_loss")  # drawn without a running mean
+_LOG = ("window", "effective_context", "grad_norm", "weight_max")  # on a log axis if they span a factor of 8
+_CLIP_FROM = 50  # with this many steps, the loss axis covers 97 % of them
 _MOST_POINTS = 1000  # points of a trace; longer traces keep the extremes of each span
 _THEME = go.layout.Template(  # legible on light and dark pages
     layout={
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"color": "#7f8794"},
-        "colorway": RUN_COLOURS,
+        "colorway": RUN_COLORS,
         "xaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False},
         "yaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False, "exponentformat": "SI"},
         "margin": {"l": 60, "r": 10, "t": 10, "b": 45},
@@ -105,9 +108,7 @@ class Chart:
 
 
 def write_report(run_folder: Path | str, evaluations: Sequence[Path] = ()) -> Path:
-    """Write `report.png` and `report.html` to the run folder; return the path of the HTML.
-
-    Works on a run that is still training, was resumed or was killed.
+    """Write `report.png` and `report.html` to a run folder, also while it trains; return the path of the HTML.
 
     Args:
         run_folder: the --save of training.
@@ -118,35 +119,56 @@ def write_report(run_folder: Path | str, evaluations: Sequence[Path] = ()) -> Pa
     """
     run = load_run(run_folder)
     page = _page([run], evaluations)
-    write_png(lambda: draw_runs([run]), run.folder / PNG_FILE, DPI)
+    _write(run.folder / PNG_FILE, [run])
     return _write(run.folder / HTML_FILE, page)
 
 
 def write_comparison(run_folders: Sequence[Path | str], output: Path | str, evaluations: Sequence[Path] = ()) -> Path:
     """Overlay several runs in `output`, an .html page with tables or a .png; return its path.
 
-    Args:
-        run_folders: the --save of each training.
-        output: the file to write.
-        evaluations: as in `write_report`.
-
     Raises:
         UserError: a folder given twice, a run without metrics, or `output` is neither .html nor .png.
     """
     output = Path(output)
     if output.suffix.lower() not in (".png", ".html"):
-        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html or .png; give one")
+        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html or .png")
     runs = load_runs(run_folders)
-    if output.suffix.lower() == ".png":
-        return write_png(lambda: draw_runs(runs), output, DPI)
-    return _write(output, _page(runs, evaluations))
+    return _write(output, runs if output.suffix.lower() == ".png" else _page(runs, evaluations))
 
 
-def _write(path: Path, text: str) -> Path:
+def _write(path: Path, content: str | Sequence[Run]) -> Path:
+    """Write a page, or the figure of some runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+        if isinstance(content, str):
+            aside.write_text(content, encoding="utf-8")
+        else:
+            draw_runs(content).savefig(aside, dpi=160, format="png")
     return path
+
+
+def draw_runs(runs: Sequence[Run]) -> Figure:
+    """Draw the running means of the most important metrics, one color for each run."""
+    style: dict[Any, Any] = {"text.parse_math": False, "axes.grid": True, "grid.color": "#e5e7eb"}
+    with matplotlib.rc_context(style):  # names of runs may contain $
+        figure = Figure(figsize=(12.5, 11.0), layout="constrained")
+        figure.suptitle(_title(runs), fontweight="bold")
+        for axis, (key, title) in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
+            axis.set(title=title, xlabel="optimizer step")
+            curves = [(run.validation() if key == "valid_loss" else run.curve(key)).finite() for run in runs]
+            for run, curve, color in zip(runs, curves, itertools.cycle(RUN_COLORS), strict=False):
+                values = curve.values if key in _EXACT else running_mean(curve.values)
+                axis.plot(curve.steps, values, ".-" if values.size <= 40 else "-", color=color, label=run.name)
+            if is_log(key, np.concatenate([curve.values for curve in curves])):
+                axis.set_yscale("log")
+            if key == "lm_loss":
+                axis.set_ylim(loss_range([curve.values for curve in curves]))
+                axis.legend()
+        return figure
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs"
 
 
 def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
@@ -165,19 +187,16 @@ def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
         starts = [f"{start['time']}, after {start['step']:,} steps: {start['command']}" for start in run.history.starts]
         details.append((f"Starts of {run.name}", "\n".join(starts) or "This run folder has no history.jsonl."))
         details.append((f"Configuration of {run.name}", run.config or "This run folder has no config.yaml."))
-    versions = [(package, installed_version(package) or "not installed") for package in PACKAGES]
-    versions = [("python", platform.python_version()), ("system", platform.platform()), *versions]
-    details.append(("Versions on the machine that wrote this page", "\n".join(map(" ".join, versions))))
     return environment.get_template("report.html.jinja").render(
-        title=title_of(runs),
+        title=_title(runs),
         plotly=get_plotlyjs(),
         names=[run.name for run in runs],
-        colours=RUN_COLOURS,
+        colors=RUN_COLORS,
         rows=[(label, [column.get(label, NONE) for column in columns]) for label in labels],
         notes=list(_notes(runs)),
         charts=list(charts(runs)),
         evaluations=list(_evaluations([run.folder for run in runs], evaluations)),
-        passages=[passage_html(run.passage) for run in runs if run.passage is not None],
+        passages=[run.passage.html() for run in runs if run.passage is not None],
         details=details,
     )
 
@@ -194,9 +213,8 @@ def _notes(runs: Sequence[Run]) -> Iterator[str]:
             f"mean {mean:+.4f} nats, standard deviation over steps {spread:.4f}. One seed each: this describes these "
             "two runs and says nothing about others."
         )
-    unlike = unlike_evaluations(runs) if len(runs) > 1 else None
-    if unlike is not None:
-        yield unlike
+    if (warning := incomparable_evaluations(runs)) is not None:
+        yield warning
     for run in runs:
         if run.passage_note:
             yield f"The passage of {run.name} is left out: {run.passage_note}"
@@ -224,67 +242,79 @@ def table(run: Run) -> dict[str, str]:
     losses, norms = run.curve("lm_loss").values, run.curve("grad_norm").values
     finite = np.isfinite(losses) & np.isfinite(norms)
     trained = run.curve("denominator").values != 0
-    known = run.validation().finite()
-    points = list(zip(known.steps.astype(int).tolist(), known.values.tolist(), strict=True))
-    final = points[-1] if points else None
     steady = stability(losses[finite], norms[finite])
+    known = run.validation().finite()
+    points = list(zip(known.steps.tolist(), known.values.tolist(), strict=True))
+    initial, best, final = (points[0], min(points, key=last), points[-1]) if points else (None, None, None)
+    perplexity = math.exp(final[1]) if final and final[1] < 100 else None
     times = run.curve("step_time_s").finite().values
-    at_lengths = {f"Final validation loss at {n:,}": at.finite() for n, at in run.validation_by_length().items()}
+    slowness = np.quantile(times, [0.5, 0.05, 0.95]) if times.size else None
+    windows = run.curve("window").finite().values
     rows: dict[str, str | None] = {
         "Status": run.history.status,
         **_started(run),
-        "Initial validation loss": _at_step(points[0] if points else None),
-        "Final validation loss": _at_step(final) or "not evaluated",
-        "Best validation loss": _at_step(min(points, key=last) if points else None),
-        "Final validation perplexity": f"{math.exp(final[1]):,.2f}" if final and final[1] < 100 else None,
-        **{label: _decimals(at.values[-1]) for label, at in at_lengths.items() if at.values.size},
-        "First training loss": _decimals(run.reduced("lm_loss", first)),
-        "Last training loss": _decimals(run.reduced("lm_loss", last)),
+        "Initial validation loss": _text(initial, "{0[1]:.4f} at step {0[0]:,.0f}"),
+        "Final validation loss": _text(final, "{0[1]:.4f} at step {0[0]:,.0f}") or "not evaluated",
+        "Best validation loss": _text(best, "{0[1]:.4f} at step {0[0]:,.0f}"),
+        "Final validation perplexity": _text(perplexity, "{:,.2f}"),
+        **{
+            f"Final validation loss at {length:,}": _text(curve.values[-1], "{:.4f}")
+            for length, curve in run.validation_by_length().items()
+        },
+        "First training loss": _text(run.reduced("lm_loss", first), "{:.4f}"),
+        "Last training loss": _text(run.reduced("lm_loss", last), "{:.4f}"),
         "Completed steps": f"{int(steps[-1]) + 1:,}",
-        "First recorded step": f"{int(steps[0]):,}" if steps[0] else None,
-        "Steps without a record": _if_any(int(steps[-1] - steps[0]) + 1 - len(steps)),
-        "Tokens": _whole(run.reduced("consumed_tokens", last)),
-        "FLOPs": _count(run.reduced("flops", np.sum)),
-        "FLOPs saved against the last window": _share(run.flops_saved()),
+        "First recorded step": _text(int(steps[0]) or None, "{:,}"),
+        "Steps without a record": _text(int(steps[-1] - steps[0]) + 1 - len(steps) or None, "{:,}"),
+        "Tokens": _text(run.reduced("consumed_tokens", last), "{:,.0f}"),
+        "FLOPs": _text(run.reduced("flops", np.sum), "{:.3g}"),
+        "FLOPs saved against the last window": _text(run.flops_saved(), "{:.1%}"),
         "Time in training steps": _duration(times.sum()),
-        "Step time, median (5 % to 95 % of steps)": _step_time(times),
+        "Step time, median (5 % to 95 % of steps)": _text(slowness, "{0[0]:.3g} s ({0[1]:.3g} to {0[2]:.3g} s)"),
         "Waiting for data": _duration(run.reduced("data_wait_s", np.sum)),
         "Stalled by saving": _duration(run.reduced("save_stall_s", np.sum)),
-        "Median tokens/s": _whole(run.reduced("tokens_per_s", np.median)),
-        "Median MFU": _share(run.reduced("mfu", np.median)),
-        "Window, start → end": _span(run.reduced("window", first), run.reduced("window", last)),
-        "Peak memory": _gibibytes(run.reduced("peak_memory_bytes", np.max)),
-        "Volatility: mean std of loss over 10 steps": _decimals(steady.volatility),
-        "Smoothness: mean loss change between steps": _decimals(steady.smoothness),
-        "Mean loss ratio: loss / lowest before it": _decimals(steady.loss_ratio),
-        "Mean of min(gradient norm, 1)": _decimals(steady.gradient_norm),
-        "Loss spikes": _if_any(int(np.nansum(run.curve("spike").values))),
-        "Steps that changed no weight": _if_any(int(np.nansum(run.curve("skipped").values))),
-        "Non-finite steps, left out above": _if_any(int(np.count_nonzero(~finite & trained))),
-        "Last standard deviation of token weights": _decimals(run.reduced("weight_std", last)),
-        "Last largest token weight": _decimals(run.reduced("weight_max", last)),
-        "Last share of tokens of weight 0": _share(run.reduced("zero_share", last)),
-        "Last mean score": _decimals(run.reduced("score_mean", last)),
+        "Median tokens/s": _text(run.reduced("tokens_per_s", np.median), "{:,.0f}"),
+        "Median MFU": _text(run.reduced("mfu", np.median), "{:.1%}"),
+        "Window, start → end": _text(
+            (windows[0], windows[-1]) if windows.size else None, "{0[0]:,.0f} → {0[1]:,.0f} tokens"
+        ),
+        "Peak memory": _text((run.reduced("peak_memory_bytes", np.max) or 0) / 2**30 or None, "{:.2f} GiB"),
+        "Volatility: mean std of loss over 10 steps": _text(steady.volatility, "{:.4f}"),
+        "Smoothness: mean loss change between steps": _text(steady.smoothness, "{:.4f}"),
+        "Mean loss ratio: loss / lowest before it": _text(steady.loss_ratio, "{:.4f}"),
+        "Mean of min(gradient norm, 1)": _text(steady.gradient_norm, "{:.4f}"),
+        "Loss spikes": _text(int(np.nansum(run.curve("spike").values)) or None, "{:,}"),
+        "Steps that changed no weight": _text(int(np.nansum(run.curve("skipped").values)) or None, "{:,}"),
+        "Non-finite steps, left out above": _text(int(np.count_nonzero(~finite & trained)) or None, "{:,}"),
+        "Last standard deviation of token weights": _text(run.reduced("weight_std", last), "{:.4f}"),
+        "Last largest token weight": _text(run.reduced("weight_max", last), "{:.4f}"),
+        "Last share of tokens of weight 0": _text(run.reduced("zero_share", last), "{:.1%}"),
+        "Last mean score": _text(run.reduced("score_mean", last), "{:.4f}"),
         "Time in scoring": _duration(run.reduced("score_time_s", np.sum)),
     }
     if (mixture := run.mixture()) is not None:
         for d in np.argsort(-mixture.tokens, kind="stable").tolist():
-            asked = "" if math.isnan(mixture.asked[d]) else f", requested {mixture.asked[d]:.2%}"
-            drawn = f"{mixture.shares[-1, d]:.2%} of the tokens{asked}; {mixture.rows[d]:,} rows"
+            share = mixture.requested[d]
+            requested = "" if math.isnan(share) else f", requested {share:.2%}"
+            drawn = f"{mixture.shares[-1, d]:.2%} of the tokens{requested}; {mixture.rows[d]:,} rows"
             rows[f"Drawn from {mixture.names[d]}"] = drawn
     return {label: text for label, text in rows.items() if text is not None}
 
 
-def _step_time(seconds: Column) -> str | None:
-    if not seconds.size:
+def _text(value: Any, pattern: str) -> str | None:
+    """Format a value; None and NaN stay None."""
+    return None if value is None or (isinstance(value, float) and math.isnan(value)) else pattern.format(value)
+
+
+def _duration(seconds: float | None) -> str | None:
+    if not seconds:
         return None
-    low, median, high = np.quantile(seconds, [0.05, 0.5, 0.95])
-    return f"{median:.3g} s ({low:.3g} to {high:.3g} s)"
+    return f"{seconds:.1f} s" if seconds < 60 else tqdm.format_interval(seconds)
 
 
 def _started(run: Run) -> dict[str, str | None]:
     """Return the run's start according to its history, and when its last step was recorded."""
-    rows: dict[str, str | None] = {"Starts": _if_any(len(run.history.starts))}
+    rows: dict[str, str | None] = {"Starts": _text(len(run.history.starts) or None, "{:,}")}
     if run.history.starts:
         newest = run.history.starts[-1]
         rows |= {
@@ -292,7 +322,7 @@ def _started(run: Run) -> dict[str, str | None]:
             "Host": str(newest["host"]),
             "Devices": str(newest["devices"]),
             "Layout": f"{newest['processes']} processes: {newest['layout']}",
-            "Parameters": _count(newest["parameters"]),
+            "Parameters": tqdm.format_sizeof(newest["parameters"]).replace("G", "B"),
             "Data": ", ".join(f"{part['name']} ({part['packing']})" for part in newest.get("data") or ()) or None,
         }
     if (moment := run.records[-1].get("time")) is not None:
@@ -305,67 +335,81 @@ def _started(run: Run) -> dict[str, str | None]:
 
 def charts(runs: Sequence[Run]) -> Iterator[Chart]:
     """Yield the charts of one or several runs, one color for each run; empty charts are omitted."""
+    alone = len(runs) == 1
     yield _losses(runs)
     for run in runs[1:]:
         if (found := paired_differences(runs[0], run)) is not None:
             bars = {"type": "data", "array": found.spreads, "thickness": 1}
-            trace = go.Scatter(x=found.steps, y=found.means, error_y=bars, name=html.escape(run.name))
+            trace = _trace(found.steps, found.means, run.name, 0, error_y=bars)
             title = f"Training loss of {run.name} minus that of {runs[0].name}"
             caption = "Means of spans of steps; bars: standard deviation over the steps of a span."
             yield Chart(title, _figure([trace], "nats / token"), caption)
     yield from _validations(runs)
     for key, title, unit in METRICS:
-        traces, values = [], []
+        traces, drawn = [], [np.empty(0)]
         for number, run in enumerate(runs):
             curve = run.curve(key).finite()
-            if curve.values.any():
-                traces += _curve(run, number, curve.steps, curve.values, alone=len(runs) == 1, exact=key in _EXACT)
-                values.append(curve.values)
+            if not curve.values.any():
+                continue
+            kept = _kept(curve.values)
+            if alone and key not in _EXACT:
+                traces.append(_trace(curve.steps[kept], curve.values[kept], "each step", number, opacity=0.35))
+            values = curve.values if key in _EXACT else running_mean(curve.values)
+            traces.append(_trace(curve.steps[kept], values[kept], run.name, number))
+            drawn.append(curve.values)
         if traces:
-            yield Chart(title, _figure(traces, unit, log=is_log(key, np.concatenate(values))))
+            yield Chart(title, _figure(traces, unit, log=is_log(key, np.concatenate(drawn))))
     for key, title, unit in ATTENTION:
-        traces = [trace for number, run in enumerate(runs) for trace in _layers(run, number, key, len(runs) == 1)]
+        traces = []
+        for number, run in enumerate(runs):
+            steps, values = run.by_layer(key)
+            if not steps.size:
+                continue
+            for layer, (column, shade) in enumerate(zip(values.T, _shades(values.shape[1]), strict=True)):
+                if alone:
+                    thin = {"color": shade, "width": 1}
+                    traces.append(_trace(steps, column, f"layer {layer + 1}", number, line=thin, showlegend=False))
+            traces.append(_trace(steps, values.mean(axis=1), f"{run.name}, mean of layers", number))
         if traces:
             yield Chart(title, _figure(traces, unit))
     for run in runs:
         if (mixture := run.mixture()) is not None:
             traces = []
             for place, d in enumerate(np.argsort(-mixture.tokens, kind="stable").tolist()):
-                line = {"color": RUN_COLOURS[place % len(RUN_COLOURS)]}
-                name = html.escape(mixture.names[d])
-                traces.append(go.Scatter(x=mixture.steps, y=mixture.shares[:, d], name=name, line=line))
-                if math.isfinite(mixture.asked[d]):
-                    ends, asked = mixture.steps[[0, -1]], [mixture.asked[d]] * 2
-                    dashed = {**line, "dash": "dash", "width": 1}
-                    traces.append(go.Scatter(x=ends, y=asked, name=f"{name}, requested", line=dashed, showlegend=False))
+                name, share = mixture.names[d], mixture.requested[d]
+                traces.append(_trace(mixture.steps, mixture.shares[:, d], name, place))
+                if math.isfinite(share):
+                    dashed = {"color": RUN_COLORS[place % len(RUN_COLORS)], "dash": "dash", "width": 1}
+                    ends = mixture.steps[[0, -1]]
+                    traces.append(_trace(ends, [share] * 2, f"{name}, requested", place, line=dashed, showlegend=False))
             caption = "Share of all tokens drawn up to a step; dashed: as requested."
             yield Chart(f"Mixture as drawn by {run.name}", _figure(traces, "share of tokens"), caption)
 
 
 def _losses(runs: Sequence[Run]) -> Chart:
     """Return the training loss of each run, with buttons for the x axis: steps, tokens, FLOPs or hours."""
-    clocks = [clock for clock in CLOCKS if all(run.clock(clock) is not None for run in runs)]
-    axes: dict[str, list[Column]] = {name: [] for name in ("steps", *clocks)}
+    alone = len(runs) == 1
+    axes: dict[str, list[Column]] = {"steps": []}
+    axes |= {clock: [] for clock in CLOCKS if all(run.clock(clock) is not None for run in runs)}
     traces = []
     for number, run in enumerate(runs):
-        losses, alone = run.curve("lm_loss"), len(runs) == 1
-        for name, values in ((run.name, losses.values), (f"{run.name}, weighted", run.curve("train_loss").values)):
-            weighted, known = values is not losses.values, np.isfinite(values)
-            if weighted and not (alone and known.any()):
+        losses, weighted = run.curve("lm_loss"), run.curve("train_loss").values
+        clocks = {name: losses.steps if name == "steps" else run.clock(name) for name in axes}
+        shown = [(running_mean, losses.values, run.name, 1.0)]
+        if alone:
+            shown.insert(0, (lambda values: values, losses.values, "each step", 0.35))
+            if not np.allclose(weighted, losses.values, rtol=1e-4, atol=0, equal_nan=True):
+                shown.append((running_mean, weighted, f"{run.name}, weighted", 0.6))
+        for smooth, values, name, opacity in shown:
+            known = np.isfinite(values)
+            if not known.any():
                 continue
-            if weighted and np.allclose(values[known], losses.values[known], rtol=1e-4, atol=0, equal_nan=True):
-                continue
-            kept, line = _kept(values[known]), {"color": RUN_COLOURS[number % len(RUN_COLOURS)]}
-            shown = [(running_mean(values[known]), html.escape(name), 0.6 if weighted else 1.0)]
-            if alone and not weighted:
-                shown.insert(0, (values[known], "each step", 0.35))
-            for y, label, opacity in shown:
-                x = losses.steps[known][kept]
-                traces.append(go.Scatter(x=x, y=y[kept], name=label, line=line, opacity=opacity))
-                for axis, columns in axes.items():
-                    clock = losses.steps if axis == "steps" else run.clock(axis)
-                    assert clock is not None
-                    columns.append(clock[known][kept])
+            kept = _kept(values[known])
+            traces.append(_trace(losses.steps[known][kept], smooth(values[known])[kept], name, number, opacity=opacity))
+            for axis, columns in axes.items():
+                clock = clocks[axis]
+                assert clock is not None
+                columns.append(clock[known][kept])
     figure = _figure(traces, "nats / token")
     figure.update_yaxes(range=loss_range([run.curve("lm_loss").finite().values for run in runs]))
     buttons = [
@@ -379,64 +423,42 @@ def _losses(runs: Sequence[Run]) -> Chart:
 
 def _validations(runs: Sequence[Run]) -> Iterator[Chart]:
     """Yield the validation loss by step, for each evaluation length, and by position."""
-    traces = []
+    alone, traces = len(runs) == 1, []
     for number, run in enumerate(runs):
         by_length = run.validation_by_length() or {0: run.validation()}
-        shades = sample_colorscale("Viridis", np.linspace(0.2, 0.85, max(len(by_length), 2)).tolist())
-        for place, (length, curve) in enumerate(by_length.items()):
+        for place, ((length, curve), shade) in enumerate(zip(by_length.items(), _shades(len(by_length)), strict=True)):
             known = curve.finite()
             if known.values.size:
-                name = html.escape(", ".join(filter(None, [run.name, f"{length:,} tokens" if length else ""])))
-                line = {"color": shades[place] if len(runs) == 1 else RUN_COLOURS[number % len(RUN_COLOURS)]}
-                opacity = (place + 1) / len(by_length) if len(runs) > 1 else 1.0
-                traces.append(
-                    go.Scatter(
-                        x=known.steps, y=known.values, name=name, line=line, opacity=opacity, mode="lines+markers"
-                    )
-                )
+                name = f"{run.name}, {length:,} tokens" if length else run.name
+                style = {"line": {"color": shade}} if alone else {"opacity": (place + 1) / len(by_length)}
+                traces.append(_trace(known.steps, known.values, name, number, mode="lines+markers", **style))
     if traces:
         yield Chart("Validation loss", _figure(traces, "nats / token"))
     traces = []
     for number, run in enumerate(runs):
-        found = run.losses_by_position()
-        steps = sorted(found)
-        for step in (
-            sorted({steps[0], steps[len(steps) // 2], steps[-1]} if len(runs) == 1 else {steps[-1]}) if steps else ()
-        ):
-            positions = sorted(found[step])
-            losses = [found[step][position] for position in positions]
-            line = {"color": RUN_COLOURS[number % len(RUN_COLOURS)]} if len(runs) > 1 else {}
-            name = html.escape(f"{run.name}, after {step:,} steps")
-            traces.append(go.Scatter(x=positions, y=losses, name=name, line=line, mode="lines+markers"))
+        found = sorted(run.losses_by_position().items())
+        drawn = [found[0], found[len(found) // 2], found[-1]] if alone and len(found) > 2 else found[-1:]
+        for place, (step, losses) in enumerate(drawn):
+            positions = sorted(losses)
+            name = f"{run.name}, after {step:,} steps"
+            means = [losses[position] for position in positions]
+            traces.append(_trace(positions, means, name, number + place, mode="lines+markers"))
     if traces:
         figure = _figure(traces, "nats / token", x="tokens that a token sees, itself included")
         figure.update_xaxes(type="log", dtick=math.log10(4))
         yield Chart("Validation loss by position", figure)
 
 
-def _curve(run: Run, number: int, steps: Column, values: Column, *, alone: bool, exact: bool) -> list[go.Scatter]:
-    """Return the trace of a metric: its running mean, drawn over its values if there is a single run."""
-    line = {"color": RUN_COLOURS[number % len(RUN_COLOURS)]}
-    kept, name = _kept(values), html.escape(run.name)
-    if exact:
-        return [go.Scatter(x=steps[kept], y=values[kept], name=name, line=line)]
-    mean = go.Scatter(x=steps[kept], y=running_mean(values)[kept], name="mean" if alone else name, line=line)
-    each = go.Scatter(x=steps[kept], y=values[kept], name="each step", line=line, opacity=0.35)
-    return [each, mean] if alone else [mean]
+def _trace(x: Any, y: Any, name: str, number: int, **style: Any) -> go.Scatter:
+    """Return a line in the color of its number."""
+    return go.Scatter(
+        x=x, y=y, name=html.escape(name), **{"line": {"color": RUN_COLORS[number % len(RUN_COLORS)]}, **style}
+    )
 
 
-def _layers(run: Run, number: int, key: str, alone: bool) -> Iterator[go.Scatter]:
-    """Yield traces of a metric's mean over layers, and of each layer if there is a single run."""
-    steps, values = run.by_layer(key)
-    if not steps.size:
-        return
-    if alone:
-        shades = sample_colorscale("Viridis", np.linspace(0.2, 0.85, max(values.shape[1], 2)).tolist())
-        for layer, column in enumerate(values.T):
-            line = {"color": shades[layer], "width": 1}
-            yield go.Scatter(x=steps, y=column, name=f"layer {layer + 1}", line=line, showlegend=False)
-    line = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "width": 3}
-    yield go.Scatter(x=steps, y=values.mean(axis=1), name=f"{html.escape(run.name)}, mean of layers", line=line)
+def _shades(count: int) -> list[str]:
+    shades: list[str] = sample_colorscale("Viridis", np.linspace(0.2, 0.85, max(count, 2)).tolist())
+    return shades[:count]
 
 
 def _figure(traces: Sequence[go.Scatter], unit: str, *, x: str = "optimizer step", log: bool = False) -> go.Figure:
@@ -448,60 +470,34 @@ def _figure(traces: Sequence[go.Scatter], unit: str, *, x: str = "optimizer step
     return figure
 
 
+def is_log(key: str, values: Column) -> bool:
+    """Return whether the values of a metric are drawn on a logarithmic axis."""
+    return key in _LOG and values.size > 0 and bool(0 < 8 * values.min() <= values.max())
+
+
+def loss_range(curves: Sequence[Column]) -> tuple[float, float] | None:
+    """Return a range that covers 97 % of each curve, excluding the high first steps; None for the full range."""
+    known = [values for values in curves if values.size]
+    if not known or min(values.size for values in known) < _CLIP_FROM:
+        return None
+    low, high = min(values.min() for values in known), max(np.quantile(values, 0.97) for values in known)
+    margin = 0.06 * (high - low)
+    return (float(low - margin), float(high + margin)) if margin else None
+
+
+def running_mean(values: Column) -> Column:
+    """Return the centered running mean [n] over about a fiftieth of the curve; spans are shorter at both ends."""
+    n = values.size
+    index = np.arange(n)
+    before = np.minimum(index, n // 100 + 1)
+    after = np.minimum(before, n - 1 - index)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[index + after + 1] - sums[index - before]) / (before + after + 1)
+
+
 def _kept(values: Column) -> np.ndarray:
     """Return the indices of the points to draw: for a long curve, the lowest and highest of each span."""
     if values.size <= _MOST_POINTS:
         return np.arange(values.size)
     spans = np.array_split(np.arange(values.size), _MOST_POINTS // 2)
     return np.concatenate([sorted({span[values[span].argmin()], span[values[span].argmax()]}) for span in spans])
-
-
-# Formatting of numbers; None if a run has none
-
-
-def _decimals(value: float | None) -> str | None:
-    return None if value is None or math.isnan(value) else f"{value:.4f}"
-
-
-def _at_step(point: tuple[int, float] | None) -> str | None:
-    return None if point is None else f"{_decimals(point[1])} at step {point[0]:,}"
-
-
-def _whole(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}"
-
-
-def _if_any(count: int) -> str | None:
-    return f"{count:,}" if count else None
-
-
-def _count(value: float | None) -> str | None:
-    """Format a number with three digits and a suffix, as 8.03B."""
-    if value is None:
-        return None
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size <= abs(value) < 1e15:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
-
-
-def _share(value: float | None) -> str | None:
-    return None if value is None else f"{value:.1%}"
-
-
-def _span(start: float | None, end: float | None) -> str | None:
-    return None if start is None or end is None else f"{start:,.0f} → {end:,.0f} tokens"
-
-
-def _gibibytes(value: float | None) -> str | None:
-    return f"{value / 2**30:.2f} GiB" if value else None
-
-
-def _duration(seconds: float | None) -> str | None:
-    if not seconds:
-        return None
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min {rest:02d} s" if hours else f"{minutes} min {rest:02d} s"

@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.errors import UserError
-from megatron_ext.inspect.passage import PASSAGE_FILE, Passage, read_passage
 from megatron_ext.monitoring.history import History, read_history
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, damaged, read_by_step, recorded_number
 from megatron_ext.monitoring.stability import VOLATILITY_SPAN, Stability, stability
+from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
 CONFIG_FILE = "config.yaml"
 LOSSES = ("lm_loss", "train_loss")
-WEIGHTING = ("weight_std", "weight_max", "zero_share", "score_mean")  # metrics of a step with token weighting
 CLOCKS = {"consumed_tokens": ("consumed_tokens", 1.0), "flops": ("flops", 1.0), "hours": ("step_time_s", 3600.0)}
 
 Column = npt.NDArray[np.float64]
@@ -43,16 +42,14 @@ class Mixture:
     """The rows that a run has drawn from each of its D datasets.
 
     Attributes:
-        names: [D].
-        asked: [D], the requested shares of the tokens; NaN if unknown.
-        rows: [D], rows drawn.
-        tokens: [D], tokens of these rows, without padding.
+        names, rows, tokens: [D], rows drawn and their tokens, without padding.
+        requested: [D], the requested shares of the tokens; NaN if unknown.
         steps: [n], the steps that record it.
         shares: [n, D], shares of all tokens drawn up to and including each of these steps.
     """
 
     names: tuple[str, ...]
-    asked: Column
+    requested: Column
     rows: npt.NDArray[np.int64]
     tokens: Column
     steps: Column
@@ -81,11 +78,6 @@ class Run:
     passage_note: str
     history: History
 
-    @property
-    def weighted(self) -> bool:
-        """Whether any step has a metric of token weighting."""
-        return any(self.curve(key).finite().values.size for key in WEIGHTING)
-
     def curve(self, key: str) -> Curve:
         """Return a training metric at every step; NaN if it is missing, or for a loss without trained tokens."""
         nothing = [key in LOSSES and record.get("denominator") == 0 for record in self.records]
@@ -111,10 +103,7 @@ class Run:
         }
 
     def losses_by_position(self) -> dict[int, dict[int, float]]:
-        """Return by step the validation losses in nats by position, for the evaluations that have them.
-
-        Key p covers the tokens that see at least p and fewer than 2p tokens, including themselves.
-        """
+        """Return by step the validation losses of tokens that see at least p and fewer than 2p tokens, by p."""
         found = {record["step"]: self._by_number(record, "by_position") for record in self.evaluations}
         return {step: losses for step, losses in found.items() if losses}
 
@@ -140,10 +129,7 @@ class Run:
         return values if name == "consumed_tokens" else np.cumsum(values) / unit
 
     def mixture(self) -> Mixture | None:
-        """Sum up the rows drawn from each dataset; None if no step records them.
-
-        A row counts as many tokens as the rows of its dataset have on average, because packed rows may be padded.
-        """
+        """Sum up the rows drawn from each dataset, each as its dataset's average tokens; None if not recorded."""
         known = [record for record in self.records if record.get("source_rows")]
         if not known:
             return None
@@ -159,7 +145,7 @@ class Run:
         tokens = np.cumsum(rows * row_tokens, axis=0)
         return Mixture(
             names=names,
-            asked=np.array([newest.get(name, {}).get("share", np.nan) for name in names]),
+            requested=np.array([newest.get(name, {}).get("share", np.nan) for name in names]),
             rows=rows.sum(axis=0),
             tokens=tokens[-1],
             steps=np.array([record["step"] for record in known], dtype=np.float64),
@@ -174,14 +160,6 @@ class Run:
             return None
         return float(1.0 - flops.sum() / (np.median(flops[last]) * flops.size))
 
-    def evaluation_terms(self) -> set[tuple[bool, int | None]]:
-        """Return how the run's validations were computed: inside documents or not, and the sliding stride."""
-        strides = [(record, record["stride"]) for record in self.evaluations if "stride" in record]
-        return {
-            (bool(record.get("document_mask")), stride if isinstance(stride, int) else None)
-            for record, stride in strides
-        }
-
     def _curve(self, records: Sequence[Mapping[str, Any]], values: Sequence[Any], file: str, key: str) -> Curve:
         pairs = zip(records, values, strict=True)
         numbers = [self._number(value, file, record, key) for record, value in pairs]
@@ -189,7 +167,6 @@ class Run:
         return Curve(steps, np.array(numbers, dtype=np.float64))
 
     def _by_number(self, record: Mapping[str, Any], key: str) -> dict[int, float]:
-        """Read a mapping of an evaluation whose keys are token counts."""
         given = record.get(key) or {}
         if not isinstance(given, Mapping) or not all(name.isdecimal() and len(name) < 16 for name in given):
             needs = "a mapping from numbers of tokens to losses"
@@ -197,7 +174,6 @@ class Run:
         return {int(name): self._number(loss, EVALUATION_FILE, record, key) for name, loss in given.items()}
 
     def _number(self, value: Any, file: str, record: Mapping[str, Any], key: str) -> float:
-        """Return a recorded number; NaN where it was not finite."""
         number = recorded_number(self.folder / file, record, key, value)
         return math.nan if number is None else number
 
@@ -206,13 +182,8 @@ class Run:
 class PairedDifferences:
     """Differences of the training losses of two runs at the same steps, second minus first, in nats.
 
-    They describe these two runs: steps are correlated, so the spread over steps is no confidence interval.
-
-    Attributes:
-        steps: [n], the middle of each span of steps.
-        means: [n], mean difference in each span.
-        spreads: [n], standard deviation over the steps of each span.
-        last_tenth: mean and standard deviation over the last tenth of the steps.
+    Means and standard deviations over spans of steps, [n], around the middle of each span; and over the last tenth of
+    the steps. Steps are correlated, so a standard deviation over steps is no confidence interval.
     """
 
     steps: Column
@@ -244,16 +215,21 @@ def paired_differences(first: Run, second: Run) -> PairedDifferences | None:
     )
 
 
-def unlike_evaluations(runs: Sequence[Run]) -> str | None:
+def incomparable_evaluations(runs: Sequence[Run]) -> str | None:
     """Return a warning if the runs' validation losses were computed differently; None if comparable."""
-    terms = {term: run.name for run in runs for term in run.evaluation_terms()}
-    if len(terms) < 2:
+    methods = {
+        (bool(record.get("document_mask")), str(record["stride"] or "")): run.name
+        for run in runs
+        for record in run.evaluations
+        if "stride" in record
+    }
+    if len(methods) < 2:
         return None
-    how = [
-        f"{name} {'inside' if inside else 'across'} documents, in {f'windows that slide by {by}' if by else 'blocks'}"
-        for (inside, by), name in terms.items()
+    described = [
+        f"{name} {'inside' if inside else 'across'} documents, {f'stride {stride}' if stride else 'in blocks'}"
+        for (inside, stride), name in methods.items()
     ]
-    return f"validation losses are not comparable: {'; '.join(how)}; evaluate them alike"
+    return f"validation losses are not comparable: {'; '.join(described)}"
 
 
 def load_run(folder: Path | str, name: str | None = None) -> Run:
@@ -267,10 +243,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     folder = Path(folder)
     path = folder / METRICS_FILE
     if not path.is_file():
-        raise UserError(
-            f"{path}: not found, a report needs a run folder with metrics.jsonl; "
-            "give the folder that training was started with as --save"
-        )
+        raise UserError(f"{path}: not found; give the folder that training was started with as --save")
     records = read_by_step(path)
     if not records:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
@@ -278,7 +251,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     passage, note = None, ""
     if (folder / PASSAGE_FILE).is_file():
         try:
-            passage = read_passage(folder)
+            passage = Passage.read(folder)
         except UserError as error:
             note = str(error)
     return Run(
@@ -294,10 +267,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
 
 
 def stage_folders(run: Path) -> list[Path]:
-    """List the stage folders of a run, ordered by the recorded time of their first steps; [] for a run without stages.
-
-    Each stage counts its steps from 0, and file times change when a folder is copied, so the recorded time is used.
-    """
+    """List the stage folders of a run by the recorded time of their first steps; [] for a run without stages."""
     if (run / METRICS_FILE).is_file():
         return []
     started = {}

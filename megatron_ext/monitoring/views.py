@@ -51,11 +51,7 @@ def check_views(logging: LoggingConfig) -> None:
 def open_views(folder: Path, logging: LoggingConfig, config: dict[str, Any] | None, resume_step: int) -> list[View]:
     """Open the requested views; a resumed run continues in the same TensorBoard, W&B or MLflow run.
 
-    Args:
-        folder: the run folder.
-        logging: the options that request views.
-        config: the configuration, logged as text.
-        resume_step: completed steps; TensorBoard hides older events from this step on.
+    TensorBoard hides older events from `resume_step`, the number of completed steps, on.
     """
     views: list[View] = []
     if logging.tensorboard:
@@ -117,7 +113,6 @@ class Mlflow:
         self, folder: Path, experiment: str, name: str | None, config: dict[str, Any] | None, resume_step: int
     ) -> None:
         self._mlflow = importlib.import_module("mlflow")
-        self._names: dict[str, str] = {}  # our name -> MLflow's
         id_file = folder / MLFLOW_ID_FILE
         known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
         self._mlflow.set_experiment(experiment)
@@ -127,21 +122,20 @@ class Mlflow:
             self._mlflow.log_dict(config, "config.yaml")
 
     def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({self._name(name): value for name, value in scalars.items()}, step=step)
-
-    def _name(self, name: str) -> str:
-        """Return a name that MLflow accepts: letters, digits, `_-. :` and slashes; no part empty, `.` or `..`.
-
-        A changed name ends in a hash of the original, so different names stay different.
-        """
-        if name not in self._names:
-            parts = [re.sub(r"[^a-zA-Z0-9_\-. :]", "_", part) for part in name.split("/")]
-            spelled = "/".join("_" if part in ("", ".", "..") else part for part in parts)[:_MLFLOW_LENGTH]
-            if spelled != name:
-                digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-                spelled = f"{spelled[: _MLFLOW_LENGTH - 9]}-{digest}"
-            self._names[name] = spelled
-        return self._names[name]
+        self._mlflow.log_metrics({mlflow_name(name): value for name, value in scalars.items()}, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def mlflow_name(name: str) -> str:
+    """Return a name that MLflow accepts: letters, digits, `_-. :` and slashes; no part empty, `.` or `..`.
+
+    A changed name ends in a hash of the original, so different names stay different.
+    """
+    parts = [re.sub(r"[^a-zA-Z0-9_\-. :]", "_", part) for part in name.split("/")]
+    accepted = "/".join("_" if part in ("", ".", "..") else part for part in parts)[:_MLFLOW_LENGTH]
+    if accepted == name:
+        return name
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    return f"{accepted[: _MLFLOW_LENGTH - 9]}-{digest}"

@@ -22,7 +22,7 @@ from megatron_ext.attention.cache import KeyValueCache
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.sampling import Draws, Sampling, choose
+from megatron_ext.evaluation.sampling import Sampling, choose
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import AttentionMask, LayerMasks
 from megatron_ext.run.inference import InferenceModel
@@ -36,13 +36,7 @@ PASS_LOGITS = 1 << 27  # maximum logits of a forward pass: tokens times vocabula
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue.
-
-    Attributes:
-        tokens: the text so far, at least one token.
-        new_tokens: maximum number of tokens to generate.
-        stop_texts: generation also ends after any of these strings.
-    """
+    """A text to continue by at most `new_tokens` tokens; generation also ends after any of the `stop_texts`."""
 
     tokens: Sequence[int]
     new_tokens: int
@@ -56,12 +50,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Choice:
-    """A context and several continuations to score.
-
-    Attributes:
-        tokens: the context, at least one token.
-        options: the continuations, at least one token each.
-    """
+    """A context and several continuations to score, at least one token each."""
 
     tokens: Sequence[int]
     options: Sequence[Sequence[int]]
@@ -82,13 +71,16 @@ class Likelihood:
 
 @dataclass
 class _Text:
-    """A text that is being generated in a cache slot; `last` is its newest token, not yet in the cache."""
+    """A text that is being generated in a cache slot; its last token is not yet in the cache."""
 
     number: int
     prompt: Prompt
-    draws: Draws
-    last: int
+    draws: np.random.Generator
     answer: list[int]
+
+    @property
+    def last(self) -> int:
+        return self.answer[-1] if self.answer else self.prompt.tokens[-1]
 
 
 def inference_layout(processes: ParallelConfig) -> ParallelConfig:
@@ -104,7 +96,6 @@ class Generator:
         slots: number of concurrent texts on each copy of the model.
         stop: token ids that end a text; the end token is the last token of the answer.
         decode: turns tokens into text; required for `Prompt.stop_texts`.
-        pass_tokens: maximum number of prompt tokens in one forward pass.
     """
 
     def __init__(
@@ -113,12 +104,8 @@ class Generator:
         slots: int,
         stop: Iterable[int],
         decode: Callable[[Sequence[int]], str] | None = None,
-        pass_tokens: int = PASS_TOKENS,
     ) -> None:
-        if slots < 1:
-            raise UserError(f"batch_size: got {slots}, needs at least 1 text at a time")
         self.model, self.slots, self.stop, self.decode = model, slots, frozenset(stop), decode
-        self.pass_tokens = pass_tokens
         self.mask_options = model.config.mask_options()
         self.stages: dist.ProcessGroup = model.chunks[0].pg_collection.pp
         ranks = model.ranks
@@ -144,54 +131,39 @@ class Generator:
             on_token: called with the number of a prompt of this copy of the model and its next token.
 
         Raises:
-            UserError: an empty prompt, an unknown token id, or a text too long for dynamic RoPE.
+            UserError: an empty prompt, or a text too long for dynamic RoPE.
         """
         for number, prompt in enumerate(prompts):
-            self._check(number, prompt, prompt.tokens)
-            if prompt.new_tokens < 1:
-                raise UserError(f"max_new_tokens: got {prompt.new_tokens}, needs at least 1")
+            self._check(number, prompt)
         return self._gathered(self._generate(self._own(prompts), sampling or Sampling(), on_token))
 
     def likelihoods(self, choices: Sequence[Choice]) -> list[list[Likelihood]]:
         """Score every continuation of every choice; each context is computed once. Collective.
 
-        Args:
-            choices: the same on every process.
-
-        Raises:
-            UserError: as `answer`.
+        The choices are the same on every process. Raises what `answer` raises.
         """
         for number, choice in enumerate(choices):
-            self._check(number, choice, [*choice.tokens, *itertools.chain(*choice.options)])
+            self._check(number, choice)
         own = sorted(self._own(choices), key=lambda numbered: -numbered[1].length)  # batches of similar lengths
         return self._gathered(self._score(own))
 
     def _own(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
-        """Return the requests of this copy of the model, numbered."""
         return [(number, requests[number]) for number in range(self.share, len(requests), self.shares)]
 
     def _gathered(self, own: dict[int, Result]) -> list[Result]:
-        """Return the results of all processes in order."""
-        everyones: list[dict[int, Result]] = [{} for _ in range(self.model.ranks.world_size)]
-        dist.all_gather_object(everyones, own)
-        joined = {number: result for results in everyones for number, result in results.items()}
+        gathered: list[dict[int, Result]] = [{} for _ in range(self.model.ranks.world_size)]
+        dist.all_gather_object(gathered, own)
+        joined = {number: result for results in gathered for number, result in results.items()}
         return [joined[number] for number in range(len(joined))]
 
-    def _check(self, number: int, request: Prompt | Choice, tokens: Sequence[int]) -> None:
-        size = self.model.vocab_size
+    def _check(self, number: int, request: Prompt | Choice) -> None:
         if not request.tokens:
             raise UserError(f"prompt {number + 1}: has no token to continue; give a text, or --bos")
-        if unknown := [token for token in tokens if not 0 <= token < size]:
-            raise UserError(
-                f"prompt {number + 1}: has token {unknown[0]}, the model knows 0..{size - 1}; "
-                "give --tokenizer with the model's own"
-            )
         original = self.model.pretrained.model.rope_original_length
         if self.model.follows_text and original is not None and request.length > original:
             raise UserError(
-                f"prompt {number + 1}: asks for up to {request.length} tokens, but the dynamic angles of "
-                f"{self.model.pretrained.folder} change with every token beyond {original}, and cached keys do not "
-                "change with them; ask for fewer, or settle the angles by training at longer rows"
+                f"prompt {number + 1}: got up to {request.length} tokens, but {self.model.pretrained.folder} has "
+                f"dynamic RoPE, which would rotate all cached keys anew beyond {original} tokens; ask for fewer"
             )
 
     @torch.inference_mode()
@@ -210,15 +182,14 @@ class Generator:
                     number, prompt = waiting.popleft()
                     cache.free(slot)
                     new[slot] = prompt.tokens[:-1]
-                    active[slot] = _Text(number, prompt, Draws(sampling.seed, number), prompt.tokens[-1], [])
+                    active[slot] = _Text(number, prompt, sampling.draws(number), [])
             self._prefill(cache, new)
             texts = list(active.values())
             logits_nV = self._forward(cache, {slot: [text.last] for slot, text in active.items()})
             chosen = None if logits_nV is None else choose(logits_nV, sampling, [text.draws for text in texts])
-            for slot, token in zip(list(active), self._agreed(chosen, len(texts)), strict=True):
+            for slot, token in zip(list(active), self._broadcast(chosen, len(texts)), strict=True):
                 text = active[slot]
                 text.answer.append(token)
-                text.last = token
                 if on_token is not None:
                     on_token(text.number, token)
                 if token in self.stop or len(text.answer) == text.prompt.new_tokens or self._stops(text):
@@ -226,7 +197,6 @@ class Generator:
         return answers
 
     def _stops(self, text: _Text) -> bool:
-        """Return whether a text ends with one of its stop strings."""
         if not text.prompt.stop_texts:
             return False
         assert self.decode is not None
@@ -249,10 +219,10 @@ class Generator:
                 }
                 inputs = {slot: [some[slot].tokens[-1], *option[:-1]] for slot, option in options.items()}
                 total = dict.fromkeys(options, Likelihood(0.0, True))
-                for piece in _passes(options, limit):
-                    logits_nV = self._forward(cache, {slot: inputs[slot][at] for slot, at in piece.items()}, every=True)
+                for part in _passes(options, limit):
+                    logits_nV = self._forward(cache, {slot: inputs[slot][at] for slot, at in part.items()}, every=True)
                     if logits_nV is not None:
-                        labels = {slot: options[slot][at] for slot, at in piece.items()}
+                        labels = {slot: options[slot][at] for slot, at in part.items()}
                         for slot, likelihood in zip(labels, _likelihoods(logits_nV, labels.values()), strict=True):
                             total[slot] = Likelihood(
                                 total[slot].log_probability + likelihood.log_probability,
@@ -267,9 +237,9 @@ class Generator:
         return found
 
     def _prefill(self, cache: KeyValueCache, texts: Mapping[int, Sequence[int]]) -> None:
-        """Append texts to the cache, at most `pass_tokens` tokens at a time."""
-        for piece in _passes(texts, self.pass_tokens):
-            self._forward(cache, {slot: texts[slot][at] for slot, at in piece.items()})
+        """Append texts to the cache, at most `PASS_TOKENS` tokens at a time."""
+        for part in _passes(texts, PASS_TOKENS):
+            self._forward(cache, {slot: texts[slot][at] for slot, at in part.items()})
 
     def _forward(
         self, cache: KeyValueCache, texts: Mapping[int, Sequence[int]], *, every: bool = False
@@ -319,33 +289,33 @@ class Generator:
                 output = None
         return output
 
-    def _agreed(self, chosen_n: Tensor | None, texts: int) -> list[int]:
+    def _broadcast(self, chosen_n: Tensor | None, texts: int) -> list[int]:
         """Return the same choice on all ranks that compute the same texts, independent of rounding."""
         if chosen_n is None:
             chosen_n = torch.empty(texts, dtype=torch.int64, device=self.model.platform.device)
         for group, source in self.alike:
             if group.size() > 1:
                 dist.broadcast(chosen_n, group=group, group_src=source)
-        agreed: list[int] = chosen_n.tolist()
-        return agreed
+        tokens: list[int] = chosen_n.tolist()
+        return tokens
 
 
 def _passes(texts: Mapping[int, Sequence[int]], limit: int) -> Iterator[dict[int, slice]]:
     """Cut texts into forward passes of at most `limit` tokens: long texts span several, short ones share one."""
-    piece: dict[int, slice] = {}
-    room = limit
+    part: dict[int, slice] = {}
+    left = limit
     for slot, tokens in texts.items():
         start = 0
         while start < len(tokens):
-            end = min(start + room, len(tokens))
-            piece[slot] = slice(start, end)
-            room -= end - start
+            end = min(start + left, len(tokens))
+            part[slot] = slice(start, end)
+            left -= end - start
             start = end
-            if not room:
-                yield piece
-                piece, room = {}, limit
-    if piece:
-        yield piece
+            if not left:
+                yield part
+                part, left = {}, limit
+    if part:
+        yield part
 
 
 def _likelihoods(logits_nV: Tensor, labels: Iterable[Sequence[int]]) -> list[Likelihood]:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch.distributed as dist
-
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ParallelConfig, TrainingConfig, WindowConfig
 from megatron_ext.config.checks import check, check_same_texts
@@ -27,16 +25,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True, eq=False)
 class InferenceModel:
-    """A model with its weights loaded.
-
-    Attributes:
-        pretrained: the checkpoint or Hugging Face folder it was loaded from.
-        config: its configuration, with the parallel layout of these processes.
-        vocab_size: number of token ids.
-        ranks: this process's ranks.
-        platform: device and communication backend.
-        chunks: the model chunks of this pipeline stage, in evaluation mode.
-    """
+    """A model with its weights loaded; `chunks` are those of this pipeline stage, in evaluation mode."""
 
     pretrained: Pretrained
     config: Config
@@ -101,20 +90,12 @@ def open_model(
     parallel.finish_stage()
 
 
-def leave() -> None:
-    """Destroy the default process group, once no model is open."""
-    dist.destroy_process_group()
-
-
-def warn_beyond_training(pretrained: Pretrained, length: int) -> bool:
-    """Return whether texts are longer than the training length, and log a warning if so."""
-    trained = pretrained.length
-    beyond = trained is not None and length > trained
-    if beyond:
+def warn_beyond_training(pretrained: Pretrained, length: int) -> None:
+    """Log a warning if texts are longer than the training length."""
+    if pretrained.length is not None and length > pretrained.length:
         logger.warning(
             "length: %d tokens are beyond the %d that %s was trained on; results measure extrapolation",
             length,
-            trained,
+            pretrained.length,
             pretrained.folder,
         )
-    return beyond

@@ -5,13 +5,13 @@ Process 0 runs lm-eval and sends its requests to the others; all processes compu
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.sampling import Sampling
 from megatron_ext.evaluation.statistics import Key
 from megatron_ext.run.generate import Choice, Generator, Prompt, inference_layout
-from megatron_ext.run.inference import Dtype, open_model
+from megatron_ext.run.inference import open_model
 
 MAIN = ("acc_norm", "acc", "exact_match", "em", "f1")  # main metrics for comparing models: the first that a task has
 
@@ -45,10 +45,10 @@ class Requests:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         self.failed = False
 
-    def ask(self, method: str, *args: Any) -> Any:
+    def compute(self, method: str, *args: Any) -> Any:
         """Call a collective method of the generator on all processes."""
         self.failed = True  # until it returns
-        self._sent((method, args))
+        self._broadcast((method, args))
         answers = getattr(self.generator, method)(*args)
         self.failed = False
         return answers
@@ -59,17 +59,17 @@ class Requests:
         Raises:
             UserError: an error of process 0.
         """
-        while (request := self._sent(None)) is not None:
+        while (request := self._broadcast(None)) is not None:
             if isinstance(request, str):
                 raise UserError(request)
             getattr(self.generator, request[0])(*request[1])
 
-    def finish(self, refusal: str | None = None) -> None:
+    def finish(self, error: str | None = None) -> None:
         """Release the other processes or make them raise a UserError; after a failed request they have left."""
         if not self.failed:
-            self._sent(refusal)
+            self._broadcast(error)
 
-    def _sent(self, request: Any) -> Any:
+    def _broadcast(self, request: Any) -> Any:
         box = [request]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
@@ -96,7 +96,6 @@ class TrainedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         return min(self.text.stop) if self.text.end is None else self.text.end
 
     @cached_property
@@ -114,37 +113,31 @@ class TrainedModel(TemplateLM):
         return self.text.tokenizer.encode(string) if add_special_tokens is False else self.text.encode(string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation."""
         template = self.text.chat()[0]
         return template.prompt(chat_history) if add_generation_prompt else template.render(chat_history).text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of the chat template."""
         return self.text.chat()[0].source if chat_template else None
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the tokenizer's fingerprint."""
         return self.text.tokenizer.fingerprint
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **unused: Any
     ) -> list[tuple[float, bool]]:
         """Score continuations; those with the same context are scored together."""
-        options: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         continuations = [continuation[-self.max_length :] for _, _, continuation in requests]
         for number, (_, context, _) in enumerate(requests):
             kept = context[-(self.max_length + 1 - len(continuations[number])) :]
-            options.setdefault(tuple(kept), []).append(number)
-        choices = [Choice(context, [continuations[n] for n in numbers]) for context, numbers in options.items()]
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        for numbers, scores in zip(options.values(), self.requests.ask("likelihoods", choices), strict=True):
-            for number, score in zip(numbers, scores, strict=True):
-                found[number] = (score.log_probability, score.greedy)
-        return found
+            groups.setdefault(tuple(kept), []).append(number)
+        choices = [Choice(context, [continuations[n] for n in numbers]) for context, numbers in groups.items()]
+        scores = itertools.chain.from_iterable(self.requests.compute("likelihoods", choices))
+        found = dict(zip(itertools.chain.from_iterable(groups.values()), scores, strict=True))
+        return [(found[number].log_probability, found[number].greedy) for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts in windows of `max_length`."""
         windows: list[tuple[Any, list[int], list[int]]] = []
         ends = [0]
         for request in requests:
@@ -153,7 +146,7 @@ class TrainedModel(TemplateLM):
             windows += [(None, *make_disjoint_window(pair)) for pair in rolling]
             ends.append(len(windows))
         found = self._loglikelihood_tokens(windows)
-        return [sum(score for score, _ in found[start:end]) for start, end in pairwise(ends)]
+        return [sum(score for score, _ in found[start:end]) for start, end in itertools.pairwise(ends)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue texts; those with the same options are generated together."""
@@ -171,61 +164,65 @@ class TrainedModel(TemplateLM):
                 sampling = Sampling(wanted["temperature"], wanted.get("top_k"), wanted.get("top_p"))
             prompts = []
             for number in numbers:
-                tokens, room = self.tok_encode(requests[number].args[0]), self.max_length - new_tokens
-                start = room // 2 if self.cut_middle and len(tokens) > room else 0
-                tokens = tokens[:start] + tokens[-(room - start) :]
+                tokens, limit = self.tok_encode(requests[number].args[0]), self.max_length - new_tokens
+                start = limit // 2 if self.cut_middle and len(tokens) > limit else 0
+                tokens = tokens[:start] + tokens[-(limit - start) :]
                 prompts.append(Prompt(tokens or [self.prefix_token_id], new_tokens, tuple(until)))
-            for number, tokens in zip(numbers, self.requests.ask("answer", prompts, sampling), strict=True):
+            for number, tokens in zip(numbers, self.requests.compute("answer", prompts, sampling), strict=True):
                 answers[number] = postprocess_generated_text(self.text.answer(tokens), until, None)
         return answers
 
 
-@dataclass(frozen=True)
-class HarnessOptions:
-    """Options of lm-eval.
+def evaluate(
+    pretrained: Pretrained, text: ModelText, processes: ParallelConfig, options: argparse.Namespace
+) -> Mapping[str, Any] | None:
+    """Run lm-eval on a trained model; return lm-eval's results on process 0. Collective.
 
-    Attributes:
-        tasks: names of its tasks or of tasks in `include_path`.
-        shots: number of few-shot examples; None for the task's own.
-        limit: number of questions per task; None for all.
-        include_path: a folder with task files.
-        lengths: in tokens, for tasks that generate texts of a given length (RULER).
-        chat: use the chat template.
-        cut_middle: as in `TrainedModel`.
-    """
-
-    tasks: tuple[str, ...]
-    shots: int | None = None
-    limit: int | None = None
-    include_path: Path | None = None
-    lengths: tuple[int, ...] = ()
-    chat: bool = False
-    cut_middle: bool = False
-
-
-def run_lm_eval(model: TrainedModel, options: HarnessOptions) -> Mapping[str, Any]:
-    """Run lm-eval on process 0; return its results.
+    Args:
+        pretrained, text: the model and its tokenizer.
+        processes: the parallel layout.
+        options: the flags of `tools/evaluate.py lm-eval`.
 
     Raises:
-        UserError: an unknown task, or data that cannot be read.
+        UserError: an unknown task, data that cannot be read, or no --max-length.
     """
+    length = options.max_length or pretrained.length
+    if length is None:
+        raise UserError(f"max_length: {pretrained.folder} does not say its trained length; give --max-length")
+    with open_model(pretrained, inference_layout(processes), length, options.dtype) as model:
+        stop = text.chat()[1] if options.chat else text.stop
+        requests = Requests(Generator(model, options.batch_size, stop, text.decode))
+        if model.ranks.world:
+            requests.serve()
+            return None
+        try:
+            trained = TrainedModel(requests, text, length, chat=options.chat, cut_middle=options.cut_middle)
+            found = _run_lm_eval(trained, options)
+        except UserError as error:
+            requests.finish(str(error))
+            raise
+        requests.finish()
+        return found
+
+
+def _run_lm_eval(model: TrainedModel, options: argparse.Namespace) -> Mapping[str, Any]:
+    """Run lm-eval on process 0; return its results."""
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
         # RULER opens the tokenizer with trust_remote_code: give it only the vocabulary
         file = model.text.tokenizer.file
-        metadata: dict[str, Any] = {"max_seq_lengths": list(options.lengths)} if options.lengths else {}
+        metadata: dict[str, Any] = {"max_seq_lengths": options.lengths} if options.lengths else {}
         if file.name == "tokenizer.json":
             (Path(folder) / file.name).write_bytes(file.read_bytes())
             (Path(folder) / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
             metadata |= {"tokenizer": folder}
         include = None if options.include_path is None else str(options.include_path)
         try:
-            manager = TaskManager(include_path=include, metadata=metadata)
             found = lm_eval.simple_evaluate(
                 model=model,
-                tasks=list(options.tasks),
+                tasks=options.tasks,
                 num_fewshot=options.shots,
                 limit=options.limit,
-                task_manager=manager,
+                task_manager=TaskManager(include_path=include, metadata=metadata),
                 apply_chat_template=options.chat,
                 fewshot_as_multiturn=options.chat,
             )
@@ -238,32 +235,6 @@ def run_lm_eval(model: TrainedModel, options: HarnessOptions) -> Mapping[str, An
             ) from None
     assert found is not None
     return found
-
-
-def evaluate(
-    pretrained: Pretrained,
-    text: ModelText,
-    processes: ParallelConfig,
-    options: HarnessOptions,
-    max_length: int,
-    batch_size: int,
-    dtype: Dtype = "auto",
-) -> Mapping[str, Any] | None:
-    """Run lm-eval on a trained model; return lm-eval's results on process 0. Collective."""
-    with open_model(pretrained, inference_layout(processes), max_length, dtype) as model:
-        stop = text.chat()[1] if options.chat else text.stop
-        requests = Requests(Generator(model, batch_size, stop, text.decode))
-        if model.ranks.world:
-            requests.serve()
-            return None
-        try:
-            harness_model = TrainedModel(requests, text, max_length, chat=options.chat, cut_middle=options.cut_middle)
-            found = run_lm_eval(harness_model, options)
-        except UserError as error:
-            requests.finish(str(error))
-            raise
-        requests.finish()
-        return found
 
 
 def results_of(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -284,17 +255,18 @@ def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
     """Return the main score of each question of each task, by the task's first filter; for RULER, by length."""
     items: dict[Key, Float64] = {}
     for task, own in _answers(found):
-        scored = {
-            name: np.array([float(answer[name]) for answer in own])
+        names = [
+            name
             for name in dict.fromkeys((*MAIN, *(own[0].get("metrics", ()) if own else ())))
             if own and isinstance(own[0].get(name), (int, float))
-        }
-        by_length = {int(name): scores[scores != -1] for name, scores in scored.items() if name.isdigit()}
-        if by_length:
-            items |= {(task, "score", length): scores for length, scores in by_length.items() if len(scores)}
-        elif scored:
-            metric, scores = next(iter(scored.items()))
-            items[task, metric, None] = scores
+        ]
+        lengths = [name for name in names if name.isdigit()]
+        for name in lengths or names[:1]:
+            scores = np.array([float(answer[name]) for answer in own])
+            if not lengths:
+                items[task, name, None] = scores
+            elif (scores != -1).any():
+                items[task, "score", int(name)] = scores[scores != -1]
     return items
 
 
@@ -305,8 +277,8 @@ def results_by_prompt_length(
     prompts = {task: np.array([len(encode(one["arguments"][0][0])) for one in own]) for task, own in _answers(found)}
     for sign, chosen in ("<=", np.less_equal), (">", np.greater):
         means = []
-        for (task, metric, asked), scores in items_of(found).items():
-            own = scores[chosen(prompts[task], length)] if asked is None else scores[:0]  # RULER's have their lengths
+        for (task, metric, ruler_length), scores in items_of(found).items():
+            own = scores[chosen(prompts[task], length)] if ruler_length is None else scores[:0]
             if len(own):
                 means.append(float(own.mean()))
                 name = f"{metric}, prompts {sign} {length}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,21 +19,20 @@ from megatron_ext.engine import parallel
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.pipeline import Pipeline
-from megatron_ext.evaluation.by_position import BINS, sums_by_position
+from megatron_ext.evaluation.by_position import BINS, bin_of
 from megatron_ext.evaluation.perplexity import (
     Document,
     Evaluated,
     Limits,
     Scores,
     Stream,
-    sources_of,
     stream_chunks,
     streams,
 )
 from megatron_ext.rope import dynamic_base
 from megatron_ext.run.batches import context_options, division
 from megatron_ext.run.inference import Dtype, InferenceModel, open_model, warn_beyond_training
-from megatron_ext.short_context import Chunks, ShortContext
+from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 from megatron_ext.token_weighting.short_pass import Division, chunk_batches
 from megatron_ext.token_weighting.weigher import short_losses
 
@@ -53,8 +52,7 @@ def evaluate_perplexity(
     """Score documents with windows of several lengths. Collective; all processes get the result.
 
     Args:
-        pretrained: the model.
-        processes: the parallel layout.
+        pretrained, processes: the model and its parallel layout.
         documents: the same on every process.
         windows: lengths and strides.
         document_mask: attention stays inside documents.
@@ -64,18 +62,20 @@ def evaluate_perplexity(
     Raises:
         UserError: the model does not fit the layout.
     """
-    sources, source_of = sources_of(documents)
-    laid = streams(documents, document_mask=document_mask)
+    sources = tuple(dict.fromkeys(document.source for document in documents))
+    numbers = {name: number for number, name in enumerate(sources)}
+    source_of = np.array([numbers[document.source] for document in documents], dtype=np.int64)
+    all_streams = streams(documents, document_mask=document_mask)
     for window in windows:
         warn_beyond_training(pretrained, window.length)
     # dynamic RoPE of a Hugging Face folder depends on the length: reload the model for each length
-    anew = pretrained.checkpoint is None and pretrained.model.rope_scaling == "dynamic"
+    reload = pretrained.checkpoint is None and pretrained.model.rope_scaling == "dynamic"
     at: dict[int, Scores] = {}
-    for together in [[window] for window in windows] if anew else [windows]:
+    for together in [[window] for window in windows] if reload else [windows]:
         with open_model(pretrained, processes, max(window.length for window in together), dtype) as model:
             for window in together:
                 scorer = _Scorer(model, window, batch_tokens, source_of, len(sources))
-                at[window.length] = scorer.run(laid)
+                at[window.length] = scorer.run(all_streams)
     return Evaluated(sources, source_of, at)
 
 
@@ -91,16 +91,16 @@ class _Scorer:
         self.context = context_options(model.config, model.ranks, self.group)
         self.division = division(model.config, model.ranks, max(batch_tokens, window.length))
 
-    def run(self, laid: Sequence[Stream]) -> Scores:
-        """Score all streams; data-parallel ranks share the windows."""
+        self.scores = self._nothing()
+
+    def run(self, all_streams: Sequence[Stream]) -> Scores:
         ranks = self.model.ranks
-        total = self._nothing()
         label = f"windows of {self.window.length}"
-        with tqdm(total=sum(map(len, laid)), unit="token", desc=label, disable=ranks.world != 0) as bar:
-            for streams_here in stream_chunks(laid, CHUNK_TOKENS):
-                total += self._scored(streams_here)
-                bar.update(sum(map(len, streams_here)))
-        mine = total if ranks.reports_loss and ranks.context == 0 else self._nothing()
+        with tqdm(total=sum(map(len, all_streams)), unit="token", desc=label, disable=ranks.world != 0) as bar:
+            for chunk in stream_chunks(all_streams, CHUNK_TOKENS):
+                self._score(chunk)
+                bar.update(sum(map(len, chunk)))
+        mine = self.scores if ranks.reports_loss and ranks.context == 0 else self._nothing()
         shares: list[Scores] = [mine] * ranks.world_size
         dist.all_gather_object(shares, mine)
         return functools.reduce(operator.add, shares)
@@ -109,35 +109,39 @@ class _Scorer:
         documents = len(self.source_of)
         return Scores(np.zeros(documents), np.zeros(documents), np.zeros((self.sources, 2, BINS)))
 
-    def _scored(self, laid: Sequence[Stream]) -> Scores:
-        """Score this data-parallel rank's windows of some streams."""
-        borders = np.cumsum([0, *map(len, laid)])
+    def _score(self, chunk: Sequence[Stream]) -> None:
+        """Add the scores of this data-parallel rank's windows of some streams."""
+        borders = np.cumsum([0, *map(len, chunk)])
         tokens = Tokens(
-            tokens=np.concatenate([stream.tokens[:-1] for stream in laid]),
-            labels=np.concatenate([stream.tokens[1:] for stream in laid]),
+            tokens=np.concatenate([stream.tokens[:-1] for stream in chunk]),
+            labels=np.concatenate([stream.tokens[1:] for stream in chunk]),
             trained=np.zeros(borders[-1], dtype=np.bool_),
         )
-        parts = [stream.windows(self.window) for stream in laid]
-        everyones = Chunks(
-            *(
-                np.concatenate([getattr(part, name) + first for part, first in zip(parts, borders, strict=False)])
-                for name in ("start", "end", "scored")
-            )
+        windows = [short_chunks(len(stream), np.zeros(len(stream), dtype=np.int64), self.window) for stream in chunk]
+        shifted = (
+            np.concatenate([getattr(part, name) + first for part, first in zip(windows, borders, strict=False)])
+            for name in ("start", "end", "scored")
         )
+        everyones = Chunks(*shifted)
         ranks = self.model.ranks
         mine = everyones.chosen(np.arange(ranks.data, len(everyones.start), ranks.data_size))
-        scores = self._nothing()
         for chunks, batches in self._batches(tokens, borders, mine):
             on_device = [batch.to(self.model.platform.device) for batch in batches]
             losses = self.pipeline.token_losses(on_device)
             if not ranks.last_stage:
                 continue
-            loss_T = short_losses(self.group, on_device, losses, int(borders[-1]), self.model.platform.device).cpu()
+            loss_T = short_losses(self.group, on_device, losses, int(borders[-1]), self.model.platform.device)
             scored = chunks.scored_tokens()
-            document = np.concatenate([stream.document for stream in laid])[scored]
-            position = scored - np.repeat(chunks.start, chunks.end - chunks.scored)
-            self._add(scores, loss_T[torch.from_numpy(scored)], document, position)
-        return scores
+            loss = loss_T.cpu().double().numpy()[scored]
+            document = np.concatenate([stream.document for stream in chunk])[scored]
+            place = bin_of(torch.from_numpy(scored - np.repeat(chunks.start, chunks.end - chunks.scored))).numpy()
+            source = self.source_of[document]
+            for index, sums, counts in (
+                (document, self.scores.loss, self.scores.count),
+                ((source, place), self.scores.by_position[:, 0], self.scores.by_position[:, 1]),
+            ):
+                np.add.at(sums, index, loss)
+                np.add.at(counts, index, 1.0)
 
     def _batches(
         self, tokens: Tokens, borders: np.ndarray, chunks: Chunks
@@ -158,32 +162,15 @@ class _Scorer:
             batches = chunk_batches(tokens, masks, alone, whole, self.context)
             yield alone, [replace(batch, rotary_base=dynamic_base(shape, length)) for batch in batches]
 
-    def _add(self, scores: Scores, loss: torch.Tensor, document: np.ndarray, position: np.ndarray) -> None:
-        """Add the losses of scored tokens."""
-        np.add.at(scores.loss, document, loss.double().numpy())
-        np.add.at(scores.count, document, 1.0)
-        source = self.source_of[document]
-        for number in np.unique(source):
-            own = source == number
-            sums = sums_by_position(
-                loss[torch.from_numpy(own)],
-                torch.from_numpy(position[own]),
-                torch.ones(int(own.sum()), dtype=torch.bool),
-            )
-            scores.by_position[number] += sums.numpy()
 
-
-def dataset_documents(prefix: str, vocab_size: int, limits: Limits) -> Iterator[Document]:
-    """Read the documents of a .bin/.idx dataset.
+def dataset_documents(prefixes: Iterable[str], vocab_size: int | None, limits: Limits) -> Iterator[Document]:
+    """Read documents of .bin/.idx datasets.
 
     Raises:
-        UserError: the dataset cannot be read, or has token ids beyond the model's vocabulary.
+        UserError: a dataset cannot be read, or has token ids beyond the model's vocabulary.
     """
-    source = IndexedSource(prefix, vocab_size)
-    taken = 0
-    for number, length in enumerate(source.document_lengths.tolist()):
-        if taken == limits.per_source:
-            return
-        if limits.fits(length):
-            taken += 1
-            yield Document(prefix, limits.cut(source.read(number, 0, length)))
+    for prefix in prefixes:
+        source = IndexedSource(prefix, vocab_size)
+        lengths = source.document_lengths
+        for number in np.flatnonzero(lengths >= limits.shortest)[: limits.per_source].tolist():
+            yield Document(prefix, source.read(number, 0, int(lengths[number]))[: limits.longest])

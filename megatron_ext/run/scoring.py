@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_ext.batch import lay_end_to_end
@@ -35,8 +33,6 @@ from megatron_ext.token_weighting.weigher import short_losses
 
 logger = logging.getLogger(__name__)
 
-ALL = slice(None)
-
 
 def score_rows(
     config: Config,
@@ -45,7 +41,7 @@ def score_rows(
     short: ShortContext,
     end: int,
     output: Path,
-    part: slice = ALL,
+    part: slice = slice(None),
 ) -> None:
     """Score the samples of a run up to `end` that are not in the store yet.
 
@@ -72,7 +68,7 @@ def score_rows(
     check(config, processes)
     check_same_texts(config.parallel)
     compat.check_version()
-    where = platform.choose(config.parallel.device)
+    device = platform.choose(config.parallel.device)
     row_at = open_rows(replace(run, training=replace(run.training, eval_interval=0)), vocab_size).train
     identity = StoreIdentity(
         rows=end,
@@ -81,8 +77,8 @@ def score_rows(
         model=scorer.fingerprint(),
         **row_identity(config, vocab_size),  # type: ignore[arg-type]
     )
-    ranks = parallel.start(config.parallel, scorer.model.num_layers, where, config.training.seed)
-    work = _Work(config, where, ranks, scorer, short)
+    ranks = parallel.start(config.parallel, scorer.model.num_layers, device, config.training.seed)
+    work = _Work(config, device, ranks, scorer, short)
     store = ScoreStore.create_or_resume(output, identity)
     work.run(row_at, store, range(run.data.first_sample, end)[part])
     parallel.stop()
@@ -120,24 +116,21 @@ class _Work:
     """One process's part of the scoring."""
 
     def __init__(
-        self, config: Config, where: platform.Platform, ranks: parallel.Ranks, scorer: Pretrained, short: ShortContext
+        self, config: Config, device: platform.Platform, ranks: parallel.Ranks, scorer: Pretrained, short: ShortContext
     ) -> None:
         assert scorer.model.vocab_size is not None
-        self.config, self.ranks, self.short, self.device = config, ranks, short, where.device
-        chunks = build_chunks(config, scorer.model.vocab_size, where)
+        self.config, self.ranks, self.short, self.device = config, ranks, short, device.device
+        chunks = build_chunks(config, scorer.model.vocab_size, device)
         load_weights(chunks, scorer, ranks)
         self.pipeline = Pipeline([in_precision(chunk, config) for chunk in chunks])
-        self.group = parallel.context_group(config.parallel, ranks, where)
+        self.group = parallel.context_group(config.parallel, ranks, device)
         self.context = context_options(config, ranks, self.group)
         self.bos_id = bos_of(part.prefix for part in config.data.parts)
         self.division = division(config, ranks, config.data.micro_batch_size * config.data.seq_length)
 
     def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:
         """Score this data-parallel rank's share of the wanted rows that are missing."""
-        box = [store.missing(wanted) if self.ranks.world == 0 else None]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu") if self.device.type == "cpu" else None)
-        (missing,) = box
-        assert missing is not None
+        missing = parallel.run_on_rank0(self.ranks, lambda: store.missing(wanted), store.path, reads=True)
         mine = missing[self.ranks.data :: self.ranks.data_size].tolist()
         at_once = self.config.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline stages busy
         logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)

@@ -1,18 +1,22 @@
-"""`passage.json`: some tokens of a training row with their weights, for inspection."""
+"""`passage.json`: some tokens of a training row with their weights; written by a run, shown in its report."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, FiniteFloat
+import numpy as np
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
 PASSAGE_FILE = "passage.json"
+TOP_QUANTILE = 0.98  # of the nonzero weights: the upper end of the color scale
+_MARKS = {"\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n", "\t": "\N{RIGHTWARDS ARROW}\t", " ": " "}
 
 _Natural = Annotated[int, Field(ge=0)]
 
@@ -42,13 +46,49 @@ class Passage:
         with atomic_write(run / PASSAGE_FILE) as aside:
             aside.write_text(json.dumps(asdict(self)) + "\n")
 
+    @staticmethod
+    def read(run: Path) -> Passage:
+        """Read RUN/passage.json.
 
-def spelled(tokens: tuple[int, ...], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the text that each token adds; "" for one that leaves a character incomplete."""
-    texts, shown = [], ""
-    for end in range(1, len(tokens) + 1):
-        whole = tokenizer.decode(list(tokens[:end]))
-        finished = not whole.endswith("\ufffd")
-        texts.append(whole[len(shown) :] if finished else "")
-        shown = whole if finished else shown
-    return tuple(texts)
+        Raises:
+            UserError: it is damaged or incomplete, or its lists differ in length.
+        """
+        path = run / PASSAGE_FILE
+        try:
+            passage = TypeAdapter(Passage).validate_json(path.read_bytes(), strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "damaged"
+            raise UserError(f"{path}: {field}: {first['msg']}; delete the file, the run writes it again") from None
+        columns = (passage.weights, passage.scores, passage.tokens if passage.texts is None else passage.texts)
+        if any(len(column) != len(passage.tokens) for column in columns):
+            raise UserError(f"{path}: its lists differ in length; delete the file, the run writes it again")
+        return passage
+
+    def html(self) -> str:
+        """Return an HTML fragment: a caption, then a span for each token with its numbers as a tooltip.
+
+        A heavier token has a stronger background. The scale ends at the 98th percentile, so that one outlier does not
+        make all others pale. A token of weight 0 is gray. Newlines and characters without a glyph are marked.
+        """
+        weights = np.array(self.weights)
+        drawn = weights[weights != 0] if weights.any() else np.zeros(1)
+        low, high = drawn.min(), np.quantile(drawn, TOP_QUANTILE)
+        last, zeros = self.start + len(weights) - 1, int(np.count_nonzero(weights == 0))
+        opacities = 0.08 + 0.72 * np.clip((weights - low) / max(high - low, 1e-9), 0, 1)
+        caption = (
+            f"Step {self.step:,}, tokens {self.start:,} to {last:,} of a row. Background: weight {low:.3g} to "
+            f"{high:.3g}, at most {weights.max():.3g}; {zeros} of {len(weights)} have weight 0, in gray."
+        )
+        texts = self.texts or [f"{token} " for token in self.tokens]
+        spans = []
+        for place, (token, text, weight, score) in enumerate(
+            zip(self.tokens, texts, self.weights, self.scores, strict=True)
+        ):
+            shown = "".join(_MARKS.get(char) or (char if char.isprintable() else ascii(char)[1:-1]) for char in text)
+            hint = f"token {self.start + place:,}, id {token}: weight {weight:.3g}, "
+            hint += "score not finite" if score is None else f"score {score:.3g}"
+            style = f"background:rgba(240,130,60,{opacities[place]:.2f})" if weight else "color:#808080"
+            spans.append(f'<span style="{style}" title="{hint}">{escape(shown or f"#{token}")}</span>')
+        style = "white-space:break-spaces;overflow-wrap:anywhere;font:13px/1.8 ui-monospace,monospace"
+        return f'<p>{caption}</p><div class="passage" style="{style}">{"".join(spans)}</div>'

@@ -1,11 +1,7 @@
-"""Turn the scores of a row into weights; M is the number of trained tokens, the others get weight 0.
+"""Turn the scores of a row into weights, by the equations in weigh.py.
 
-    dense    w = strength + (1 - strength) * M * |s| / sum |s|
-    sparse   the k = floor(strength * M) highest scores, at least 1, get M / k, the rest 0
-    none     w = s
-
-A row whose scores are all 0 gets 1 for each trained token. Sums are computed row by row, so that the weights of a row
-do not depend on the other rows in the batch, bit for bit. There is no host synchronisation.
+Sums are computed row by row, so that the weights of a row do not depend on the other rows in the batch, bit for bit.
+There is no host synchronization.
 
 Legend: R rows, L tokens of a row.
 """

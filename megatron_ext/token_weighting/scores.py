@@ -2,13 +2,8 @@
 
     PMI = log p_long - log p_short = short_loss - long_loss
 
-    abs      |PMI|                             arXiv 2503.09202
-    ppmi     max(PMI, 0)                       the long context helps; shifted: max(PMI - ln k, 0)
-    npmi     max(-PMI, 0)                      the long context harms; shifted: max(-PMI - ln k, 0)
-    longce   min(exp(PMI), gamma)              arXiv 2410.23771
-    rho1     -PMI = long_loss - short_loss     arXiv 2404.07965, the excess loss over a reference model's
-    focal    (1 - p_long)^gamma                arXiv 1708.02002
-    mile     (1 + H)^gamma, H in nats          arXiv 2310.19531
+weigh.py has the equations. abs is of arXiv 2503.09202, longce 2410.23771, rho1 2404.07965, focal 1708.02002, mile
+2310.19531; under ppmi the long context helps, under npmi it harms.
 
 Legend: L tokens of a row. Everything is float64.
 """

@@ -68,36 +68,54 @@ def short_pass(
         rows_scored: bool [rows of all micro-batches]; None for all.
         bos_id: the token that rows may begin with; None if they do not.
     """
-    everything = _joined(masks)
-    first_dependencies = everything.first_dependencies()
-    chunks = short_chunks(everything.widest.row_length, first_dependencies, short)
+    flat, joined = _concatenate(tokens), _concatenate_masks(masks)
+    length, first_dependencies = joined.widest.row_length, joined.first_dependencies()
+    chunks = short_chunks(length, first_dependencies, short)
     if rows_scored is not None:
-        chunks = chunks.chosen(rows_scored[chunks.start // everything.widest.row_length])
-    scored = np.zeros(everything.widest.tokens, dtype=np.bool_)
+        chunks = chunks.chosen(rows_scored[chunks.start // length])
+    scored = np.zeros(joined.widest.tokens, dtype=np.bool_)
     scored[chunks.scored_tokens()] = True
-    flat = _flat(tokens)
-    unfolded = _Unfolded(flat, everything, context)
+    bos_starts = None
     if bos_id is not None:
-        length = everything.widest.row_length
-        begun = flat.tokens[chunks.start // length * length] == bos_id
-        cut_off = first_dependencies[chunks.scored] < chunks.start
-        unfolded = replace(unfolded, begin_with_bos=chunks.start[begun & cut_off], bos_id=bos_id)
-    return ShortPass([unfolded.asked(*share) for share in _dealt(chunks, division)], scored)
+        row_has_bos = flat.tokens[chunks.start // length * length] == bos_id
+        is_cut_off = first_dependencies[chunks.scored] < chunks.start
+        bos_starts = chunks.start[row_has_bos & is_cut_off]
+    return ShortPass(chunk_batches(flat, joined, chunks, division, context, bos_starts, bos_id or 0), scored)
 
 
 def chunk_batches(
-    tokens: Tokens, masks: LayerMasks, chunks: Chunks, division: Division, context: ContextOptions | None
+    tokens: Tokens,
+    masks: LayerMasks,
+    chunks: Chunks,
+    division: Division,
+    context: ContextOptions | None,
+    bos_starts: Int64 | None = None,
+    bos_id: int = 0,
 ) -> list[PackedBatch]:
-    """Pack chunks into micro-batches of equal length, whose `places` index the tokens.
+    """Pack chunks into micro-batches of equal length that train nothing and return the losses of the scored tokens.
 
     Args:
-        tokens, masks: of the rows.
+        tokens, masks: of the rows; the batches' `places` index these tokens.
         chunks: each sees only its own tokens.
         division: how chunks are packed into micro-batches.
         context: how micro-batches are split over context-parallel ranks.
+        bos_starts: int64, the starts of the chunks whose first token is replaced by `bos_id`; None for none.
+        bos_id: a token.
     """
-    unfolded = _Unfolded(tokens, masks, context)
-    return [unfolded.asked(*share) for share in _dealt(chunks, division)]
+    batches = []
+    for share, length in _split(chunks, division):
+        wanted = np.zeros(length, dtype=np.bool_)
+        wanted[share.places_of_scored()] = True
+        own = replace(_lay_out(tokens, share, length, trained=np.zeros(length, dtype=np.bool_)), wanted=wanted)
+        if bos_starts is not None:
+            firsts = np.cumsum(share.lengths) - share.lengths
+            own.tokens[firsts[np.isin(share.start, bos_starts)]] = bos_id
+        batch = assemble(own, _cut_masks(masks, share, length), context)
+        assert batch.places is not None
+        # `assemble` indexes this micro-batch; the losses belong to the tokens of all rows
+        order = torch.from_numpy(share.tokens())[batch.places.order]
+        batches.append(replace(batch, places=replace(batch.places, order=order)))
+    return batches
 
 
 def sliding_evaluation(
@@ -107,35 +125,29 @@ def sliding_evaluation(
     division: Division,
     context: ContextOptions | None,
 ) -> list[PackedBatch]:
-    """Lay out the windows of a sliding evaluation as micro-batches in which each token counts once, where it is scored.
+    """Lay out the windows of a sliding evaluation as micro-batches in which each token counts once.
 
     Window k holds the row's tokens [k s, k s + n) and scores the last s, the first one all of its n: each token but
     the first n has n - s to n - 1 tokens before itself, or all of its segment. The arguments are those of `short_pass`.
     """
-    everything = _joined(masks)
+    flat, joined = _concatenate(tokens), _concatenate_masks(masks)
     # windows are cut at segment starts, not at the layers' left windows: losses are binned by position, which counts
     # from the start of the segment in the window
-    segment_starts = AttentionMask(everything.widest).first_keys()
-    chunks = short_chunks(everything.widest.row_length, segment_starts, window)
-    unfolded = _Unfolded(_flat(tokens), everything, context)
-    return [unfolded.trained(*share) for share in _dealt(chunks, division)]
+    segment_starts = AttentionMask(joined.widest).first_keys()
+    batches = []
+    for share, length in _split(short_chunks(joined.widest.row_length, segment_starts, window), division):
+        trained = np.zeros(length, dtype=np.bool_)
+        trained[share.places_of_scored()] = flat.trained[share.scored_tokens()]
+        own = _lay_out(flat, share, length, trained=trained)
+        batches.append(assemble(own, _cut_masks(joined, share, length), context))
+    return batches
 
 
-def _flat(tokens: Sequence[Tokens]) -> Tokens:
-    """Concatenate micro-batches."""
+def _concatenate(tokens: Sequence[Tokens]) -> Tokens:
     return Tokens(*(np.concatenate([getattr(t, name) for t in tokens]) for name in ("tokens", "labels", "trained")))
 
 
-def _dealt(chunks: Chunks, division: Division) -> list[tuple[Chunks, int]]:
-    """Return for each micro-batch its chunks and its length, which is the same for all."""
-    shares = [chunks.chosen(share) for share in deal(chunks.lengths, division.capacity, division.multiple)]
-    # equal lengths, because the pipeline sends tensors of one shape and context-parallel ranks split each evenly
-    longest = max((int(share.lengths.sum()) for share in shares), default=0)
-    return [(share, -(-longest // division.unit) * division.unit) for share in shares]
-
-
-def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
-    """Concatenate the masks of micro-batches."""
+def _concatenate_masks(masks: Sequence[LayerMasks]) -> LayerMasks:
     first = masks[0]
     scheduled = concatenate([mask.scheduled.layout for mask in masks])
     local = [mask.local.layout for mask in masks if mask.local is not None]
@@ -146,53 +158,26 @@ def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Unfolded:
-    """Makes micro-batches of chunks, each padded to its length with one segment.
+def _split(chunks: Chunks, division: Division) -> list[tuple[Chunks, int]]:
+    """Return for each micro-batch its chunks and its length, which is the same for all."""
+    shares = [chunks.chosen(share) for share in deal(chunks.lengths, division.capacity, division.multiple)]
+    # equal lengths, because the pipeline sends tensors of one shape and context-parallel ranks split each evenly
+    longest = max((int(share.lengths.sum()) for share in shares), default=0)
+    return [(share, -(-longest // division.unit) * division.unit) for share in shares]
 
-    Attributes:
-        tokens, masks: of all rows.
-        context: how a micro-batch is split over context-parallel ranks.
-        begin_with_bos: int64, the starts of the chunks whose first token is replaced by `bos_id`; None for none.
-    """
 
-    tokens: Tokens
-    masks: LayerMasks
-    context: ContextOptions | None
-    begin_with_bos: Int64 | None = None
-    bos_id: int = 0
+def _lay_out(tokens: Tokens, chunks: Chunks, length: int, *, trained: Bool) -> Tokens:
+    """Concatenate the chunks' tokens, padded with zeros to `length`."""
+    source = chunks.tokens()
+    padding = np.zeros(length - len(source), dtype=tokens.tokens.dtype)
+    return Tokens(np.append(tokens.tokens[source], padding), np.append(tokens.labels[source], padding), trained)
 
-    def asked(self, chunks: Chunks, length: int) -> PackedBatch:
-        """Return a micro-batch that trains nothing and returns the losses of the scored tokens."""
-        wanted = np.zeros(length, dtype=np.bool_)
-        wanted[chunks.places_of_scored()] = True
-        batch = self._laid(chunks, length, trained=np.zeros(length, dtype=np.bool_), wanted=wanted)
-        assert batch.places is not None
-        # `assemble` indexes this micro-batch; the losses belong to the tokens of all rows
-        order = torch.from_numpy(chunks.tokens())[batch.places.order]
-        return replace(batch, places=replace(batch.places, order=order))
 
-    def trained(self, chunks: Chunks, length: int) -> PackedBatch:
-        """Return a micro-batch in which the scored tokens count, if they are trained in the rows."""
-        trained = np.zeros(length, dtype=np.bool_)
-        trained[chunks.places_of_scored()] = self.tokens.trained[chunks.scored_tokens()]
-        return self._laid(chunks, length, trained=trained)
+def _cut_masks(masks: LayerMasks, chunks: Chunks, length: int) -> LayerMasks:
+    """Return the masks inside the chunks; padding to `length` is a segment of its own."""
+    padding = length - int(chunks.lengths.sum())
 
-    def _laid(self, chunks: Chunks, length: int, *, trained: Bool, wanted: Bool | None = None) -> PackedBatch:
-        source = chunks.tokens()
-        padding = length - len(source)
+    def cut(mask: AttentionMask) -> AttentionMask:
+        return replace(mask, layout=chunks.layout(mask.layout, padding))
 
-        def padded(values: Int64) -> Int64:
-            return np.append(values[source], np.zeros(padding, dtype=values.dtype))
-
-        def cut(mask: AttentionMask) -> AttentionMask:
-            return replace(mask, layout=chunks.layout(mask.layout, padding))
-
-        tokens = padded(self.tokens.tokens)
-        if self.begin_with_bos is not None:
-            firsts = np.cumsum(chunks.lengths) - chunks.lengths
-            tokens[firsts[np.isin(chunks.start, self.begin_with_bos)]] = self.bos_id
-        local = self.masks.local
-        inside = replace(self.masks, scheduled=cut(self.masks.scheduled), local=None if local is None else cut(local))
-        laid = Tokens(tokens, padded(self.tokens.labels), trained, wanted=wanted)
-        return assemble(laid, inside, self.context)
+    return replace(masks, scheduled=cut(masks.scheduled), local=None if masks.local is None else cut(masks.local))

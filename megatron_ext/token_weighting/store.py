@@ -14,12 +14,9 @@ match counts as missing and can be written again.
 from __future__ import annotations
 
 import json
-import operator
 import os
-import time
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,11 +29,10 @@ from zarr.storage import LocalStore
 from megatron_ext.arrays import Float32, Int64
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.files.fingerprint import fingerprint, short_hash
+from megatron_ext.files.fingerprint import short_hash
 
 KIND = "megatron_ext short-context losses 1"
 RESUME = "run the scoring command again with the options that made the store: it writes only the missing rows"
-STALE_S = 3600  # temporary files older than this are from killed writers
 
 _Size = Annotated[int, Field(ge=1)]
 
@@ -66,10 +62,6 @@ class StoreIdentity:
     tokenizer: str
     model: str
 
-    def attributes(self) -> dict[str, int | str]:
-        """Return the fields as JSON types."""
-        return {name: v if isinstance(v, str) else operator.index(v) for name, v in asdict(self).items()}
-
 
 class ScoreStore:
     """Losses by row; `create_or_resume` opens a store to write, `open` one to read.
@@ -94,67 +86,55 @@ class ScoreStore:
             _create(folder, identity)
         if not (folder / "zarr.json").is_file():
             raise UserError(f"score store {folder}: the path holds something else; give another folder")
-        store = _load(folder, read_only=False)
-        store._compare("these rows have", "give another folder", **identity.attributes())
-        for leftover in folder.glob("*.partial"):  # left by killed writers
-            with suppress(FileNotFoundError):  # renamed by its writer, or removed by another process
-                if time.time() - leftover.stat().st_mtime > STALE_S:
-                    leftover.unlink()
+        store = _load(folder, mode="r+")
+        store._compare("these rows have", "give another folder", asdict(identity))
         return store
 
     @staticmethod
-    def open(
-        path: str | os.PathLike[str], *, first: int = 0, verify: bool = False, **expected: int | str
-    ) -> ScoreStore:
+    def open(path: str | os.PathLike[str], *, first: int = 0, **expected: int | str) -> ScoreStore:
         """Open the store at `path` to read from it.
 
         Args:
             path: the folder.
             first: the first row that training needs.
-            verify: decode every needed row (about a millisecond each) instead of checking that its file exists.
             expected: fields of `StoreIdentity` that training needs. A store may have more `rows`; without `rows`, all
                 of its rows from `first` on are needed.
 
         Raises:
             UserError: no store, a store that does not match `expected`, or a needed row is missing.
         """
-        if unknown := expected.keys() - {field.name for field in fields(StoreIdentity)}:
-            raise TypeError(f"open() got {sorted(unknown)}, which are no fields of StoreIdentity")
-        store = _load(Path(path), read_only=True)
+        store = _load(Path(path), mode="r")
         rows = int(expected.pop("rows", store.identity.rows))
         remedy = "name the store of this run's rows, or score them into a new one"
-        store._compare("this run needs", remedy, **expected)
+        store._compare("this run needs", remedy, expected)
         if rows > store.identity.rows:
             raise UserError(
                 f"score store {store.path}: its rows are {store.identity.rows}, but this run needs at least {rows}; "
                 f"{remedy}"
             )
-        missing = store.missing(range(first, rows), verify=verify)
-        if len(missing):
+        files = set(os.listdir(store.path))  # decoding every row would take a millisecond each
+        missing = [row for row in range(first, rows) if f"c.{row}.0" not in files]
+        if missing:
             raise UserError(
                 f"score store {store.path}: {len(missing)} of the {rows - first} rows that this run needs are missing, "
                 f"row {missing[0]} the first; {RESUME}"
             )
         return store
 
-    def missing(self, rows: Iterable[int] | Int64 | None = None, *, verify: bool = True) -> Int64:
-        """Return the rows that `read` would refuse, int64 [m], in the order of `rows`.
-
-        Args:
-            rows: distinct row numbers; None for all of the store.
-            verify: decode the rows; False only checks that their files exist.
-        """
-        wanted = range(self.identity.rows) if rows is None else [self._checked(row) for row in rows]
+    def missing(self, rows: Iterable[int]) -> Int64:
+        """Return those of the rows that are missing or damaged, int64 [m]."""
         files = set(os.listdir(self.path))
-        return np.array([row for row in wanted if not self._has(row, files, verify)], dtype=np.int64)
 
-    def _has(self, row: int, files: set[str], verify: bool) -> bool:
-        if f"c.{row}.0" not in files or not verify:
-            return f"c.{row}.0" in files
-        with suppress(UserError):
-            self.read(row)
-            return True
-        return False
+        def is_missing(row: int) -> bool:
+            if f"c.{row}.0" not in files:
+                return True
+            try:
+                self.read(row)
+            except UserError:
+                return True
+            return False
+
+        return np.array([row for row in rows if is_missing(row)], dtype=np.int64)
 
     def write(self, row: int, losses: Float32) -> None:
         """Write a row atomically; an older one is replaced.
@@ -164,12 +144,10 @@ class ScoreStore:
             losses: float32 [L], finite, in nats.
 
         Raises:
-            UserError: another shape or dtype, a loss that is not finite, no such row.
+            UserError: a loss that is not finite.
         """
-        row, shape = self._checked(row), (self.identity.row_length,)
-        if not isinstance(losses, np.ndarray) or losses.dtype != np.float32 or losses.shape != shape:
-            got = (type(losses).__name__, *(getattr(losses, name, "") for name in ("dtype", "shape")))
-            raise UserError(f"score store {self.path}: row {row} needs an ndarray of float32 {shape}, got {got}")
+        assert 0 <= row < self.identity.rows, row
+        assert (losses.dtype, losses.shape) == (np.float32, (self.identity.row_length,)), (losses.dtype, losses.shape)
         bad = np.flatnonzero(~np.isfinite(losses))
         if len(bad):
             raise UserError(
@@ -182,9 +160,9 @@ class ScoreStore:
         """Return the losses of a row, float32 [L], in nats.
 
         Raises:
-            UserError: the row is missing or damaged, or the store has no such row.
+            UserError: the row is missing or damaged.
         """
-        row = self._checked(row)
+        assert 0 <= row < self.identity.rows, row
         try:
             losses = np.asarray(self._array[row], dtype=np.float32)
         except (ValueError, RuntimeError) as error:  # crc32c, zstd
@@ -193,18 +171,7 @@ class ScoreStore:
             raise UserError(f"score store {self.path}: row {row} is missing; {RESUME}")
         return losses
 
-    def fingerprint(self) -> str:
-        """Return a hash of the identity, not of the losses."""
-        return fingerprint(KIND, json.dumps(self.identity.attributes(), sort_keys=True))
-
-    def _checked(self, row: int) -> int:
-        row = operator.index(row)
-        if not 0 <= row < self.identity.rows:
-            rows = f"rows 0 to {self.identity.rows - 1}"
-            raise UserError(f"score store {self.path}: got row {row}, has {rows}; score as many rows as the run reads")
-        return row
-
-    def _compare(self, whose: str, remedy: str, **expected: int | str) -> None:
+    def _compare(self, whose: str, remedy: str, expected: dict[str, int | str]) -> None:
         for name, wanted in expected.items():
             stored = getattr(self.identity, name)
             if stored != wanted:
@@ -217,18 +184,18 @@ def _create(folder: Path, identity: StoreIdentity) -> None:
     with atomic_folder(folder, replace=False) as aside:
         zarr.create_array(
             LocalStore(aside),
-            shape=(int(identity.rows), int(identity.row_length)),
-            chunks=(1, int(identity.row_length)),
+            shape=(identity.rows, identity.row_length),
+            chunks=(1, identity.row_length),
             dtype="float32",
             fill_value=float("nan"),
             compressors=(ZstdCodec(), Crc32cCodec()),
             chunk_key_encoding={"name": "default", "separator": "."},
             dimension_names=("row", "token"),
-            attributes={"kind": KIND, **identity.attributes()},
+            attributes={"kind": KIND, **asdict(identity)},
         )
 
 
-def _load(folder: Path, *, read_only: bool) -> ScoreStore:
+def _load(folder: Path, *, mode: Any) -> ScoreStore:
     """Open a store and check its description.
 
     Raises:
@@ -237,24 +204,15 @@ def _load(folder: Path, *, read_only: bool) -> ScoreStore:
     if not (folder / "zarr.json").is_file():
         raise UserError(f"score store {folder}: there is no store; score the rows first, or check the path")
     try:
-        files = LocalStore(folder, read_only=read_only)
-        array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 can contain pickles
+        array = zarr.open_array(folder, mode=mode, zarr_format=3)  # format 2 can contain pickles
         attributes = dict(array.attrs)
-        kind = attributes.pop("kind", None)
-        identity = TypeAdapter(StoreIdentity).validate_json(json.dumps(attributes)) if kind == KIND else None
+        ours = attributes.pop("kind", None) == KIND
+        identity = TypeAdapter(StoreIdentity).validate_json(json.dumps(attributes)) if ours else None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         text = first_line(error)
         raise UserError(f"score store {folder}: zarr.json cannot be read ({text}); score again") from None
     if identity is None:
         raise UserError(f"score store {folder}: this zarr array holds something else; check the path")
-    sound = (
-        array.shape == (identity.rows, identity.row_length)
-        and array.chunks == (1, identity.row_length)
-        and array.dtype == np.float32
-        and np.isnan(array.fill_value)
-        and any(isinstance(codec, Crc32cCodec) for codec in array.compressors)
-        and array.metadata.encode_chunk_key((0, 0)) == "c.0.0"
-    )
-    if not sound:  # rows would share files, or damage would go unnoticed
+    if (array.shape, array.chunks) != ((identity.rows, identity.row_length), (1, identity.row_length)):
         raise UserError(f"score store {folder}: the array in zarr.json is not what scoring writes; score again")
     return ScoreStore(folder, array, identity)

@@ -35,13 +35,14 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from megatron_ext.errors import UserError
-from megatron_ext.token_weighting.inputs import Given, read, row_seeds
+from megatron_ext.errors import UserError, echo
 from megatron_ext.token_weighting.postprocess import Post, ScoredRows, postprocess
 from megatron_ext.token_weighting.scores import LONGCE_GAMMA, Score, score_tokens
 
+Given = Tensor | ArrayLike
 Array = TypeVar("Array", Tensor, np.ndarray)
 Option = TypeVar("Option", bound=Enum)
 
@@ -140,24 +141,68 @@ def weigh_and_score(
     """
     score, post = _option("score", Score, score), _option("post", Post, post)
     _check(score, post, strength, clip, shift)
-    inputs = read(score, long_loss, short_loss, entropy, trained, same_context)
-    pmi_RL = inputs.pmi()
+    given = {"long_loss": long_loss, "short_loss": short_loss, "entropy": entropy}
+    for name, value, is_read in (
+        *((name, given[name], True) for name in score.reads),
+        ("entropy", entropy, "entropy" in score.reads),
+        ("same_context", same_context, "short_loss" in score.reads),
+    ):
+        if value is None and is_read and name != "same_context":
+            raise UserError(f"{name}: got None, score {score.value} needs it, [rows, tokens]")
+        if value is not None and not is_read:
+            raise UserError(f"{name}: score {score.value} does not read it; leave it out")
+    long_RL = _tensor(long_loss)
+    if long_RL.ndim != 2 or not long_RL.numel():
+        raise UserError(f"long_loss: got shape {list(long_RL.shape)}, needs [rows, tokens], at least one of each")
+    losses = {name: _fit(name, given[name], long_RL).double() for name in score.reads}
+    trained_RL = _mask("trained", trained, long_RL, default=True)
+    same_RL = _mask("same_context", same_context, long_RL, default=False)
+    first_RL, *second = losses.values()
+    pmi_RL = (second[0] - first_RL if second else first_RL).masked_fill(~trained_RL | same_RL, 0.0)
     gamma = strength if post is Post.NONE else 1  # dense and sparse use strength for themselves
     k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
     # one row at a time: torch rounds the end of an array differently, and a row must not depend on the batch
     rows = [score_tokens(score, row_L, shift=k, strength=gamma, bound=bound) for row_L in pmi_RL]
-    scores_RL = torch.stack(rows).masked_fill(~inputs.trained_RL, 0.0)
+    scores_RL = torch.stack(rows).masked_fill(~trained_RL, 0.0)
     bad_RL = ~(pmi_RL.isfinite() & scores_RL.float().isfinite())
     if checked and bad_RL.any():
         row, position = bad_RL.nonzero()[0].tolist()
-        losses = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in inputs.losses.items())
+        got = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in losses.items())
         raise NotFiniteError(
-            f"score {score.value}: row {row}, position {position} got {losses}, needs finite values and a finite "
+            f"score {score.value}: row {row}, position {position} got {got}, needs finite values and a finite "
             "score; find where they diverge, or leave the token out of trained"
         )
-    weights_RL = postprocess(post, ScoredRows(scores_RL, inputs.trained_RL), strength, row_seeds(seed, len(rows)))
+    weights_RL = postprocess(post, ScoredRows(scores_RL, trained_RL), strength, _seeds(seed, len(rows)))
     weights_RL = weights_RL.masked_fill(bad_RL.any(), torch.nan)
     return Weighed((weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL)
+
+
+def _tensor(values: Given | None) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+
+
+def _fit(name: str, values: Given | None, long_RL: Tensor) -> Tensor:
+    tensor = _tensor(values)
+    if tensor.shape != long_RL.shape:
+        raise UserError(f"{name}: got shape {list(tensor.shape)}, needs long_loss's {list(long_RL.shape)}")
+    return tensor.to(long_RL.device)
+
+
+def _mask(name: str, given: Given | None, long_RL: Tensor, *, default: bool) -> Tensor:
+    if given is None:
+        return torch.full_like(long_RL, default, dtype=torch.bool)
+    mask = _fit(name, given, long_RL)
+    if mask.dtype != torch.bool:
+        raise UserError(f"{name}: got {mask.dtype}, needs bool; compare it with 0 first")
+    return mask
+
+
+def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """Return a seed for each row, from a single seed or one per row."""
+    seeds = [int(each) for each in ([seed] * rows if isinstance(seed, (int, np.integer)) else seed)]
+    if len(seeds) != rows or not all(0 <= each < 2**64 for each in seeds):
+        raise UserError(f"seed: got {echo(seed)}, needs 0 <= seed < 2^64, one for all or one for each of {rows} rows")
+    return seeds
 
 
 def _option(field: str, options: type[Option], value: str | Option) -> Option:
@@ -169,18 +214,16 @@ def _option(field: str, options: type[Option], value: str | Option) -> Option:
 
 
 def _check(score: Score, post: Post, strength: float, clip: float | None, shift: float | None) -> None:
-    if post not in POSTS[score]:
-        legal = ", ".join(each.value for each in POSTS[score])
-        raise UserError(f"post: got {post.value}, score {score.value} goes with {legal} only")
-    if post is Post.DENSE and not 0 <= strength <= 1:
-        raise UserError(f"strength: got {strength}, post dense needs 0 <= lambda <= 1 (1 is uniform)")
-    if post is Post.SPARSE and not 0 < strength <= 1:
-        raise UserError(f"strength: got {strength}, post sparse needs 0 < kappa <= 1 (1 is uniform)")
-    if post is Post.NONE and score in (Score.FOCAL, Score.MILE) and not 0 <= strength < math.inf:
-        raise UserError(f"strength: got {strength}, score {score.value} with post none needs gamma >= 0 (0 is uniform)")
-    if clip is not None and not 0 < clip < math.inf:
-        raise UserError(f"clip: got {clip}, needs a finite number > 0, or None for no bound")
-    if shift is not None and score not in (Score.PPMI, Score.NPMI):
-        raise UserError(f"shift: score {score.value} has none; leave it out or use ppmi or npmi")
-    if shift is not None and not 1 <= shift < math.inf:
-        raise UserError(f"shift: got {shift}, needs a finite k >= 1 (the scores lose ln k)")
+    has_gamma = post is Post.NONE and score in (Score.FOCAL, Score.MILE)
+    legal = ", ".join(each.value for each in POSTS[score])
+    for holds, message in (
+        (post in POSTS[score], f"post: got {post.value}, score {score.value} needs one of {legal}"),
+        (post is not Post.DENSE or 0 <= strength <= 1, f"strength: got {strength}, post dense needs 0 <= lambda <= 1"),
+        (post is not Post.SPARSE or 0 < strength <= 1, f"strength: got {strength}, post sparse needs 0 < kappa <= 1"),
+        (not has_gamma or 0 <= strength < math.inf, f"strength: got {strength}, score {score.value} needs gamma >= 0"),
+        (clip is None or 0 < clip < math.inf, f"clip: got {clip}, needs a finite number > 0, or None for no bound"),
+        (shift is None or score in (Score.PPMI, Score.NPMI), f"shift: got {shift}, only ppmi and npmi have one"),
+        (shift is None or 1 <= shift < math.inf, f"shift: got {shift}, needs a finite k >= 1"),
+    ):
+        if not holds:
+            raise UserError(message)

@@ -14,10 +14,11 @@ from torch import Tensor
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
+from megatron_ext.data.text.streaming import TextStream
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting import weigh_and_score
-from megatron_ext.token_weighting.passage import Passage, spelled
+from megatron_ext.token_weighting.passage import Passage
 
 PASSAGE = 400  # tokens of the first row that are written to passage.json
 
@@ -86,10 +87,10 @@ class Weigher:
         )
         if self._rows_kept is not None:
             self._rows_kept |= self._by_sample(scores, weighed.weights_RL)
-        held_t = batch.places.of_rank(self.context.rank)
+        own_t = batch.places.of_rank(self.context.rank)
         weights_T, scores_T = weighed.weights_RL.reshape(-1), weighed.scores_RL.reshape(-1)
         self._weighed_last = scores.labels_T, weights_T, scores_T
-        return Weights(weights_T[held_t], scores_T[held_t])
+        return Weights(weights_T[own_t], scores_T[own_t])
 
     def passage(self, step: int, tokenizer: Tokenizer | None) -> Passage | None:
         """Return a passage of the first row of the last micro-batch; None if weights do not depend on losses.
@@ -106,7 +107,7 @@ class Weigher:
             step=step,
             start=start,
             tokens=tokens,
-            texts=spelled(tokens, tokenizer) if tokenizer is not None else None,
+            texts=None if tokenizer is None else tuple(map(TextStream(tokenizer.decode).put, tokens)),
             weights=weights,
             scores=tuple(score if math.isfinite(score) else None for score in scores),
         )
@@ -142,9 +143,9 @@ class Weigher:
     def _whole(self, batch: PackedBatch, values_t: Tensor) -> Tensor:
         """Gather the values of this rank's tokens, [t], into those of the whole rows, [T]."""
         assert batch.places is not None
-        everyone = self.context.gather(values_t.detach(), batch.places.counts)
-        whole = torch.empty_like(everyone)
-        whole[batch.places.order] = everyone
+        gathered = self.context.gather(values_t.detach(), batch.places.counts)
+        whole = torch.empty_like(gathered)
+        whole[batch.places.order] = gathered
         return whole
 
     def _rows(self, values_T: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ def greedy_texts(
 ) -> list[list[int]]:
     """transformers' own greedy continuation of each prompt, alone, of so many tokens at most."""
     numbers = [new] * len(prompts) if isinstance(new, int) else new
-    said = []
+    texts = []
     for prompt, number in zip(prompts, numbers, strict=True):
         ids = torch.tensor([prompt])
         out = model.generate(
@@ -25,5 +25,5 @@ def greedy_texts(
             eos_token_id=stop,
             pad_token_id=0,
         )
-        said.append(out[0, len(prompt) :].tolist())
-    return said
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts

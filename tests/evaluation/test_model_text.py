@@ -50,7 +50,7 @@ def test_generation_config_wins_where_it_says_something(folder: Path) -> None:
     assert stop(folder, {"eos_token_id": [9, 10]}) == {9, 10}
 
 
-def test_texts_begin_with_the_models_own_token_if_asked(folder: Path) -> None:
+def test_texts_begin_with_the_models_own_token_with_bos(folder: Path) -> None:
     pretrained = Pretrained.find(folder)
     plain, begun = ModelText.of(pretrained), ModelText.of(pretrained, bos=True)
     assert begun.encode("some text") == [7, *plain.encode("some text")]

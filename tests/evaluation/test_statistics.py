@@ -9,8 +9,6 @@ import pytest
 
 from megatron_ext.evaluation.statistics import difference, mcnemar
 
-pytest.importorskip("scipy", reason="needs scipy: pip install -e '.[eval]'")
-
 
 @pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (1, 0), (2, 9), (6, 6), (12, 1)])
 def test_mcnemar_counts_the_splits_that_are_no_likelier(only_first: int, only_second: int) -> None:

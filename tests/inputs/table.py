@@ -326,12 +326,10 @@ OTHERS = {
     "tools/inspect_pack.py": """
  | required: --seq-length
 --document-ends 3 10 | required: --seq-length
---document-ends 3 3 --seq-length 12 | document_ends: got [3, 3], needs ends above 0 that rise
 --document-ends 3 13 --seq-length 12 | document_ends
 --document-ends 3 --seq-length 1000000000000000 | seq_length
 --document-ends 3 --seq-length 12 --window 0 | window
 --document-ends 3 --seq-length 12 --context-parallel-size 5 | context_parallel_size
---document-ends 3 --seq-length 12 --sample 3 | sample: got a row by hand
 --document-ends 3 --seq-length 12 --output {w}/text.txt/x.png | text.txt
 --document-ends 3 --seq-length 12 --output {out}/x.docx | x.docx
 --data-path {w}/data --seq-length 64 --sample -1 | sample

@@ -31,7 +31,7 @@ from megatron_ext.data.text.documents import read_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.report import table
-from megatron_ext.monitoring.runs import load_run
+from megatron_ext.monitoring.runs import incomparable_evaluations, load_run
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 
 LIMIT_S, MEMORY = 30, 3 * 2**30
@@ -336,7 +336,7 @@ def test_records_of_runs(effort: settings, tmp_path: Path) -> None:
         table(run)
         run.validation_by_length()
         run.losses_by_position()
-        run.evaluation_terms()
+        incomparable_evaluations([run])
         run.by_layer("attention_entropy")
 
     @effort

@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.figures import draw_runs, loss_range, running_mean
 from megatron_ext.monitoring.history import note_end, note_start
-from megatron_ext.monitoring.report import Chart, charts, table, write_comparison, write_report
+from megatron_ext.monitoring.report import (
+    Chart,
+    charts,
+    draw_runs,
+    loss_range,
+    running_mean,
+    table,
+    write_comparison,
+    write_report,
+)
 from megatron_ext.monitoring.runs import load_run, load_runs
 from megatron_ext.monitoring.stability import stability
 
@@ -103,7 +111,7 @@ def test_flops_are_compared_with_steps_at_the_last_window(tmp_path):
     assert rows["FLOPs saved against the last window"] == "12.5%"  # 140 instead of 160
 
 
-def test_a_run_says_where_and_how_it_ended(tmp_path):
+def test_the_table_shows_where_a_run_ran_and_how_it_ended(tmp_path):
     folder = write_run(tmp_path, 30)
     facts = {"command": "train --lr <1>", "host": "node7", "devices": "8 x H200", "processes": 8, "layout": "TP 8"}
     note_start(folder, 0, facts | {"parameters": 8_030_000_000})
@@ -115,10 +123,10 @@ def test_a_run_says_where_and_how_it_ended(tmp_path):
     assert "train --lr &lt;1&gt;" in write_report(folder).read_text()
 
 
-@pytest.mark.parametrize("name", ["a <b> & </script><script>alert(1)</script>", "cost$\\a$"])
 @pytest.mark.filterwarnings("error")
-def test_any_name_and_configuration_is_shown_as_text(tmp_path, name):
-    """A folder's name is no path separator, no HTML and no mathematics."""
+def test_any_name_and_configuration_is_shown_as_text(tmp_path):
+    """A folder's name is neither HTML nor mathematics."""
+    name = "a <b> & $\\a$ </script><script>alert(1)</script>"
     folders = [write_run(tmp_path / name.replace("/", "|"), 60, evaluate_every=20), write_run(tmp_path / "b", 60)]
     (folders[0] / "config.yaml").write_text('model:\n  name: "<script>alert(1)</script> & co"\n')
     for path in (write_report(folders[0]), write_comparison(folders, tmp_path / "compare.html")):
@@ -129,7 +137,7 @@ def test_any_name_and_configuration_is_shown_as_text(tmp_path, name):
     assert write_comparison(folders, tmp_path / "compare.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 49, 60])
+@pytest.mark.parametrize("steps", [1, 60])
 @pytest.mark.filterwarnings("error")
 def test_short_runs_have_a_report(tmp_path, steps):
     write_report(write_run(tmp_path, steps))
@@ -137,12 +145,6 @@ def test_short_runs_have_a_report(tmp_path, steps):
     text = write_report(tmp_path).read_text()
     assert "not evaluated" in text
     assert "This run folder has no config.yaml." in text
-
-
-def test_a_resumed_run_has_the_table_of_one_that_did_not_stop(tmp_path):
-    whole, resumed = write_run(tmp_path / "whole", 40), write_run(tmp_path / "resumed", 25)
-    write_run(resumed, 40, first=20)
-    assert table(load_run(resumed)) == table(load_run(whole))
 
 
 def test_an_empty_run_leaves_no_report_behind(tmp_path):
@@ -193,7 +195,7 @@ def test_a_long_curve_keeps_its_extremes(tmp_path):
     assert max(each.y) == 900.0
 
 
-def test_a_comparison_has_a_colour_and_a_column_for_each_run(tmp_path):
+def test_a_comparison_has_a_trace_and_a_column_for_each_run(tmp_path):
     runs = [write_run(tmp_path / name, 60, evaluate_every=20, weighted=name == "b") for name in ("a", "b")]
     found = _charts(*runs)
     assert [trace.name for trace in found["Throughput"].figure.data] == ["a", "b"]
@@ -209,7 +211,7 @@ def test_a_comparison_has_a_colour_and_a_column_for_each_run(tmp_path):
         write_comparison(runs, tmp_path / "compare.pdf")
 
 
-def test_evaluations_beside_the_run_and_given_ones_are_shown_as_escaped_tables(tmp_path):
+def test_evaluations_of_the_run_and_given_ones_are_shown_as_escaped_tables(tmp_path):
     run = write_run(tmp_path / "run", 3)
     for folder, name in ((run / "evaluations" / "books", "own"), (tmp_path / "given", "<script>other</script>")):
         folder.mkdir(parents=True)
@@ -226,7 +228,7 @@ def test_the_passage_is_in_the_report_or_the_reason_why_not(tmp_path):
     folder = write_passage_file(write_run(tmp_path, 3, weighted=True))
     assert "tokens 4,096 to 4,099 of a row" in write_report(folder).read_text(encoding="utf-8")
     write_passage_file(folder, weights=[1.0])
-    assert "`weights` has 1 entries, needs 4 as `tokens`" in write_report(folder).read_text(encoding="utf-8")
+    assert "passage.json: its lists differ in length" in write_report(folder).read_text(encoding="utf-8")
 
 
 def test_the_running_mean_and_the_range_of_losses_by_hand():
@@ -285,6 +287,6 @@ class TestCommandLine:
     def test_mistakes_are_one_line(self, report, tmp_path):
         status, _, err = report(tmp_path)
         assert status == 2
-        assert re.fullmatch(r"error: .*metrics\.jsonl: not found, .*\n", err)
+        assert re.fullmatch(r"error: .*metrics\.jsonl: not found; .*\n", err)
         assert "--output: not given" in report(tmp_path / "a", tmp_path / "b")[2]
         assert "--output: goes with several" in report(tmp_path, "--output", "x.png")[2]

@@ -71,7 +71,7 @@ def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path)
     note_start(tmp_path, 0, facts | {"sources": SOURCES})
     run = load_run(tmp_path)
     drawn = run.mixture()
-    assert (drawn.names, drawn.asked.tolist(), drawn.rows.tolist()) == (("books", "code"), [0.75, 0.25], [40, 40])
+    assert (drawn.names, drawn.requested.tolist(), drawn.rows.tolist()) == (("books", "code"), [0.75, 0.25], [40, 40])
     assert drawn.tokens.tolist() == [40_000, 20_000]
     assert drawn.shares[0] == pytest.approx([3000 / 3500, 500 / 3500])
     assert table(run)["Drawn from books"] == "66.67% of the tokens, requested 75.00%; 40 rows"

@@ -45,9 +45,9 @@ def asked(rank: int, model: Path, layout: ParallelConfig) -> tuple[list[list[int
         return plain(self, slots, counts)
 
     KeyValueCache.append = append  # type: ignore[assignment, method-assign]
-    generate.PASS_LOGITS = PASS * 300
+    generate.PASS_TOKENS, generate.PASS_LOGITS = PASS, PASS * 300
     with open_model(Pretrained.find(model), inference_layout(layout), 64) as opened:
-        generator = Generator(opened, 4, [], pass_tokens=PASS)
+        generator = Generator(opened, 4, [])
         return generator.answer(PROMPTS), generator.likelihoods(CHOICES), largest
 
 

@@ -117,12 +117,6 @@ def test_a_row_is_the_same_bits_in_any_company(score: Score, post: Post, data: s
         np.testing.assert_array_equal(case.take([row]).weigh(score, post=post, strength=strength), together[[row]])
 
 
-@settings(max_examples=40, deadline=None)
-@given(pair=st.sampled_from([pair for pair in PAIRS if pair[1] is not Post.NONE]), case=cases(LOSSES))
-def test_strength_1_is_exactly_uniform(pair: tuple[Score, Post], case: Case) -> None:
-    np.testing.assert_array_equal(case.weigh(pair[0], post=pair[1], strength=1), case.trained.astype(np.float32))
-
-
 @pytest.mark.parametrize(
     ("score", "post"), [pair for pair in PAIRS if pair[0] not in (Score.MILE, Score.LONGCE, Score.FOCAL)]
 )
@@ -151,17 +145,10 @@ def test_a_row_without_trained_tokens_weighs_nothing(score: Score, post: Post) -
     ("kappa", "tokens", "kept"),
     [
         (0.2, 10, 2),
-        (0.4, 10, 4),
-        (0.2, 7, 1),
-        (0.25, 10, 2),
         (0.35, 10, 3),
-        (0.2, 9, 1),
         (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996
-        (0.57, 100, 57),
         (2 / 3, 150, 100),
-        (0.2, 2, 1),
         (0.001, 3, 1),
-        (0.999, 10, 9),
         (1.0, 10, 10),
     ],
 )
@@ -198,13 +185,6 @@ def test_a_seed_decides_ties_alone(case: Case, kappa: float, seeds: tuple[int, i
         here = case.trained[row] & (scores[row] == scores[row, column])
         assert np.count_nonzero(one[row][here]) == np.count_nonzero(other[row][here])
         assert 0 < np.count_nonzero(one[row][here]) < here.sum()
-
-
-def test_distinct_scores_need_no_seed() -> None:
-    losses = np.random.default_rng(0).permutation(50)[None].astype(np.float32)
-    for post in ("sparse", "dense", "none"):
-        weights = [weigh(losses, -losses, post=post, strength=0.3, seed=seed) for seed in range(4)]
-        assert all((each == weights[0]).all() for each in weights)
 
 
 def test_the_draw_does_not_move_when_other_tokens_leave() -> None:

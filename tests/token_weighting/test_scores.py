@@ -42,6 +42,8 @@ BY_HAND: list[tuple[str, str, dict[str, Any], list[float]]] = [
     ("focal", "none", {"strength": 1}, [0, 0.5, 0.75, 0.75]),
     ("focal", "none", {"strength": 2}, [0, 0.25, 0.5625, 0.5625]),
     ("focal", "none", {"strength": 0}, [1, 1, 1, 1]),
+    ("focal", "dense", {"strength": 1}, [1, 1, 1, 1]),
+    ("abs", "sparse", {"strength": 1}, [1, 1, 1, 1]),
     ("mile", "dense", {"strength": 0.5}, [0.75, 1, 1.25, 1]),
     ("mile", "sparse", {"strength": 0.25}, [0, 0, 4, 0]),
     ("mile", "none", {"strength": 1}, [1, 2, 3, 2]),

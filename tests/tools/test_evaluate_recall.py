@@ -33,8 +33,8 @@ def test_samples_fill_their_length_and_hide_at_every_depth(task: str) -> None:
         tokens = count(sample.prompt) + NEW_TOKENS
         assert 7600 <= tokens <= 8000
         assert sample.prompt.count(sample.answer) == 1
-        asked = sample.prompt.rsplit("magic number for " if task == "needle" else "Key: ", 1)[1][:36]
-        hidden = f"{asked} is: {sample.answer}." if task == "needle" else f'"{asked}": "{sample.answer}"'
+        key = sample.prompt.rsplit("magic number for " if task == "needle" else "Key: ", 1)[1][:36]
+        hidden = f"{key} is: {sample.answer}." if task == "needle" else f'"{key}": "{sample.answer}"'
         places.append(sample.prompt.index(hidden) / len(sample.prompt))
         assert re.search(r"Lily saw \d+ dogs", sample.prompt) is None or task == "needle"
     assert places == sorted(places)

@@ -213,8 +213,8 @@ def test_a_real_model_and_its_text(alone: Commands, stories_model: Path, tmp_pat
     rows = rows_of(tmp_path / "trajectory")
     for mask in ([], ["--document-mask"]):
         ours = scores(alone, tmp_path / f"store{len(mask)}", stories_model, *run, "--context", 64, *mask)
-        # the loss of one token hangs on rounding: transformers' own, in the row alone or beside others, of 10 tokens or
-        # of 64, or turned from another position on, is 3e-6 to 2e-5 off. All tokens together tell whether ours is worse
+        # the loss of one token depends on rounding: transformers' own varies by 3e-6 to 2e-5 with batch, length and
+        # position. The error over all tokens shows whether ours is worse
         exact, theirs = (
             independently(stories_model, rows, 64, 48, document_mask=bool(mask), dtype=dtype)
             for dtype in (torch.float64, torch.float32)
@@ -233,41 +233,13 @@ LAYOUTS: dict[str, Flags] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("short", "document_mask"),
-    [
-        ((23, 9), True),
-        pytest.param((LENGTH, LENGTH), False, marks=pytest.mark.slow),
-        pytest.param((1, 1), True, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
 def test_layouts_store_the_same(
-    alone: Commands,
-    pair: Commands,
-    small_data: SmallData,
-    models: Callable[[str], Path],
-    tmp_path: Path,
-    short: tuple[int, int],
-    document_mask: bool,
+    alone: Commands, pair: Commands, small_data: SmallData, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    mask = ["--document-mask"] if document_mask else []
-    flags = [*RUN, *small_data.flags, "--context", short[0], "--stride", short[1], "--rows", 7, *mask]
+    flags = [*RUN, *small_data.flags, "--context", 23, "--stride", 9, "--rows", 7, "--document-mask"]
     one = scores(alone, tmp_path / "alone", models("llama"), *flags)
     for name, layout in LAYOUTS.items():
         assert_close(scores(pair, tmp_path / name, models("llama"), *flags, *layout), one)
-
-
-def test_what_only_training_needs_stops_no_scorer(
-    alone: Commands, small_data: SmallData, models: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """A run's global batch, recomputed layers and first window are not the scorer's; rows go to any three processes."""
-    flags = [*RUN, *small_data.flags, "--seq-length", 20, "--context", 8, "--rows", 7]
-    one = scores(alone, tmp_path / "alone", models("llama"), *flags)
-    assert np.isfinite(one).all()
-    recompute = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", 6]
-    shared = scores(Commands(3), tmp_path / "three", models("llama"), *flags, "--global-batch-size", 4, *recompute)
-    assert_close(shared, one)
 
 
 def test_a_run_that_begins_later_needs_the_rows_from_there_on(
@@ -359,7 +331,6 @@ def score_through_kills(store: Path, flags: Flags, rows: int, processes: int, ki
 @pytest.mark.parametrize(
     ("processes", "rows", "kills"),
     [
-        pytest.param(1, 800, 20, marks=pytest.mark.slow),
         pytest.param(2, 300, 3, marks=pytest.mark.slow),
     ],
 )
