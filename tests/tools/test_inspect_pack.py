@@ -67,11 +67,6 @@ def test_the_masks_and_the_picture(main: Main, tmp_path: Path, capsys: pytest.Ca
     assert output.stat().st_size > 10_000
 
 
-def test_no_document_ends_is_one_document(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--document-ends", "--seq-length", "5"]) == 0
-    assert cells(capsys.readouterr().out, "keys") == list("12345")
-
-
 def test_a_row_of_a_dataset(main: Main, small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
     """The end token stands where a document ends and nowhere else; the sample and the seed choose the row."""
 
