@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import platform
 from megatron_ext.errors import UserError, missing_package
 from megatron_ext.rope import Frequencies
-from megatron_ext.run.inference import leave, open_model
+from megatron_ext.run.inference import open_model
 
 # maximum and mean difference of logits relative to the largest logit, and difference of the mean loss; measured, with a
 # margin of a factor of 10: docs/conversion.md
@@ -119,7 +120,7 @@ def megatron_answers(path: Path, tokens: list[int], dtype: Dtype, greedy: int) -
             return chunk.logits(pack([row], length, model.config.mask_options()).to(model.platform.device)).cpu()
 
         answers = _answers(logits, tokens, greedy)
-    leave()
+    dist.destroy_process_group()
     return answers
 
 

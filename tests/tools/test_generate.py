@@ -139,11 +139,11 @@ def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:
     flags = [model, "--chat", "--tokenizer", tmp_path / "tokenizer", "--max-new-tokens", 6]
     (done,) = alone.attempt(TOOL, *flags, "--system", "rows", "--prompt", "the window grows", "and")
     assert done.status == 0, done.stderr
-    (end,) = tokenizer.encode_spelled([END])[0][0]
+    (end,) = tokenizer.encode_spelled(END)[0]
     text, shown = "<|im_start|>system\nrows<|im_end|>\n", ""
     for turn in ("the window grows", "and"):
         text += f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
-        ((*reply,),) = greedy(model, [tokenizer.encode_spelled([text])[0][0]], 6, [2, end])
+        ((*reply,),) = greedy(model, [tokenizer.encode_spelled(text)[0]], 6, [2, end])
         spoken = tokenizer.decode([token for token in reply if token not in (2, end)])
         text, shown = text + spoken + "<|im_end|>\n", shown + spoken + "\n"
     assert done.stdout == shown

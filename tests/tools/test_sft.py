@@ -38,8 +38,8 @@ def flags(folder: Path, *more: object) -> list[object]:
 
 def spoken(tokens: list[int], tokenizer: Tokenizer) -> Iterator[bool]:
     """Whether each token is the assistant's, read from the tokens alone: what follows its heading, up to the end."""
-    heading = tokenizer.encode_spelled([f"{START}assistant\n"])[0][0]
-    ((end,), _) = tokenizer.encode_spelled([END])[0]
+    heading = tokenizer.encode_spelled(f"{START}assistant\n")[0]
+    ((end,), _) = tokenizer.encode_spelled(END)
     inside = False
     for place, token in enumerate(tokens):
         inside = inside or tokens[max(place - len(heading), 0) : place] == heading
@@ -63,7 +63,7 @@ def test_the_loss_counts_the_assistants_tokens_alone(
         assert told["denominator"] == mask.sum() > 0
         assert not mask.all()
         for tokens, held in zip(dumped["tokens"].tolist(), mask.tolist(), strict=True):
-            first = tokens.index(tokenizer.encode_spelled([START])[0][0][0])  # before it: `random` cuts anywhere
+            first = tokens.index(tokenizer.encode_spelled(START)[0][0])  # before it: `random` cuts anywhere
             assert held[first:] == list(spoken(tokens[first:], tokenizer))[1:]
 
 
