@@ -131,7 +131,7 @@ class RunRecords:
         self.progress.update(record)
         if result.without_tokens:
             self._note_once(
-                "skipped", f"step {done.step} has no trained token: no weight changed (said once; see `skipped`)"
+                "skipped", f"step {done.step} has no trained token: no weight changed (logged once; see `skipped`)"
             )
         if self.metrics is not None:
             self.metrics.step(record)
@@ -151,7 +151,7 @@ class RunRecords:
         else:
             self._note_once(
                 "no validation loss",
-                f"validation after {step} steps: no trained token in its rows, so its loss is null (said once); "
+                f"validation after {step} steps: no trained token in its rows, so its loss is null (logged once); "
                 "raise --eval-iters or the second share of --split",
             )
         if self.metrics is not None:

@@ -222,10 +222,10 @@ def test_kernels_of_cuda_are_not_called_on_a_cpu(
     flags = [*small_data.flags, "--train-iters", "2", "--lr-warmup-iters", "0", "--seq-length", "64", "--bf16"]
     alone = attempt(flags, 1, tmp_path / "alone")
     monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
-    beside = attempt(flags, 1, tmp_path / "beside")
-    assert (alone.returncode, beside.returncode) == (0, 0), alone.stderr[-3000:] + beside.stderr[-3000:]
-    assert beside.series("lm_loss") == alone.series("lm_loss")
-    assert beside.series("grad_norm") == alone.series("grad_norm")
+    installed = attempt(flags, 1, tmp_path / "installed")
+    assert (alone.returncode, installed.returncode) == (0, 0), alone.stderr[-3000:] + installed.stderr[-3000:]
+    assert installed.series("lm_loss") == alone.series("lm_loss")
+    assert installed.series("grad_norm") == alone.series("grad_norm")
 
 
 @pytest.mark.slow

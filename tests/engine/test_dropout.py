@@ -31,8 +31,8 @@ DROPOUT = [
 
 def masks(rank: int, sizes: dict[str, int]) -> list[torch.Tensor]:
     """Dropout of this process on equal activations, and on those that tensor-parallel ranks share."""
-    where = platform.choose("cpu")
-    parallel.start(ParallelConfig(**sizes), 2, where, seed=7)
+    cpu = platform.choose("cpu")
+    parallel.start(ParallelConfig(**sizes), 2, cpu, seed=7)
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     everywhere = torch.nn.functional.dropout(torch.ones(256), 0.5)

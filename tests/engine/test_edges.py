@@ -40,5 +40,5 @@ def test_a_validation_without_a_trained_token_has_no_loss(alone: Commands, tmp_p
     for record in read_jsonl(run / "evaluation.jsonl"):
         assert (record["valid_loss"], record["valid_perplexity"]) == (None, None)
         assert (record["by_length"], record["by_position"]) == ({"32": None, "64": None}, {})
-    assert done.stderr.count("no trained token in its rows, so its loss is null (said once)") == 1
+    assert done.stderr.count("no trained token in its rows, so its loss is null (logged once)") == 1
     assert "not evaluated" in write_report(run).read_text()

@@ -92,12 +92,12 @@ def test_the_gradient_is_multiplied_by_the_denominator_of_all_gradients(monkeypa
 
 def gradients(ranks: parallel.Ranks, config: Config, trained: float = 1.0) -> tuple[StepResult, torch.Tensor]:
     """One step's result and the routers' gradients before the update."""
-    where = platform.choose("cpu")
-    model = wrap(build_chunks(config, VOCABULARY, where), config)
+    cpu = platform.choose("cpu")
+    model = wrap(build_chunks(config, VOCABULARY, cpu), config)
     initialise(list(unwrap(model)), config.model, VOCABULARY, 1, ranks)
-    group = parallel.context_group(config.parallel, ranks, where)
+    group = parallel.context_group(config.parallel, ranks, cpu)
     optimizer = build_optimizer(model, config)
-    stepper = Stepper(model=model, optimizer=optimizer, platform=where, ranks=ranks, config=config, context=group)
+    stepper = Stepper(model=model, optimizer=optimizer, platform=cpu, ranks=ranks, config=config, context=group)
     chance = np.random.default_rng(3)
     rows = [
         TokenRow(

@@ -53,7 +53,7 @@ class Pretended:
     """Says of all memory but what was copied to the host that it is on CUDA."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.host: list[Tensor] = []  # held, so that no address comes again
+        self.host: list[Tensor] = []  # kept, so that no address comes again
         monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: not self.on_host(x)), raising=False)
         monkeypatch.setattr(Tensor, "pin_memory", lambda x: self.copied(x))
         for name in ("clone", "float"):
@@ -75,7 +75,7 @@ class Pretended:
 
 
 @pytest.fixture(scope="module")
-def where() -> Iterator[platform.Platform]:
+def cpu() -> Iterator[platform.Platform]:
     before = dict(os.environ)
     version = megatron_utils._te_version
     found = platform.choose("cpu")
@@ -88,8 +88,8 @@ def where() -> Iterator[platform.Platform]:
 
 
 @pytest.fixture
-def ranks(where: platform.Platform) -> Iterator[parallel.Ranks]:
-    yield parallel.start(SHARED, 2, where, seed=1)
+def ranks(cpu: platform.Platform) -> Iterator[parallel.Ranks]:
+    yield parallel.start(SHARED, 2, cpu, seed=1)
     parallel.stop()
 
 
@@ -104,10 +104,10 @@ def config(optimizer: OptimizerConfig) -> Config:
     )
 
 
-def built(optimizer: OptimizerConfig, ranks: parallel.Ranks, where: platform.Platform) -> tuple[Any, Any]:
+def built(optimizer: OptimizerConfig, ranks: parallel.Ranks, cpu: platform.Platform) -> tuple[Any, Any]:
     """A model and its optimizer, with the first weights."""
     run = config(optimizer)
-    chunks = build_chunks(run, VOCABULARY, where)
+    chunks = build_chunks(run, VOCABULARY, cpu)
     initialise(chunks, run.model, VOCABULARY, 1, ranks)
     wrapped = wrap(chunks, run)
     return wrapped, build_optimizer(wrapped, run)
@@ -141,10 +141,10 @@ def test_megatron_still_compares_the_version_of_what_is_missing(monkeypatch: pyt
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_offloading_trains_the_same(
-    share: float, ranks: parallel.Ranks, where: platform.Platform, monkeypatch: pytest.MonkeyPatch
+    share: float, ranks: parallel.Ranks, cpu: platform.Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps against those of the distributed optimizer without: Adam differs by rounding in fp32 alone."""
-    plain = built(OptimizerConfig(), ranks, where)
+    plain = built(OptimizerConfig(), ranks, cpu)
     for number in (1, 2, 3):
         one_step(*plain, number)
     wanted = states(plain[1], plain[0])
@@ -152,7 +152,7 @@ def test_offloading_trains_the_same(
     offload = OptimizerConfig(
         use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=share
     )
-    offloaded = built(offload, ranks, where)
+    offloaded = built(offload, ranks, cpu)
     (distributed,) = offloaded[1].chained_optimizers
     inner = distributed.optimizer
     assert isinstance(inner, HybridDeviceOptimizer)

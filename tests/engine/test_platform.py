@@ -27,7 +27,7 @@ FAILURES = {
     "random_state": NO_CUDA,
 }
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are inert beside a CUDA device")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches do nothing on CUDA")
 
 
 def run_without(name: str, data: SmallData, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
@@ -41,9 +41,9 @@ def run_without(name: str, data: SmallData, folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_run_fails_without(small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Where this fails, Megatron-Core no longer needs the patch: remove it from platform.PATCHES."""
-    code, said = run_without(name, small_data, tmp_path / "run", monkeypatch)
+    code, stderr = run_without(name, small_data, tmp_path / "run", monkeypatch)
     assert code == 1
-    assert FAILURES[name] in said, said[-3000:]
+    assert FAILURES[name] in stderr, stderr[-3000:]
 
 
 @on_cpu

@@ -45,10 +45,10 @@ class OneProcess:
             data=DataConfig(seq_length=LENGTH),
             optimizer=OptimizerConfig(weight_decay=0.5),
         )
-        self.where = platform.choose("cpu")
+        self.platform = platform.choose("cpu")
         compat.install_optimizer()
-        self.ranks = parallel.start(self.config.parallel, 2, self.where, seed=1)
-        self.model = wrap(build_chunks(self.config, VOCABULARY, self.where), self.config)
+        self.ranks = parallel.start(self.config.parallel, 2, self.platform, seed=1)
+        self.model = wrap(build_chunks(self.config, VOCABULARY, self.platform), self.config)
         self.reset()
 
     def reset(self) -> None:
@@ -56,11 +56,11 @@ class OneProcess:
         initialise(list(unwrap(self.model)), self.config.model, VOCABULARY, 1, self.ranks)
         optimizer = build_optimizer(self.model, self.config)
         set_learning_rate(optimizer, 1e-2, 0.5)
-        group = parallel.context_group(self.config.parallel, self.ranks, self.where)
+        group = parallel.context_group(self.config.parallel, self.ranks, self.platform)
         self.stepper = Stepper(
             model=self.model,
             optimizer=optimizer,
-            platform=self.where,
+            platform=self.platform,
             ranks=self.ranks,
             config=self.config,
             context=group,
@@ -322,7 +322,7 @@ class HostReads(TorchDispatchMode):
 def test_a_step_does_not_synchronize_with_the_device(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither our code nor Megatron's reads values; the result is read once, later."""
     step = StepBatches([batch(row(0)), batch(row(1, trained=3))])
-    on_device = StepBatches([one.to(process.where.device) for one in step.train])
+    on_device = StepBatches([one.to(process.platform.device) for one in step.train])
     reads = HostReads(monkeypatch)
     with reads:
         launched = process.stepper.launch(on_device)
@@ -391,7 +391,7 @@ def test_the_update_equals_megatrons(process: OneProcess, clip: float) -> None:
                 chance = torch.Generator().manual_seed(seed)
                 for parameter in chunk.parameters():
                     parameter.main_grad.copy_(torch.randn(parameter.shape, generator=chance))
-            norm = update(optimizer, process.where.device)[0].item() ** 0.5 if ours else optimizer.step()[1]
+            norm = update(optimizer, process.platform.device)[0].item() ** 0.5 if ours else optimizer.step()[1]
         seen.append((norm, process.weights()))
     (norm, weights), (their_norm, their_weights) = seen
     assert norm == pytest.approx(their_norm, rel=1e-6)

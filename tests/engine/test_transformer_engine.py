@@ -41,9 +41,9 @@ def chunk() -> Iterator[Any]:
     )
     with one_process():
         platform.choose("cpu")
-        where = Platform(torch.device("cpu"), "gloo", transformer_engine=True)
-        ranks = parallel.start(config.parallel, 2, where, seed=1)
-        (built,) = build_chunks(config, VOCABULARY, where)
+        cpu = Platform(torch.device("cpu"), "gloo", transformer_engine=True)
+        ranks = parallel.start(config.parallel, 2, cpu, seed=1)
+        (built,) = build_chunks(config, VOCABULARY, cpu)
         initialise([built], config.model, VOCABULARY, 1, ranks)
         yield built
 
@@ -51,7 +51,7 @@ def chunk() -> Iterator[Any]:
 def test_every_weight_has_a_name_and_an_initial_value(chunk: Any) -> None:
     found = [(parameter.megatron[-1], tensor) for parameter, _, tensor in table_rows([chunk], MODEL)]
     stacked = [parameter for parameter in parameters_of(ModelConfig(num_layers=2)) if parameter.stacked]
-    assert len(found) == 2 * len(stacked) + 3  # the embedding, the last norm and the output matrix beside
+    assert len(found) == 2 * len(stacked) + 3  # the embedding, the last norm and the output matrix
     assert all(torch.isfinite(tensor).all() for _, tensor in found)
     assert any("linear_qkv.layer_norm_weight" in name for name, _ in found)
 

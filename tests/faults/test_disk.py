@@ -50,7 +50,7 @@ def test_a_full_disk(alone: Commands, small_data: SmallData, small_disk: Path, s
     assert newest.folder == run / "checkpoints" / "iter_0000001"
     assert_complete(run)
     assert not list(run.glob("checkpoints/*.incomplete"))
-    # room made: the same command goes on
+    # with enough space the same command continues
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     alone.run(SCRIPT, *COMMON, *small_data.flags, "--save", run, "--load", run, *saving)
     assert (newest := locate(run)) is not None

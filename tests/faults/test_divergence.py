@@ -25,9 +25,9 @@ def two() -> Commands:
     return Commands(2)
 
 
-def check(run: Path, said: str, saved: int | None) -> None:
-    (line,) = [line for line in said.splitlines() if line.startswith("diverged: ")]
-    assert "Traceback" not in said
+def check(run: Path, stderr: str, saved: int | None) -> None:
+    (line,) = [line for line in stderr.splitlines() if line.startswith("diverged: ")]
+    assert "Traceback" not in stderr
     steps = len(read_jsonl(run / "metrics.jsonl"))
     facts = json.loads((run / "diverged.json").read_text())
     assert (facts["exit_code"], facts["step"]) == (DIVERGED, steps)
@@ -75,9 +75,9 @@ def test_losses_that_cannot_be_weighted(two: Commands, small_data: SmallData, tm
     assert "Traceback" not in done[1].stderr
 
 
-def advised(said: str) -> list[str]:
+def recommended(stderr: str) -> list[str]:
     """The flags that the line of a divergence recommends, except the learning rate."""
-    (line,) = [line for line in said.splitlines() if line.startswith("diverged: ")]
+    (line,) = [line for line in stderr.splitlines() if line.startswith("diverged: ")]
     return line.partition("start again with ")[2].partition(" and a lower --lr")[0].split()
 
 
@@ -89,7 +89,7 @@ def test_the_recommended_flags_continue_the_run(alone: Commands, small_data: Sma
     (done,) = alone.attempt(*command, *wild)
     assert done.status == DIVERGED, done.stderr
     first = run / "checkpoints" / "iter_0000001"
-    newest, *more = advised(done.stderr)[1:]
+    newest, *more = recommended(done.stderr)[1:]
     assert Path(newest).parent == first.parent
     (done,) = alone.attempt(*command, *wild, "--load", first, *more, "--lr", 1e-4)
     assert done.status == 0, done.stderr
@@ -114,7 +114,7 @@ def test_the_recommended_flags_continue_a_stage(
     command = [SCRIPT, *staged(tmp_path / "run.yaml", 1e30), *small_data.flags, *saving, "--save", run]
     (done,) = alone.attempt(*command)
     assert done.status == DIVERGED, done.stderr
-    flags = advised(done.stderr)
+    flags = recommended(done.stderr)
     assert flags[:2] == ["--stage", "wild"]
     load = ["--load", str(run), "--override", "lr", "clip_grad"] if saving else []
     assert flags[2:] == load
@@ -135,19 +135,19 @@ def test_a_validation_loss_that_is_not_finite(two: Commands, small_data: SmallDa
     assert [one.status for one in done] == [DIVERGED] * 2, done[0].stderr
     check_validation(run, done[0].stderr)
     assert all("diverged" not in one.stderr and "Traceback" not in one.stderr for one in done[1:])
-    flags = advised(done[0].stderr)
+    flags = recommended(done[0].stderr)
     assert flags == ["--load", str(run / "checkpoints" / "iter_0000001"), "--override", "lr", "clip_grad"]
     (good, *_) = two.attempt(*command, *flags, "--lr", 1e-4)
     assert good.status == 0, good.stderr
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1, 2]
 
 
-def check_validation(run: Path, said: str) -> None:
+def check_validation(run: Path, stderr: str) -> None:
     """Two steps are complete and saved; their validation has no record."""
     facts = json.loads((run / "diverged.json").read_text())
     newest = run / "checkpoints" / "iter_0000002"
     assert (facts["what"], facts["step"], facts["checkpoint"]) == ("validation loss", 2, str(newest))
-    assert f"diverged: the validation loss of step 2 is {facts['value']}, needs a finite number; the newest" in said
+    assert f"diverged: the validation loss of step 2 is {facts['value']}, needs a finite number; the newest" in stderr
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1]
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
 

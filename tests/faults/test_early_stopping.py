@@ -79,9 +79,9 @@ def test_two_replicas_and_two_stages_stop_where_one_process_does_resumed_or_not(
     assert saved_steps(run) == [cut, end]
     last = history(run)[-1]
     lowest = losses(run)[best // EVERY]
-    said = f"stopped early: the validation loss was lowest after {best} steps, {lowest:.4f}, and the 3 validations"
+    reason = f"stopped early: the validation loss was lowest after {best} steps, {lowest:.4f}, and the 3 validations"
     assert (last["event"], last["step"]) == ("end", end)
-    assert str(last["how"]).startswith(said)
+    assert str(last["how"]).startswith(reason)
     assert f"{end} of {STEPS} steps done" in done[0].stderr
 
     done = four.attempt(TRAINER, *patient, "--load", run)  # what has stopped early has nothing left to do

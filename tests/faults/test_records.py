@@ -18,10 +18,10 @@ def two() -> Commands:
     return Commands(2)
 
 
-def check_refused(done: list[Done], said: str) -> None:
+def check_refused(done: list[Done], text: str) -> None:
     assert [one.status for one in done] == [2, 2]
     for one in done:
-        (line,) = [line for line in one.stderr.splitlines() if said in line]
+        (line,) = [line for line in one.stderr.splitlines() if text in line]
         assert line == one.stderr.splitlines()[-1]
         assert "Traceback" not in one.stderr
 
