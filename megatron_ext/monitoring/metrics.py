@@ -205,7 +205,7 @@ class MetricsWriter:
 
 
 def _append(file: Any, record: Record) -> None:
-    line = json.dumps(_plain(record, "record"), allow_nan=False)
+    line = json.dumps(_plain(record), allow_nan=False)
     try:
         file.write(line.encode() + b"\n")
         file.flush()  # survives a crash of this process, but not a power failure
@@ -218,19 +218,17 @@ def _append(file: Any, record: Record) -> None:
         raise OSError(error.errno, error.strerror, file.name) from None
 
 
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: Any) -> Any:
     """Convert `value` to JSON types: numpy scalars to Python numbers, non-finite floats to None."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
-    raise TypeError(f"{name}: a metric is a number, text, list or mapping, not {type(value).__name__}")
+        return [_plain(item) for item in value]
+    return value
 
 
 def _scalars(group: str, record: Record) -> Iterator[tuple[str, float]]:
