@@ -52,8 +52,12 @@ class Pipeline:
         Nothing is run without batches, unless ranks that share experts have some: this rank then runs a `spare` one and
         discards the result.
         """
-        filled = list(batches)
-        for _ in range(self._passes(len(batches)) - len(batches)):
+        filled, passes = list(batches), len(batches)
+        if self.experts is not None and self.experts.size() > 1:  # the tokens of the others are routed to this rank too
+            most = torch.tensor([passes], device=next(self.model[0].parameters()).device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.experts)
+            passes = int(most.item())
+        while len(filled) < passes:
             filled.append((batches or spare)[0])
         if not filled:
             return []
@@ -63,17 +67,6 @@ class Pipeline:
         for chunk in self.model:
             chunk.train()
         return kept
-
-    def _passes(self, own: int) -> int:
-        """Return the maximum number of forward passes among the ranks that share experts.
-
-        Their tokens are routed to this rank too, so it must run as many.
-        """
-        if self.experts is None or self.experts.size() == 1:
-            return own
-        most = torch.tensor([own], device=next(self.model[0].parameters()).device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.experts)
-        return int(most.item())
 
     def token_losses(self, batches: Sequence[PackedBatch], spare: Sequence[PackedBatch] = ()) -> list[Tensor]:
         """Return -log p(label), float32, of the tokens that each batch requests; [] except on the last stage.

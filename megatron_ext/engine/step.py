@@ -193,7 +193,10 @@ class Stepper:
         batches = [batch.to(device) for batch in step.train]
         score_begin = _now(device)
         if self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
-            batches = self._with_short_losses(batches, step.short)
+            short = [batch.to(device) for batch in step.short]
+            losses = self.pipeline.token_losses(short, spare=batches)
+            if self.ranks.last_stage:
+                batches = self.weigher.fill_in(batches, short, losses)
         score_times, probe = (score_begin, _now(device)), None
         if batches[0].sampled is not None:
             probe = Probe(batches[0].sampled, self.context)
@@ -264,12 +267,6 @@ class Stepper:
             sums += torch.stack(by_batch).sum(dim=0)
         dist.all_reduce(sums)
         return PositionLosses(sums.cpu())
-
-    def _with_short_losses(self, batches: list[PackedBatch], short: list[PackedBatch]) -> list[PackedBatch]:
-        """Run the short-context pass on all processes; only the last stage gets the losses."""
-        on_device = [batch.to(self.platform.device) for batch in short]
-        losses = self.pipeline.token_losses(on_device, spare=batches)
-        return self.weigher.fill_in(batches, on_device, losses) if self.ranks.last_stage else batches
 
     def _forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor]:
         """Compute the global batch's gradients in their buffers.

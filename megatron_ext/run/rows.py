@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -137,7 +137,14 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
         parts, row_at, mixed = parts_of(config, share), sources[0].row, None
         if len(sources) > 1:
             blended = BlendedRows(sources, [part.weight for part in parts])
-            row_at, mixed = blended.row, Mixed(_described(parts, sources), blended.drawn)
+            labels = [part.label for part in parts]  # duplicates are numbered
+            unique = [
+                label if labels.count(label) == 1 else f"{label} ({labels[: number + 1].count(label)})"
+                for number, label in enumerate(labels)
+            ]
+            shares, tokens = scaled([part.weight for part in parts]), [own.row_tokens for own in sources]
+            described = tuple(map(Source, unique, shares, tokens))
+            row_at, mixed = blended.row, Mixed(described, blended.drawn)
         lock = Lock()  # datasets cache the orders of their epochs, which is not thread-safe
 
         def row_with_lock(sample: int) -> TokenRow:
@@ -148,17 +155,6 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
 
     train, mixed = blend(TRAINING)
     return Rows(train, blend(VALIDATION)[0] if config.training.eval_interval else None, mixed)
-
-
-def _described(parts: Sequence[MixturePart], rows: Sequence[RowSource]) -> tuple[Source, ...]:
-    """Describe the datasets; duplicate names are numbered."""
-    labels = [part.label for part in parts]
-    unique = [
-        label if labels.count(label) == 1 else f"{label} ({labels[: number + 1].count(label)})"
-        for number, label in enumerate(labels)
-    ]
-    shares = scaled([part.weight for part in parts])
-    return tuple(Source(label, share, own.row_tokens) for label, share, own in zip(unique, shares, rows, strict=True))
 
 
 def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
