@@ -34,6 +34,11 @@ def test_documents_have_the_lengths_of_the_design(stories_model: Path) -> None:
     assert np.mean(lengths) == pytest.approx(123, rel=0.1)
 
 
+def test_every_experiment_can_be_imported() -> None:
+    names = ", ".join(path.stem for path in (ROOT / "docs/experiments").glob("*.py"))
+    subprocess.run([sys.executable, "-c", f"import {names}"], cwd=ROOT / "docs/experiments", check=True)
+
+
 def test_slopes_and_the_best_rate() -> None:
     """Each doubling of the share is worth 0.02 nats; 4e-3 is the best rate of constant."""
     losses = {budget.name_of(share, 2e-3): [5 - 0.02 * n, 6 - 0.02 * n] for n, share in enumerate(budget.SHARES)}
