@@ -79,19 +79,19 @@ class Measure:
     """One model and its optimizer."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.where = config, platform.choose(config.parallel.device)
+        self.config, self.platform = config, platform.choose(config.parallel.device)
         compat.install_optimizer()
-        self.ranks = parallel.start(config.parallel, config.model.num_layers, self.where, 1)
+        self.ranks = parallel.start(config.parallel, config.model.num_layers, self.platform, 1)
         before = storages()
         vocab_size = config.model.vocab_size or 0
-        chunks = build_chunks(config, vocab_size, self.where)
+        chunks = build_chunks(config, vocab_size, self.platform)
         initialise(chunks, config.model, vocab_size, 1, self.ranks)
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         set_learning_rate(self.optimizer, 1e-5, 0.1)
-        group = parallel.context_group(config.parallel, self.ranks, self.where)
+        group = parallel.context_group(config.parallel, self.ranks, self.platform)
         context = context_options(config, self.ranks, group)
-        self.stepper = Stepper(self.model, self.optimizer, self.where, self.ranks, config, group)
+        self.stepper = Stepper(self.model, self.optimizer, self.platform, self.ranks, config, group)
         self.batches = BatchMaker(config, self.ranks, context).train(self.row_at, 0, 0, config.data.seq_length)
         self.stepper.train(self.batches)
         after = storages()
@@ -114,7 +114,7 @@ class Measure:
         (chunk,) = unwrap(self.model)
         for layer in chunk.decoder.layers:
             layer.self_attention.core_attention.backend = lambda q, k, v, call, scale: FlashLike.apply(q, k, v)
-        batch = self.batches.train[0].to(self.where.device)
+        batch = self.batches.train[0].to(self.platform.device)
         return kept_by(lambda: self._hidden(chunk, batch), self.known)
 
     def _hidden(self, chunk: PackedGPT, batch: Any) -> Tensor:
@@ -142,13 +142,13 @@ def main(argv: list[str]) -> None:
     }
     if options.pipeline_model_parallel_size == 1:
         found["layers"] = measure.layers()
-        fused = measure.where.device.type == "cuda"
+        fused = measure.platform.device.type == "cuda"
         shapes = attention_shapes(config, config.data.seq_length)[ranks.context][0]
         kept = memory.activations
         if options.recompute_granularity is None:
             kept = config.model.num_layers * layer_bytes(config, shapes, on_cuda=fused)
         found["layers_estimate"] = kept + final_norm_bytes(config, on_cuda=fused)
-    if measure.where.device.type == "cuda":
+    if measure.platform.device.type == "cuda":
         found |= {"peak": torch.cuda.max_memory_allocated(), "total_estimate": memory.total}
     for rank in range(ranks.world_size):
         if rank == ranks.world:

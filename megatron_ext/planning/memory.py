@@ -319,7 +319,7 @@ def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
 
 
 def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
-    """Return the bytes kept by the last norm beside its output: its input, or fp32 copies, and statistics."""
+    """Return the bytes kept by the last norm in addition to its output: its input, or fp32 copies, and statistics."""
     sizes = _Sizes(config)
     kept = (sizes.block.norm_input or sizes.e) if on_cuda else 8
     return math.ceil(sizes.t * (kept * config.model.hidden_size + sizes.block.statistics) / sizes.s)

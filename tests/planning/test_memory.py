@@ -138,7 +138,7 @@ def test_the_smallest_window_is_estimated_too() -> None:
 
 
 def test_a_context_parallel_rank_is_as_full_as_its_plan_says() -> None:
-    """Of one document on two ranks the first holds both ends: it keeps what its projection gave for those at home."""
+    """The first of two ranks has both ends of a document, and keeps the projected rows of its local pieces."""
     flags = "--bf16 --context-parallel-size 2 --seq-length 4096"
     exchange, heads = (config(f"{flags} --cp-scheme {scheme}") for scheme in ("exchange", "ulysses"))
     ((first,), (second,)) = attention_shapes(exchange, 4096)
@@ -147,9 +147,9 @@ def test_a_context_parallel_rank_is_as_full_as_its_plan_says() -> None:
     assert (second.local, second.remote) == (None, replace(first.remote, queries=2048, keys=3072, segments=1))
     t, heads_8, keys_2, size = 2048, 8, 2, 32
     angles_and_sums = t * (4 * 2 * size + 4 * heads_8)
-    computed, turned, received = heads_8 + 2 * keys_2, heads_8 + keys_2, 2 * keys_2 * 4096 / t
+    projected, rotated, received = heads_8 + 2 * keys_2, heads_8 + keys_2, 2 * keys_2 * 4096 / t
     assert attention_bytes(exchange, first) == angles_and_sums + 2 * size * t * (
-        computed + turned + received + 2 * heads_8
+        projected + rotated + received + 2 * heads_8
     )
     assert attention_bytes(exchange, second) == angles_and_sums + 2 * size * t * (
         heads_8 + 2 * keys_2 * 3072 / t + 2 * heads_8

@@ -1,4 +1,4 @@
-"""The time model's predictions beside published figures (published.yaml).
+"""The time model's predictions next to published figures (published.yaml).
 
 python tests/planning/test_published.py [--fit] prints the table; --fit fits the shares of gpus.yaml to the figures that
 are marked so, and prints the shares too.

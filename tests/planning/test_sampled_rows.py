@@ -1,4 +1,4 @@
-"""What documents make of a step: held against the code that deals and shares rows in training."""
+"""Effective context, imbalance and exchange of sampled rows, against the code that training uses."""
 
 from __future__ import annotations
 

@@ -51,15 +51,8 @@ _FOLLOWED = {
 
 
 _LOSS = ("megatron_ext/loss.py", "megatron_ext/loss_kernels.py", "megatron_ext/products.py")
-_NUMPY = (
-    torch.float64,
-    torch.float32,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)  # dtypes that are tracked
+# dtypes whose values are tracked
+_NUMPY = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 
 
 class Meter(TorchDispatchMode):
@@ -263,11 +256,11 @@ class Meter(TorchDispatchMode):
         found = self._chosen.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
-    def _keep(self, where: dict[int, Any], tensor: Tensor, what: Any) -> None:
+    def _keep(self, known: dict[int, Any], tensor: Tensor, what: Any) -> None:
         """Keep the known values of a tensor as long as its storage exists."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        where[key] = weakref.ref(storage, lambda _: where.pop(key, None)), what
+        known[key] = weakref.ref(storage, lambda _: known.pop(key, None)), what
 
     # --- values of small integer tensors
 

@@ -75,7 +75,6 @@ class Step:
         segments: of the micro-batches that were run.
         microbatches: of this rank; `measured` of them were run, the rest is extrapolated.
         memory: bytes of each part at the peak.
-        held: bytes of each part between steps.
         cycles: bytes that only Python's garbage collector would free, because of reference cycles.
         peak_at: where the peak was.
         live_allocations: bytes allocated at the peak, by allocation site.
@@ -94,7 +93,6 @@ class Step:
     microbatches: int
     measured: int
     memory: dict[str, int]
-    held: dict[str, int]
     cycles: int
     peak_at: str
     live_allocations: dict[str, int]
@@ -117,7 +115,6 @@ class Rehearsed:
         place: "TP 0 PP 1 CP 0 DP 3".
         rows: a description of the rows.
         routing: the assumed routing of experts; "" without experts.
-        build_seconds: until the first step.
         steps: one per window.
         fault: the failure to build the model, if any.
     """
@@ -126,7 +123,6 @@ class Rehearsed:
     place: str
     rows: str
     routing: str
-    build_seconds: float
     steps: list[Step] = field(default_factory=list)
     fault: Fault | None = None
 
@@ -150,15 +146,14 @@ def rehearse(
         meters: receives the meter, for the mock's callback.
         expert_load: tokens of this rank's experts, over the mean.
     """
-    began = time.perf_counter()
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     row_at, rows = rows_of(config, vocab_size, documents)
     config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))
     fake = device == "cuda"
     compat.check_version()
-    where = platform.choose(config.parallel.device)
+    device_platform = platform.choose(config.parallel.device)
     compat.install_optimizer()
-    ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
+    ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
     meter = Meter(device, Sites([]), Collectives(sizes, _expert_groups(ranks)))
     meters.append(meter)
@@ -169,24 +164,23 @@ def rehearse(
     if routing is not None and fake:
         compat.observe_routing(lambda chosen_tE: meter.state_routing(chosen_tE, routing.counts(len(chosen_tE))))
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
-    done = Rehearsed(ranks.world, place, rows, "" if routing is None else str(routing), 0.0)
+    done = Rehearsed(ranks.world, place, rows, "" if routing is None else str(routing))
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
     try:
         with mode, meter:
-            chunks = build_chunks(config, vocab_size, where)
+            chunks = build_chunks(config, vocab_size, device_platform)
             initialise(chunks, config.model, vocab_size, config.training.seed, ranks)
             model = wrap(chunks, config)
             optimizer = build_optimizer(model, config)
-            group = parallel.context_group(config.parallel, ranks, where)
-            stepper = Stepper(model, optimizer, where, ranks, config, group)
+            group = parallel.context_group(config.parallel, ranks, device_platform)
+            stepper = Stepper(model, optimizer, device_platform, ranks, config, group)
             _label(stepper, meter)
     except Exception as error:
-        return replace(done, build_seconds=time.perf_counter() - began, fault=_fault(error))
-    done = replace(done, build_seconds=time.perf_counter() - began)
+        return replace(done, fault=_fault(error))
     layers = sum(len(chunk.decoder.layers) for chunk in chunks)
-    bench = _Bench(config, stepper, meter, mode, context_options(config, ranks, group), row_at, layers)
+    runner = _StepRunner(config, stepper, meter, mode, context_options(config, ranks, group), row_at, layers)
     for window in windows:
-        done.steps.append(bench.step(window))
+        done.steps.append(runner.step(window))
         if done.steps[-1].fault is not None:
             break
     return done
@@ -258,7 +252,7 @@ def _label(stepper: Stepper, meter: Meter) -> None:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _StepRunner:
     """Measures steps of a built model."""
 
     config: Config
@@ -287,7 +281,6 @@ class _Bench:
             for tensor in (value for batch in step.train for value in vars(batch).values()):
                 if isinstance(tensor, Tensor):
                     meter.ledger.add(tensor.untyped_storage(), Part.OTHER, "batches")
-        held = {part.value: size for part, size in meter.ledger.bytes.items()}
         fault = None
         gc.collect()
         gc.disable()  # garbage in reference cycles counts until the end of the step
@@ -306,7 +299,6 @@ class _Bench:
             microbatches=microbatches,
             measured=microbatches,
             memory={part.value: size for part, size in meter.ledger.peak.parts.items()},
-            held=held,
             cycles=before - meter.ledger.total,
             peak_at=meter.ledger.peak.site,
             live_allocations=meter.ledger.peak.live_allocations,

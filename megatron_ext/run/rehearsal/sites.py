@@ -88,13 +88,13 @@ class Sites:
         """Return the purpose and the allocation site of a storage created now."""
         file, line = self.line()
         module, node = self.module(), torch._C._current_autograd_node()
-        where = " ".join(text for text in (module, line) if text)
+        site = " ".join(text for text in (module, line) if text)
         if node is not None and not module:
-            where = " ".join(text for text in (f"backward, {node.name()}", line) if text)
+            site = " ".join(text for text in (f"backward, {node.name()}", line) if text)
         part = _PARTS.get(file)
         if part is None:
             part = Part.ACTIVATIONS if self.stack else Part.OTHER
-        return part, where or "the run's own code"
+        return part, site or "the run's own code"
 
     def _file(self, code: CodeType) -> str | None:
         if code not in self._seen:

@@ -18,7 +18,7 @@ from megatron_ext.run.rehearsal.process import Request
 
 def force_routing(chosen_tE: Any, choices: int) -> None:
     """Have tokens go to experts in turn, which shares them alike; outside of what is measured."""
-    import torch  # not above: a rehearsal's stand-in comes first
+    import torch  # not above: the mock must be loaded first
     from torch.utils._python_dispatch import _disable_current_modes
 
     tokens, experts = chosen_tE.shape

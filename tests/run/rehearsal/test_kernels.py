@@ -31,4 +31,4 @@ def test_scratch_of_a_known_case() -> None:
     rows = t + 128 * segments
     assert flash_backward_scratch(t, t, segments, 32, 32, 128, 2) == 4 * rows * 32 * 129
     assert flash_backward_scratch(t, t, 1, 32, 8, 128, 2) == 4 * (t + 128) * 32 * 129 + 2 * t * 32 * 128 * 2
-    assert flash_backward_scratch(t, t, 1, 4, 4, 80, 2) == 4 * (t + 128) * 4 * 97  # heads of 80 take the room of 96
+    assert flash_backward_scratch(t, t, 1, 4, 4, 80, 2) == 4 * (t + 128) * 4 * 97  # heads of 80 are padded to 96

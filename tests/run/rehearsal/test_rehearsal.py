@@ -95,7 +95,6 @@ def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) ->
     assert fake["flops"] == real["flops"]
     for place in ("loss", "backward"):  # elsewhere borders and rows are copied to the device
         assert fake["launches"][place] == real["launches"][place]
-    assert sum(fake["memory"].values()) > sum(fake["held"].values())
     assert fake["cycles"] == real["cycles"] == 0
 
 
@@ -154,8 +153,8 @@ def steps(folder: Path, device: str, words: list[str], processes: int) -> list[d
         if device == "cuda":
             running[-1].wait()
     for rank, process in enumerate(running):
-        _, said = process.communicate()
-        assert process.returncode == 0, said.decode()[-3000:]
+        _, error = process.communicate()
+        assert process.returncode == 0, error.decode()[-3000:]
         answer = json.loads((folder / f"{device}{rank}found").read_text())
         assert answer["fault"] is None, answer["fault"]["traceback"]
         (step,) = answer["steps"]
