@@ -219,7 +219,7 @@ def facts_of(path: Path) -> FileFacts:
     """Read a file completely and return its size and checksum."""
     size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**24):
+        while block := file.read(2**20):
             heartbeat.beat()
             digest.update(block)
             size += len(block)
