@@ -443,14 +443,14 @@ def flash_backward_scratch(
 def loss_head_bytes(config: Config, vocab_size: int) -> int:
     """Return the peak bytes of the output layer and loss, and of the final hidden states.
 
-    A block of fp32 logits is overwritten by its gradient. The weight's gradient is added to Megatron's buffer; autograd
-    gets zeros of the weight's dtype after the last block has been freed. Phi's bias is a column of a copy of the
-    matrix, whose gradient is accumulated in fp32 and rounded while the last block still exists.
+    A block of fp32 logits is overwritten by its gradient. The weight's gradient is added to Megatron's buffer. Phi's
+    bias is a column of a copy of the matrix, whose gradient is accumulated in fp32 and rounded while the last block
+    still exists.
     """
     model, sizes = config.model, _Sizes(config)
     e, rows, width = sizes.e, model.padded_vocab_size(vocab_size) // sizes.tp, model.hidden_size
     block = 4 * min(config.training.loss_block_tokens, sizes.t) * rows
-    weight = max(block, e * rows * width)
+    weight = block
     if model.block == "phi":
         width += 8  # including the bias, and zeros
         weight = block + (2 * e + 4) * rows * width
