@@ -25,7 +25,6 @@ from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.run.rehearsal import cuda_mock
 
 cuda_mock.install(lambda cause: None)
-sys.modules.pop("flash_attn", None)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import attention as benchmark
