@@ -11,7 +11,7 @@ from megatron_ext.cli import FAILED, command, print_traceback
 from megatron_ext.config.arguments import parse_dry_run, parse_stages
 from megatron_ext.config.checks import check_stages
 from megatron_ext.errors import UserError
-from megatron_ext.launch import check_meeting_place, is_first, read_launch
+from megatron_ext.launch import is_first, read_launch
 
 
 @command
@@ -23,9 +23,6 @@ def main(argv: list[str]) -> int:
     stages = parse_stages(argv)
     processes = read_launch(os.environ).world_size if dry is None or dry.world_size is None else dry.world_size
     check_stages(stages, processes)
-    if dry is None:
-        check_meeting_place(os.environ)
-
     if dry is not None:
         from megatron_ext.run.dry_run import dry_run  # importing torch takes seconds
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from megatron_ext.errors import UserError
 
-RESOLVE_S = 60.0  # a node may register its own name late
 _REMEDY = "start with torchrun or examples/slurm/launch.sh"
 
 
@@ -40,43 +38,20 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """Read this process's rank and the world size.
 
     Raises:
-        LaunchError: a variable is not a number in range, or only one of RANK and WORLD_SIZE is set.
+        LaunchError: a variable is not a number in range, only one of RANK and WORLD_SIZE is set, or several processes
+            have no rendezvous address.
     """
     if ("RANK" in environment) != ("WORLD_SIZE" in environment):
         missing = "WORLD_SIZE" if "RANK" in environment else "RANK"
         raise LaunchError(f"{missing}: got none, RANK and WORLD_SIZE need each other; {_REMEDY}")
     size = _number(environment, "WORLD_SIZE", 1, 1, 10**9)
+    if size > 1 and not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")):
+        raise LaunchError(f"MASTER_ADDR, MASTER_PORT: got none, several processes need them to connect; {_REMEDY}")
     return Launch(
         rank=_number(environment, "RANK", 0, 0, size - 1),
         world_size=size,
         local_rank=_number(environment, "LOCAL_RANK", 0, 0, size - 1),
     )
-
-
-def check_meeting_place(environment: Mapping[str, str], timeout_s: float = RESOLVE_S) -> None:
-    """Check that several processes have a rendezvous address; call this before they wait for each other.
-
-    Raises:
-        LaunchError: no MASTER_ADDR, or no port in MASTER_PORT.
-        RuntimeError: MASTER_ADDR does not resolve within `timeout_s`; a restart may succeed.
-    """
-    if read_launch(environment).world_size == 1:
-        return
-    host = environment.get("MASTER_ADDR", "").strip()
-    if not host:
-        raise LaunchError(f"MASTER_ADDR: got none, several processes need it to meet; {_REMEDY}")
-    port = _number(environment, "MASTER_PORT", 0, 1, 65535)
-    end = time.monotonic() + min(timeout_s, RESOLVE_S)
-    while True:
-        try:
-            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            return
-        except UnicodeError as error:  # an empty or too long label
-            raise LaunchError(f"MASTER_ADDR: got {host[:80]!r}, needs a host ({error}); {_REMEDY}") from None
-        except OSError as error:
-            if time.monotonic() >= end:
-                raise RuntimeError(f"MASTER_ADDR: {host[:80]!r} has no address ({error}); check the name") from error
-        time.sleep(1)
 
 
 def is_first(environment: Mapping[str, str]) -> bool:

@@ -1,14 +1,15 @@
 """Rules across the options of a configuration and of a run's stages, checked before any process group exists.
 
 A rule is (option, predicate, message): if the predicate is true for the options `o`, the error line is "OPTION: got
-VALUE" followed by the message, whose braces may name any option or derived number. Options that only Megatron-Core or
-Transformer Engine reads are left to their own checks.
+VALUE" followed by the message, whose braces may name any option or derived number. `WARNINGS` are rules for probably
+unintended effects, which training and a dry run print.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,11 +17,12 @@ from typing import Any
 
 from megatron_ext.cli import program
 from megatron_ext.config.options import Config, ModelConfig, ParallelConfig
-from megatron_ext.config.schema import FIELDS, out_of_range
+from megatron_ext.config.schema import FIELDS, flag, out_of_range
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
+from megatron_ext.schedule import ScheduleKind
 
 Rule = tuple[str, Callable[[Any], Any], str]
 FP32_MAX = (2 - 2**-23) * 2.0**127
@@ -54,13 +56,15 @@ def _given(o: Any, name: str) -> bool:
     return getattr(o, name) != FIELDS[name].default
 
 
-def _without(names: str, needs: str, message: str) -> list[Rule]:
-    """Return rules that reject each of `names` if it is given without `needs`."""
-    return [(name, lambda o, n=name: _given(o, n) and not getattr(o, needs), message) for name in names.split()]  # type: ignore[misc]
+def _requires(names: str, other: str) -> list[Rule]:
+    """Return rules that reject each of `names` if it is given without `other`."""
+    message = f" without {other}, which it needs; add {flag(other)}"
+    return [(name, lambda o, n=name: _given(o, n) and not getattr(o, other), message) for name in names.split()]  # type: ignore[misc]
 
 
-def _beside(names: str, other: str, message: str) -> list[Rule]:
+def _excludes(names: str, other: str) -> list[Rule]:
     """Return rules that reject each of `names` if it is given together with `other`."""
+    message = f" together with {other} {{{other}}}; leave one of them out"
     return [(name, lambda o, n=name: _given(o, n) and getattr(o, other), message) for name in names.split()]  # type: ignore[misc]
 
 
@@ -68,46 +72,42 @@ MODEL: list[Rule] = [
     ("hidden_size", lambda o: o.kv_channels is None and o.hidden_size % o.heads,
      ", needs a multiple of num_attention_heads {heads} or kv_channels"),
     ("kv_channels", lambda o: (o.kv_channels or not o.hidden_size % o.heads) and o.head_size % 2,
-     "{head_size}, rotary angles need an even head size; change hidden_size"),
+     "{head_size}, needs an even head size for RoPE; change hidden_size"),
     ("num_attention_heads", lambda o: o.heads % o.groups, ", needs a multiple of num_query_groups {groups}"),
     *((name, lambda o, n=name: getattr(o, n) % o.tp,
        ", needs a multiple of tensor_model_parallel_size {tp}; lower the latter")
-      for name in ("num_attention_heads", "num_query_groups")),
+      for name in ("num_attention_heads", "num_query_groups", "make_vocab_size_divisible_by")),
     ("ffn_hidden_size", lambda o: not o.num_experts and o.ffn_hidden_size % o.tp,
      ", needs a multiple of tensor_model_parallel_size {tp}"),
-    ("make_vocab_size_divisible_by", lambda o: o.make_vocab_size_divisible_by % o.tp,
-     ", needs a multiple of tensor_model_parallel_size {tp}"),
     ("qk_layernorm", lambda o: o.qk_layernorm and o.add_qkv_bias,
-     ", needs add_qkv_bias false: transformers has no model with both; leave one out"),
+     " with add_qkv_bias, which no model of transformers has; leave one of them out"),
     # options that only some blocks support
     *((name, lambda o, n=name, b=block: _given(o, n) and o.block != b,
-       f", needs {_shown(FIELDS[name].default)} with block {{block}}; leave it out, or use --block {block}")
+       f" with block {{block}}, needs --block {block}; leave it out")
       for name, block in (("add_qkv_bias", "llama"), ("qk_layernorm", "llama"), ("no_rope_freq", "llama"),
                           ("rotary_percent", "phi"), ("rotary_base_local", "gemma3"),
                           ("query_pre_attn_scalar", "gemma3"))),
     ("hidden_size", lambda o: o.block == "gemma3" and o.kv_channels and o.hidden_size % o.heads,
-     ", block gemma3 needs a multiple of num_attention_heads {heads}: transformers has no other; change it, and set "
-     "kv_channels freely"),
+     ", block gemma3 needs a multiple of num_attention_heads {heads} in transformers, with any kv_channels"),
     ("rotary_base_local", lambda o: o.rotary_base_local and not o.local_window, ", needs local_window; leave it out"),
     ("rotary_percent",
      lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
-     ", needs at most 1 and an even number of the {head_size} dimensions of a head, at least 2; change it or "
-     "kv_channels"),
+     ", needs at most 1 and an even number of a head's {head_size} dimensions; change it or kv_channels"),
     ("attention_dropout", lambda o: o.attention_dropout != 0, ", needs 0: packed attention has no dropout"),
     ("hidden_dropout", lambda o: not 0 <= o.hidden_dropout < 1, ", needs 0 <= p < 1"),
 ]  # fmt: skip
 
 ROPE: list[Rule] = [
     *((name, lambda o, n=name: _given(o, n) and n not in SCALING_READS[o.rope_scaling],
-       ", rope_scaling {rope_scaling} does not read it; leave it out or use "
+       ", which rope_scaling {rope_scaling} does not read; leave it out or use "
        + " or ".join(kind for kind, names in SCALING_READS.items() if name in names)) for name in SCALING_OPTIONS),
     ("rope_original_length",
      lambda o: "rope_original_length" in SCALING_READS[o.rope_scaling] and o.rope_original_length is None,
-     ", rope_scaling {rope_scaling} needs the length the model was trained at"),
+     ", rope_scaling {rope_scaling} needs the length that the model was trained at"),
     ("rope_scaling_factor", lambda o: o.rope_scaling == "dynamic" and o.rope_scaling_factor < 1,
      ", rope_scaling dynamic needs at least 1"),
     ("rope_scaling_factor", lambda o: o.rope_scaling not in ("none", "dynamic") and o.rope_scaling_factor <= 1,
-     ", rope_scaling {rope_scaling} needs more than 1 (new length / old length)"),
+     ", rope_scaling {rope_scaling} needs more than 1 (new length / original length)"),
     ("rope_beta_fast", lambda o: o.rope_scaling == "yarn" and o.rope_beta_fast <= o.rope_beta_slow,
      ", needs more than rope_beta_slow {rope_beta_slow}"),
     ("rope_high_freq_factor",
@@ -115,54 +115,48 @@ ROPE: list[Rule] = [
      ", needs more than rope_low_freq_factor {rope_low_freq_factor}"),
     ("rotary_base", lambda o: o.rope_scaling == "yarn" and o.rotary_base <= 1, ", rope_scaling yarn needs more than 1"),
     ("kv_channels", lambda o: o.rope_scaling in ("dynamic", "yarn") and o.rotary_size < 4,
-     "{head_size}, rope_scaling {rope_scaling} needs at least 4 rotated dimensions of a head"),
+     "{head_size}, rope_scaling {rope_scaling} needs at least 4 rotated dimensions per head"),
     ("no_rope_freq", lambda o: o.no_rope_freq and o.no_rope_freq > o.num_layers,
      ", needs at most num_layers {num_layers}"),
     ("no_rope_freq", lambda o: o.no_rope_freq == 1 and (o.rope_scaling != "none" or o.rope_window_bases),
-     ", which turns all angles off, together with rope_scaling or rope_window_bases; leave one of the two out"),
+     ", which removes RoPE from all layers; leave out rope_scaling and rope_window_bases"),
     ("rope_window_bases", lambda o: o.rope_window_bases and o.rope_scaling != "none",
-     " with rope_scaling {rope_scaling}, needs none; use one of the two"),
+     " with rope_scaling {rope_scaling}; leave one of them out"),
     ("rope_window_bases", lambda o: o.rope_window_bases and o.window_schedule == "constant",
      " with window_schedule constant, needs windows that change; leave it out"),
 ]  # fmt: skip
 
 EXPERTS: list[Rule] = [
-    *_without("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
-              "moe_router_load_balancing_type", "num_experts",
-              " without num_experts, needs them; add --num-experts N or leave it out"),
-    ("num_experts", lambda o: o.num_experts and o.block != "llama",
-     " with block {block}, needs block llama; leave one of them out"),
-    *_beside("add_qkv_bias no_rope_freq", "num_experts",
-             " with num_experts {num_experts}, needs a model without: transformers has none with both; leave one out"),
+    *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
+               "moe_router_load_balancing_type", "num_experts"),
+    ("num_experts", lambda o: o.num_experts and o.block != "llama", " with block {block}, needs --block llama"),
+    *_excludes("add_qkv_bias no_rope_freq compile tp_comm_overlap cpu_offloading optimizer_cpu_offload fp8_format",
+               "num_experts"),
     ("moe_router_topk", lambda o: o.num_experts and not 2 <= o.moe_router_topk <= o.num_experts,
-     ", needs 2..num_experts {num_experts}: the weights of a token's experts add up to 1, so that the router would "
-     "learn nothing from one alone"),
+     ", needs 2..num_experts {num_experts}: the weights of a token's experts sum to 1, so the router of a single one "
+     "has no gradient"),
     ("num_experts", lambda o: o.num_experts and o.num_experts % o.ep,
      ", needs a multiple of expert_model_parallel_size {ep}; lower the latter"),
     ("moe_ffn_hidden_size", lambda o: o.num_experts and o.expert_width % o.tp,
      "{expert_width}, needs a multiple of tensor_model_parallel_size {tp}"),
     ("sequence_parallel", lambda o: o.num_experts and o.tp > 1 and not o.sequence_parallel,
-     " with num_experts {num_experts} and tensor_model_parallel_size {tp}, needs true: each token goes to its experts "
-     "once; add --sequence-parallel"),
+     " with num_experts {num_experts} and tensor_model_parallel_size {tp}, needs true; add --sequence-parallel"),
     ("expert_model_parallel_size", lambda o: o.num_experts and o.even and o.replicas % o.ep,
-     ", needs a divisor of the {replicas} data- and context-parallel ranks of {world_size} processes; change it or "
-     "start more"),
+     ", needs a divisor of the {replicas} data- and context-parallel ranks of {world_size} processes"),
     ("loss_denominator", lambda o: o.num_experts and o.moe_aux_loss_coeff and o.loss_denominator == "weights"
-     and o.token_weighting in ("unfrozen", "frozen"),
-     " with token_weighting {token_weighting} and moe_aux_loss_coeff {moe_aux_loss_coeff}, whose gradients need the "
-     "denominator before the weights are known; use tokens"),
-    *_beside("compile tp_comm_overlap cpu_offloading optimizer_cpu_offload fp8_format", "num_experts",
-             " with num_experts {num_experts}, needs none of them; leave one out"),
+     and o.weighs,
+     " with token_weighting {token_weighting} and moe_aux_loss_coeff {moe_aux_loss_coeff}, needs tokens: the weights "
+     "are not known when the balancing loss is divided"),
 ]  # fmt: skip
 
 LAYOUT: list[Rule] = [
     ("sequence_parallel", lambda o: o.sequence_parallel and o.tp == 1,
      " with tensor_model_parallel_size 1, needs 2; use --no-sequence-parallel"),
     ("seq_length", lambda o: o.tokens % o.cp,
-     " x micro_batch_size {micro_batch_size}, needs a multiple of context_parallel_size {cp}; change seq_length"),
+     " x micro_batch_size {micro_batch_size}, needs a multiple of context_parallel_size {cp}"),
     ("seq_length", lambda o: not o.tokens % o.cp and o.sequence_parallel and o.tokens // o.cp % o.tp,
      " x micro_batch_size {micro_batch_size}, sequence_parallel needs a multiple of tensor_model_parallel_size x "
-     "context_parallel_size {tpcp}; change seq_length"),
+     "context_parallel_size {tpcp}"),
     ("num_query_groups", lambda o: o.cp > 1 and o.cp_scheme == "ulysses" and o.groups % o.tpcp,
      ", cp_scheme ulysses needs a multiple of tensor_model_parallel_size x context_parallel_size {tpcp}; use "
      "--cp-scheme exchange"),
@@ -174,42 +168,35 @@ LAYOUT: list[Rule] = [
     ("num_layers", lambda o: o.num_layers % o.pp, ", needs a multiple of pipeline_model_parallel_size {pp}"),
     ("num_layers_per_virtual_pipeline_stage", lambda o: o.chunk and o.pp == 1,
      " with pipeline_model_parallel_size 1, needs at least 2; leave it out"),
-    ("num_layers_per_virtual_pipeline_stage",
-     lambda o: o.chunk and o.pp > 1 and o.stage and (o.stage % o.chunk or o.stage == o.chunk),
+    ("num_layers_per_virtual_pipeline_stage", lambda o: o.pp > 1 and o.stage and o.chunk and not o.divides_stage,
      ", needs a proper divisor of the {stage} layers of a stage (num_layers {num_layers} / "
      "pipeline_model_parallel_size {pp})"),
-    ("global_batch_size",
-     lambda o: o.chunk and o.pp > 1 and o.stage and not (o.stage % o.chunk or o.stage == o.chunk) and o.even
-     and o.microbatches % o.pp,
+    ("global_batch_size", lambda o: o.pp > 1 and o.divides_stage and o.even and o.microbatches % o.pp,
      "{microbatches} micro-batches per step, the interleaved pipeline needs a multiple of "
      "pipeline_model_parallel_size {pp}; raise global_batch_size"),
     ("recompute_num_layers",
      lambda o: o.stage and o.recompute_granularity == "full" and o.recompute_num_layers > (o.chunk or o.stage),
-     ", needs at most the {chunk_layers} layers that a model chunk holds"),
+     ", needs at most the {chunk_layers} layers of a model chunk"),
 ]  # fmt: skip
 
 WINDOW: list[Rule] = [
     ("window_end", lambda o: o.last_window > o.seq_length,
      ", needs at most seq_length {seq_length}; lower it or leave it out"),
-    ("window_attn_skip_freq", lambda o: o.local_window is None and o.window_attn_skip_freq is not None,
-     " without local_window, needs both; add --local-window TOKENS"),
-    ("local_window_fixed", lambda o: o.local_window is None and o.local_window_fixed,
-     " without local_window, needs local layers; add --local-window TOKENS"),
+    *_requires("window_attn_skip_freq local_window_fixed", "local_window"),
     ("window_schedule", lambda o: o.local_window and o.window_attn_skip_freq is None
      and o.window_schedule != "constant" and o.local_window_fixed,
-     ", needs layers that follow it, but with local_window {local_window} all are local and local_window_fixed keeps "
-     "them as they are; leave that out, add --window-attn-skip-freq N, or use constant"),
+     ", needs layers that follow it: all are local, and local_window_fixed keeps their window; leave that out or add "
+     "--window-attn-skip-freq N"),
     ("window_attn_skip_freq", lambda o: o.local_window and o.window_attn_skip_freq is not None
      and not 2 <= o.window_attn_skip_freq <= o.num_layers,
-     ", needs 2..num_layers {num_layers} so that some layers are local and some are not; leave it out if all are "
-     "local"),
+     ", needs 2..num_layers {num_layers}; leave it out if all layers are local"),
 ]  # fmt: skip
 
 WEIGHTING: list[Rule] = [
     ("packing", lambda o: o.token_weighting == "dataset" and o.packings,
-     "{packings}, token_weighting dataset needs random; use one of the two"),
-    *((name, lambda o, n=name: o.token_weighting in ("none", "dataset") and getattr(o, n) is not None,
-       f" with token_weighting {{token_weighting}}, which needs none; leave it out, or use --token-weighting {kind}")
+     "{packings}, token_weighting dataset needs random"),
+    *((name, lambda o, n=name, k=kind: o.token_weighting != k and getattr(o, n) is not None,
+       f" with token_weighting {{token_weighting}}; leave it out, or use --token-weighting {kind}")
       for name, kind in (("score_store", "frozen"), ("short_context", "unfrozen"))),
     ("weight_post", lambda o: o.weighs and o.weight_post not in o.posts, ", weight_score {weight_score} needs {legal}"),
     *(("weight_strength", lambda o, p=post, f=fits: o.weighs and o.weight_post == p and p in o.posts
@@ -219,30 +206,26 @@ WEIGHTING: list[Rule] = [
           ("sparse", lambda x: 0 < x <= 1, "0 < kappa <= 1 (1 is uniform)"),
           ("none", lambda x: x >= 0, "gamma >= 0 (0 is uniform)"))),
     ("weight_shift", lambda o: o.weighs and o.weight_shift is not None and o.weight_score not in ("ppmi", "npmi"),
-     ", weight_score {weight_score} needs none; use ppmi or npmi"),
+     " with weight_score {weight_score}, needs ppmi or npmi"),
     ("weight_shift", lambda o: o.weighs and o.weight_score in ("ppmi", "npmi") and o.weight_shift is not None
      and o.weight_shift < 1, ", needs k >= 1"),
     ("weight_score", lambda o: o.token_weighting == "frozen" and not o.needs_short_losses,
-     ", which needs no other model; use --token-weighting unfrozen"),
+     ", which compares no two losses; use --token-weighting unfrozen"),
     ("score_store", lambda o: o.token_weighting == "frozen" and o.score_store is None,
      ", token_weighting frozen needs one; make it with {make_scores}"),
-    ("short_context", lambda o: o.token_weighting == "frozen" and o.short_context is not None,
-     " with token_weighting frozen, needs none: the store knows its own; leave it out"),
-    ("score_store", lambda o: o.token_weighting == "unfrozen" and o.score_store is not None,
-     " with token_weighting unfrozen, needs none; use frozen"),
     ("weight_score", lambda o: o.token_weighting == "unfrozen" and o.weight_score == "rho1",
      ", which needs a reference model; use --token-weighting frozen with its score_store"),
     *((name, lambda o, n=name: o.token_weighting == "unfrozen" and not o.needs_short_losses and _given(o, n),
-       ", weight_score {weight_score} needs none; leave it out")
+       ", which weight_score {weight_score} does not read; leave it out")
       for name in ("short_context", "score_interval", "score_row_share")),
     ("short_context", lambda o: o.scores and o.short_context is None,
-     ", token_weighting unfrozen needs n tokens, such as seq_length / 4"),
+     ", token_weighting unfrozen needs a number of tokens, such as seq_length / 4"),
     ("short_context", lambda o: o.scores and o.short_context is not None and o.short_context >= o.seq_length,
      ", needs less than seq_length {seq_length}: both contexts would be the same"),
     ("short_stride",
      lambda o: o.scores and o.short_stride and o.short_stride > (o.short_context or o.short_stride)
      and o.short_context < o.seq_length,
-     ", needs at most short_context {short_context}, or tokens between chunks go unscored"),
+     ", needs at most short_context {short_context}, or tokens between chunks would have no score"),
     ("score_row_share", lambda o: o.scores and o.score_row_share > 1, ", needs at most 1"),
 ]  # fmt: skip
 
@@ -252,36 +235,33 @@ OPTIMIZER: list[Rule] = [
      "{decay}, but the run begins at step {lr_first_step} of the schedule (lr_first_step, or keep: learning_rate), "
      "where the rate is 0; give the steps of all stages, or min_lr"),
     ("lr_warmup_iters", lambda o: o.falls and o.lr_warmup_iters >= o.decay,
-     ", needs less than the {decay} steps of the decay (lr_decay_iters, or train_iters); lower it"),
+     ", needs less than the {decay} steps of the decay (lr_decay_iters, or train_iters)"),
     ("lr_wsd_decay_iters", lambda o: o.lr_decay_style == "WSD" and o.lr_warmup_iters < o.decay
-     and not 1 <= o.lr_wsd_decay_iters <= o.decay - o.lr_warmup_iters,
-     ", WSD needs 1..{after_warmup} steps (what is left after warm-up)"),
+     and not 1 <= o.lr_wsd_decay_iters <= o.after_warmup,
+     ", WSD needs 1..{after_warmup}, the steps after warm-up"),
     ("qk_clip_threshold", lambda o: o.qk_clip_threshold and not o.attention_health_interval,
-     ", needs scores that are measured; add --attention-health-interval 1"),
+     ", needs measured scores; add --attention-health-interval 1"),
     ("qk_clip_threshold", lambda o: o.qk_clip_threshold and o.has_qk_norms,
-     ", needs queries and keys without norms, which undo it (qk_layernorm, gemma3); leave it out"),
-    ("qk_clip_threshold", lambda o: o.qk_clip_threshold and o.use_precision_aware_optimizer,
-     ", needs master weights outside of use_precision_aware_optimizer; leave one out"),
+     " with normalized queries and keys (qk_layernorm, gemma3), where it has no effect; leave it out"),
+    *_excludes("qk_clip_threshold", "use_precision_aware_optimizer"),
     ("on_spike", lambda o: o.on_spike != "continue" and not o.spike_window,
      " with spike_window 0, needs losses to compare with; raise it"),
-    ("early_stopping_patience", lambda o: o.early_stopping_patience and not o.eval_interval,
-     " with eval_interval 0, needs validations to count; add --eval-interval N"),
-    ("spike_window", lambda o: o.spike_window == 1,
-     ", needs 0 (none) or at least 2: a single loss has no deviation; raise it"),
+    *_requires("early_stopping_patience", "eval_interval"),
+    ("spike_window", lambda o: o.spike_window == 1, ", needs 0 (none) or at least 2 losses for a deviation"),
     *((name, lambda o, n=name: not 0 <= getattr(o, n) < 1, ", needs 0 <= beta < 1")
       for name in ("adam_beta1", "adam_beta2")),
     ("lr", lambda o: 0 <= o.adam_beta1 < 1 and not o.lr / (1 - o.adam_beta1) <= FP32_MAX,  # Adam's first step
-     ", but lr / (1 - adam_beta1) needs to be a number of fp32, at most 3.4e+38; lower it"),
+     ", but lr / (1 - adam_beta1) needs to be a number of fp32, at most 3.4e+38"),
 ]  # fmt: skip
 
 DATA: list[Rule] = [
     ("long_share", lambda o: o.long_share and (o.mixture or o.packing != "upsample_long"),
-     " with a mixture or packing {packing}, needs upsample_long; use that, or leave it out"),
-    ("data_path", lambda o: o.mixture and o.data_path, " beside a mixture; give one of the two"),
+     " with a mixture or packing {packing}, needs packing upsample_long"),
+    ("data_path", lambda o: o.mixture and o.data_path, " together with a mixture; leave one of them out"),
     ("packing", lambda o: o.mixture and not o.data_path and (o.packing != "random" or o.packing_options),
-     " beside a mixture, whose parts have packings of their own; leave it out"),
+     " with a mixture, whose parts have their own packings; leave it out"),
     ("mixture", lambda o: o.mixture and not o.data_path and o.twice,
-     " parts of the same name {twice}; give each a name of its own"),
+     " several parts named {twice}, needs a different name for each"),
     ("data_path", lambda o: not (o.mixture or o.data_path),
      ", needs the prefix of a dataset, or a mixture; make a dataset with {make_dataset}"),
 ]  # fmt: skip
@@ -290,59 +270,46 @@ SAVING: list[Rule] = [
     ("vocab_size", lambda o: o.vocab_size is None and o.tokenizer_model is None,
      ", needs a number or a tokenizer_model to take it from"),
     ("eval_lengths", lambda o: o.bad_lengths, "{bad_lengths}, needs 1..seq_length {seq_length}"),
-    *((name, lambda o, n=name: getattr(o, n) == "", "an empty name, needs a folder; give one, or leave it out")
+    *((name, lambda o, n=name: getattr(o, n) == "", "an empty name, needs a folder")
       for name in ("save", "load", "init_from", "dump_trajectory")),
-    *_without("save_interval save_seconds async_save keep_last", "save",
-              " without save, needs a run folder; add --save FOLDER"),
-    *_without("init_optimizer", "init_from", " without init_from, needs a run or checkpoint; add --init-from FOLDER"),
-    *_without("load_if_present load_latest_complete", "load",
-              " without load, needs a run folder; add --load FOLDER"),
-    *_without("keep_every", "keep_last", " without keep_last, which deletes nothing; add --keep-last N"),
+    *_requires("save_interval save_seconds async_save keep_last", "save"),
+    *_requires("init_optimizer", "init_from"),
+    *_requires("load_if_present load_latest_complete", "load"),
+    *_requires("keep_every", "keep_last"),
     ("override", lambda o: o.no_options, "{no_options}, needs the name of an option, such as lr or data_path"),
 ]  # fmt: skip
 
-_LOWERED = "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
+_LOWERED = "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
 SPEED: list[Rule] = [
     ("overlap_param_gather",
      lambda o: o.overlap_param_gather and not (o.use_distributed_optimizer and o.overlap_grad_reduce),
      ", needs use_distributed_optimizer and overlap_grad_reduce; set both"),
     ("recompute_modules", lambda o: o.recompute_modules and o.recompute_granularity != "selective",
-     " without recompute_granularity selective, needs it; add --recompute-granularity selective"),
+     " without recompute_granularity selective, which it needs"),
     ("recompute_modules", lambda o: "layernorm" in o.recompute_modules and o.block == "phi",
-     " with block phi, needs layers with two norms; leave layernorm out"),
+     " with block phi, whose layers have one norm; leave layernorm out"),
     ("recompute_modules", lambda o: "mlp" in o.recompute_modules and o.block == "phi" and o.fp8_format,
      " with block phi and fp8_format, would recompute without fp8; use --recompute-granularity full"),
-    *_beside("compile", "recompute_granularity",
-             " with recompute_granularity {recompute_granularity}, needs layers that are not computed again; leave one "
-             "out"),
-    *_without("cpu_offloading_num_layers", "cpu_offloading", " without cpu_offloading, needs it; add --cpu-offloading"),
-    *_beside("cpu_offloading", "recompute_granularity",
-             " with recompute_granularity {recompute_granularity}, needs layers whose activations are kept; leave one "
-             "out"),
+    *_excludes("compile cpu_offloading", "recompute_granularity"),
+    *_excludes("cpu_offloading", "compile"),
+    *_requires("cpu_offloading_num_layers", "cpu_offloading"),
     ("cpu_offloading", lambda o: o.cpu_offloading and o.pp > 1,
      " with pipeline_model_parallel_size {pp}, needs 1; recompute instead"),
-    *_beside("cpu_offloading", "compile", " with compile, needs layers that are not compiled; leave one out"),
-    ("cpu_offloading", lambda o: o.cpu_offloading and o.num_layers < 2,
-     " with num_layers {num_layers}, needs at least 2: the last one's stay; leave it out"),
     ("cpu_offloading_num_layers",
-     lambda o: o.cpu_offloading and o.num_layers > 1 and (o.cpu_offloading_num_layers or 0) >= o.num_layers,
-     ", needs less than num_layers {num_layers}: the last layer's stay"),
-    *((name, lambda o, n=name: getattr(o, n) and not o.bf16, " without bf16, needs it; add --bf16")
-      for name in ("tp_comm_overlap", "fp8_format", "use_precision_aware_optimizer")),
-    *_without("tp_comm_overlap", "sequence_parallel",
-              " without sequence_parallel, needs it; add --sequence-parallel"),
+     lambda o: o.cpu_offloading and not 0 < (o.cpu_offloading_num_layers or o.num_layers - 1) < o.num_layers,
+     ", needs less than num_layers {num_layers}: the last layer is not offloaded"),
+    *_requires("tp_comm_overlap fp8_format use_precision_aware_optimizer", "bf16"),
+    *_requires("tp_comm_overlap", "sequence_parallel"),
     ("tp_comm_overlap", lambda o: o.tp_comm_overlap and o.scores,
-     " with token_weighting unfrozen, needs micro-batches of one size, which short contexts are not; leave one out"),
+     " with token_weighting unfrozen, needs micro-batches of one size, which short contexts are not"),
     ("tp_comm_overlap", lambda o: o.tp_comm_overlap and o.eval_interval and o.eval_stride is not None and o.shorter,
-     " with eval_stride {eval_stride}, needs micro-batches of one size, which windows of {shorter} tokens are not; "
-     "leave one out"),
+     " with eval_stride {eval_stride}, needs micro-batches of one size, which windows of {shorter} tokens are not"),
     ("fp8_format", lambda o: o.fp8_format == "e4m3" and o.fp8_recipe == "delayed",
      " with fp8_recipe delayed, whose gradients need a wider range; use hybrid"),
     ("recompute_modules", lambda o: o.fp8_format and o.fp8_recipe == "delayed" and "layernorm" in o.recompute_modules,
-     " with fp8_recipe delayed, needs another recipe; use tensorwise"),
+     " with fp8_recipe delayed; use tensorwise, or leave layernorm out"),
     *((name, lambda o, n=size, s=shares: o.fp8_format and getattr(o, n) % (o.fp8_multiple * getattr(o, s)),
-       f"{got}, fp8_recipe {{fp8_recipe}} needs a multiple of {{fp8_multiple}} on each of {{{shares}}} ranks; change "
-       "it or leave fp8 out")
+       f"{got}, fp8_recipe {{fp8_recipe}} needs a multiple of {{fp8_multiple}} on each of {{{shares}}} ranks")
       for name, size, shares, got in (
           ("hidden_size", "hidden_size", "one", ""),
           ("ffn_hidden_size", "ffn_hidden_size", "tp", ""),
@@ -350,14 +317,41 @@ SPEED: list[Rule] = [
           ("num_query_groups", "key_width", "tp", " heads of {head_size}"),
           ("seq_length", "tokens", "cp", " x micro_batch_size {micro_batch_size}"))),
     ("optimizer_offload_fraction", lambda o: o.optimizer_offload_fraction > 1, ", needs at most 1"),
-    *_without("optimizer_offload_fraction", "optimizer_cpu_offload",
-              " without optimizer_cpu_offload, needs it; add --optimizer-cpu-offload"),
-    *_without(f"optimizer_cpu_offload {_LOWERED}", "use_precision_aware_optimizer",
-              " without use_precision_aware_optimizer, needs it; add --use-precision-aware-optimizer"),
+    *_requires("optimizer_offload_fraction", "optimizer_cpu_offload"),
+    *_requires(f"optimizer_cpu_offload main_grads_dtype {_LOWERED}", "use_precision_aware_optimizer"),
     ("use_distributed_optimizer", lambda o: o.use_precision_aware_optimizer and o.use_distributed_optimizer is False,
-     " with use_precision_aware_optimizer, which needs it; leave --no-use-distributed-optimizer out"),
+     " with use_precision_aware_optimizer, which needs it"),
     *((name, lambda o, n=name: o.use_precision_aware_optimizer and o.optimizer_cpu_offload and _given(o, n),
-       " with optimizer_cpu_offload, needs fp32; leave it out") for name in _LOWERED.split()[1:]),
+       " with optimizer_cpu_offload, needs fp32") for name in _LOWERED.split()),
+]  # fmt: skip
+
+# Transformer Engine: `transformer_engine` is whether its layers are used, `fp8_refusal` why it cannot use the recipe
+_NEEDS_TE = ", needs CUDA with Transformer Engine; install it or leave the option out"
+PLATFORM: list[Rule] = [
+    *((name, lambda o, n=name: getattr(o, n) and not o.transformer_engine, _NEEDS_TE)
+      for name in ("tp_comm_overlap", "cpu_offloading", "moe_grouped_gemm", "fp8_format")),
+    # if offloaded, it is Megatron's own optimizer around torch's Adam
+    ("use_precision_aware_optimizer",
+     lambda o: o.use_precision_aware_optimizer and not (o.optimizer_cpu_offload or o.transformer_engine), _NEEDS_TE),
+    ("compile", lambda o: o.compile and o.transformer_engine,
+     " with Transformer Engine's layers, which cannot be compiled; leave it out"),
+    ("fp8_recipe", lambda o: o.fp8_format and o.fp8_refusal, ", needs another GPU or recipe: {fp8_refusal}"),
+]  # fmt: skip
+
+LONG = 10**8  # number of tokens for which a crash is costly: hours on a laptop even with a tiny model
+SHARE = 0.64  # the best fraction of the steps for window growth (arXiv 2503.15450)
+WARNINGS: list[Rule] = [
+    ("save", lambda o: not keeps_weights(o), ", so the weights are lost at the end of the run; add --save FOLDER"),
+    ("save_interval", lambda o: o.save and not (o.save_interval or o.save_seconds)
+     and o.train_iters * o.global_batch_size * o.seq_length >= LONG,
+     " and save_seconds 0, so a crash or a lost node costs up to all {train_iters:,} steps; add --save-seconds 1800"),
+    ("window_schedule", lambda o: o.full_step > o.train_iters,
+     " with a window of {first_window:,} tokens at the first and {final_window:,} at the last of {train_iters:,} "
+     "steps, {last_window:,} only from step {full_step:,} on; use {window_remedy}"),
+    ("short_context", lambda o: o.uniform_steps,
+     ", but while the window is at most short_context - short_stride = {least_context} tokens, in the first "
+     "{uniform_steps:,} of {train_iters:,} steps, every weight is 1; raise --window-start above {least_context} or "
+     "lower --short-context"),
 ]  # fmt: skip
 
 
@@ -383,6 +377,7 @@ def _options(config: Config, world_size: int) -> Any:
     o.chunk = parallel.num_layers_per_virtual_pipeline_stage
     o.stage = 0 if model.num_layers % o.pp else model.num_layers // o.pp
     o.chunk_layers = o.chunk or o.stage
+    o.divides_stage = bool(o.stage and o.chunk) and not o.stage % o.chunk and o.stage != o.chunk
     o.weighs = weighting.token_weighting in ("unfrozen", "frozen")
     o.needs_short_losses, o.strength = weighting.needs_short_losses, weighting.strength
     o.scores = weighting.token_weighting == "unfrozen" and o.needs_short_losses
@@ -427,6 +422,44 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield from _broken([*WEIGHTING, *OPTIMIZER, *DATA], o)
     yield from _parts(config)
     yield from _broken([*SAVING, *SPEED], o)
+
+
+def platform_mistakes(config: Config, transformer_engine: bool, fp8_refusal: str = "") -> Iterator[str]:
+    """Yield one line for each option that the platform does not support.
+
+    Args:
+        config: the run's configuration.
+        transformer_engine: whether Transformer Engine's layers are used.
+        fp8_refusal: why Transformer Engine cannot use the fp8 recipe here; empty if it can.
+    """
+    o = _options(config, 1)
+    o.transformer_engine, o.fp8_refusal = transformer_engine, fp8_refusal
+    yield from _broken(PLATFORM, o)
+
+
+def keeps_weights(checkpoint: Any) -> bool:
+    """Return whether the run's last weights are saved anywhere; `checkpoint` is its `CheckpointConfig`."""
+    return checkpoint.save is not None or checkpoint.dump_trajectory is not None
+
+
+def warnings_of(config: Config) -> Iterator[str]:
+    """Yield one line for each probably unintended effect of a configuration that `check` accepts."""
+    o, schedule, steps = _options(config, 1), config.window_schedule(), config.training.train_iters
+    o.full_step = schedule.expansion_steps
+    o.first_window, o.final_window = schedule.window_at(0), schedule.window_at(steps - 1)
+    if schedule.kind is ScheduleKind.CONTINUAL:
+        o.window_remedy = f"--window-switch-step {round(SHARE * steps)}"
+    elif o.full_step:
+        ramps = round(o.full_step / schedule.ramp_steps)
+        o.window_remedy = f"--window-expansion-fraction {SHARE / ramps:.2g} instead of a rate"
+    o.uniform_steps = 0
+    if o.scores and not o.local_window_fixed:  # fixed local layers see beyond the window
+        short = config.weighting.short()
+        o.least_context = short.length - short.stride  # the least context of a scored token in its chunk
+        # bisect needs increasing windows: those of a cyclic schedule increase only in its first ramp
+        rising = min(steps, max(int(schedule.ramp_steps), 1)) if "cyclic" in schedule.kind.value else steps
+        o.uniform_steps = bisect_right(range(rising), o.least_context, key=schedule.window_at)
+    yield from _broken(WARNINGS, o)
 
 
 def rope_mistakes(config: Config) -> Iterator[str]:
@@ -537,5 +570,6 @@ def _jumps(stage: Stage) -> Iterator[str]:
     if not math.isclose(continues, begins, rel_tol=1e-9):
         yield (
             f"stages: {stage.name}: keep: got learning_rate, but the schedule of {stage.before.name} would continue at "
-            f"{continues:.4g}, and that of {stage.name} begins at {begins:.4g}; give both the same decay and warm-up"
+            f"{continues:.4g}, and that of {stage.name} begins at {begins:.4g}; set the same lr_warmup_iters and "
+            "lr_decay_iters, the steps of both together, for both"
         )

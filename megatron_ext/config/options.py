@@ -56,83 +56,82 @@ class GradientSharing:
     overlap_param_gather: bool
 
     def __str__(self) -> str:
-        kind = "distributed optimizer" if self.use_distributed_optimizer else "an optimizer on every rank"
+        kind = "distributed optimizer" if self.use_distributed_optimizer else "replicated optimizer"
         overlaps = {"gradient reduction": self.overlap_grad_reduce, "parameter gathering": self.overlap_param_gather}
-        overlapped = " and ".join(name for name, overlaps_it in overlaps.items() if overlaps_it)
-        return f"{kind}, {overlapped or 'nothing'} overlapped"
+        return f"{kind}, {' and '.join(name for name, on in overlaps.items() if on) or 'no communication'} overlapped"
 
 
 @dataclass(frozen=True)
 class ModelConfig(_Section):
     """A transformer with RoPE and grouped-query attention, with the layers of Llama or another family."""
 
-    model_preset: str | None = _option(None, "start from a named size; other values override it")
+    model_preset: str | None = _option(None, "a named model size; other values override it")
     block: Literal["llama", "phi", "gemma3"] = _option(
         "llama",
-        "what a layer is; llama: RMSNorm, attention, RMSNorm, SwiGLU, no biases; phi: attention and a GELU block "
-        "side by side on one LayerNorm, biases, and one on the output matrix (Phi-1, Phi-1.5, Phi-2); gemma3: as llama "
-        "with GELU for SiLU, norms after attention and MLP as well and of queries and keys, and a scaled embedding",
+        "layer type; llama: RMSNorm and SwiGLU, no biases; phi: attention and a GELU MLP in parallel after one "
+        "LayerNorm, with biases (Phi-1, Phi-1.5, Phi-2); gemma3: llama with GELU, norms also after attention and MLP "
+        "and of queries and keys, and a scaled embedding",
     )
     num_layers: Layers = _option(4, "transformer layers")
     hidden_size: Width = _option(128, "width of the residual stream")
-    ffn_hidden_size: Width = _option(384, "width inside the SwiGLU or GELU block")
+    ffn_hidden_size: Width = _option(384, "width inside the MLP")
     num_attention_heads: Width = _option(4, "query heads")
     num_query_groups: Width = _option(2, "key and value heads")
     kv_channels: Width | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
-    vocab_size: Tokens | None = _option(None, "token ids (default: those of --tokenizer-model)")
-    make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded up to a multiple of this")
+    vocab_size: Tokens | None = _option(None, "number of token ids (default: that of --tokenizer-model)")
+    make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded to a multiple of this")
     norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
-    rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary angles")
-    rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that is turned, the first ones (phi)")
+    rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary frequencies")
+    rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that are rotated (phi)")
     rotary_base_local: PositiveFloat | None = _option(
-        None, "base of local layers, which are then not scaled (gemma3; default: the angles of the other layers)"
+        None, "base of local layers, which are not scaled (gemma3; default: as the other layers)"
     )
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
-        "none", "how rotary frequencies are stretched beyond --rope-original-length"
+        "none", "how rotary frequencies are scaled beyond --rope-original-length"
     )
-    rope_scaling_factor: PositiveFloat = _option(1.0, "by how much")
+    rope_scaling_factor: PositiveFloat = _option(1.0, "new length / original length")
     rope_original_length: PositiveInt | None = _option(
         None, "dynamic, yarn, llama3: length that the model was trained at"
     )
     rope_low_freq_factor: PositiveFloat = _option(
-        1.0, "llama3: original length / this = wavelength that is stretched whole"
+        1.0, "llama3: wavelengths above original length / this are scaled fully"
     )
     rope_high_freq_factor: PositiveFloat = _option(
-        4.0, "llama3: original length / this = wavelength that stays as it is"
+        4.0, "llama3: wavelengths below original length / this are not scaled"
     )
     rope_beta_fast: PositiveFloat = _option(
-        32.0, "yarn: frequencies with more turns than this in the original length stay"
+        32.0, "yarn: frequencies with more rotations than this in the original length are not scaled"
     )
-    rope_beta_slow: PositiveFloat = _option(1.0, "yarn: frequencies with fewer turns than this are stretched whole")
+    rope_beta_slow: PositiveFloat = _option(1.0, "yarn: frequencies with fewer rotations than this are scaled fully")
     rope_attention_factor: PositiveFloat | None = _option(
-        None, "yarn: what turned queries and keys are multiplied by (default 0.1 ln factor + 1)"
+        None, "yarn: factor of rotated queries and keys (default 0.1 ln rope_scaling_factor + 1)"
     )
     rope_window_bases: tuple[str, ...] = _option(
-        (), "WINDOW:BASE ...: bases of windows up to WINDOW tokens; larger ones have --rotary-base", "WINDOW:BASE"
+        (), "rotary base of each window up to WINDOW tokens; larger windows use --rotary-base", "WINDOW:BASE"
     )
-    no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
-    untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
+    no_rope_freq: PositiveInt | None = _option(
+        None, "every n-th layer has no rotary embedding (NoPE); 1: no layer has one"
+    )
+    untie_embeddings_and_output_weights: bool = _option(True, "use a separate output matrix")
     num_experts: Width | None = _option(
-        None, "experts of each layer, SwiGLU blocks of which a router picks some for each token (Mixtral, Qwen3-MoE)"
+        None, "number of experts in each layer: SwiGLU MLPs with a router (Mixtral, Qwen3-MoE)"
     )
-    moe_router_topk: Width = _option(
-        2, "experts of a token; their outputs weigh the softmax of their router logits among themselves"
-    )
+    moe_router_topk: Width = _option(2, "experts per token, weighted by the softmax of their router logits")
     moe_ffn_hidden_size: Width | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
-    qk_layernorm: bool = _option(False, "normalise each head's queries and keys before they are turned (Qwen3)")
+    qk_layernorm: bool = _option(False, "normalize each head's queries and keys before RoPE (Qwen3)")
     query_pre_attn_scalar: Width | None = _option(
         None, "scores are divided by the square root of this (gemma3; default: the head size)"
     )
     local_window: PositiveInt | None = _option(
-        None, "local layers: tokens that a token sees at most, itself included (as --window-mask sliding_w counts)"
+        None, "local layers: number of tokens that a token attends to, including itself"
     )
     window_attn_skip_freq: int | None = _option(None, "every n-th layer is not local but follows the window schedule")
     init_method_std: NonNegativeFloat = _option(0.02, "megatron: standard deviation of the initial weights")
     init_scheme: Literal["megatron", "tinyllama"] = _option(
         "megatron",
-        "megatron: init_method_std, / sqrt(2 num_layers) where a matrix writes to the residual stream; "
-        "tinyllama: sqrt(2 / (5 hidden_size)), there 1 / (sqrt(hidden_size) num_layers)",
+        "megatron: init_method_std, / sqrt(2 num_layers) for matrices that write to the residual stream; tinyllama: "
+        "sqrt(2 / (5 hidden_size)), and 1 / (sqrt(hidden_size) num_layers) for those",
     )
     hidden_dropout: float = _option(0.0, "dropout on the residual branches")
     attention_dropout: float = _option(0.0, "must be 0: packed attention has no dropout")
@@ -207,56 +206,56 @@ class ParallelConfig(_Section):
     )
     context_parallel_size: PositiveInt = _option(1, "CP: ranks that share each row")
     cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option(
-        "auto", "which context-parallel rank holds which tokens"
+        "auto", "how tokens are assigned to context-parallel ranks"
     )
     cp_scheme: Literal["auto", "exchange", "ulysses"] = _option(
-        "auto", "exchange: fetch the keys that are needed; ulysses: trade tokens for heads"
+        "auto", "exchange: fetch the keys that are needed; ulysses: all-to-all from tokens to heads"
     )
     cp_row_cost: NonNegativeFloat = _option(
-        64.0, "what --cp-policy auto pays for moving a row of keys: attention pairs (64: NVLink; 570: between nodes)"
+        64.0, "cost of moving a key for --cp-policy auto, in attention pairs (64: NVLink; 570: between nodes)"
     )
     cp_overlap_parts: PositiveInt | None = _option(
-        None, "parts of the key heads whose exchange overlaps with attention (default: 2 on cuda, 1 on cpu)"
+        None, "parts of the key heads whose exchange overlaps attention (default: 2 on cuda, 1 on cpu)"
     )
-    expert_model_parallel_size: PositiveInt = _option(
-        1, "EP: data- and context-parallel ranks that share the experts, whose tokens are sent to them"
-    )
+    expert_model_parallel_size: PositiveInt = _option(1, "EP: data- and context-parallel ranks that share the experts")
     moe_grouped_gemm: bool = _option(
         False, "multiply the matrices of a rank's experts in one grouped call (Transformer Engine)"
     )
-    sequence_parallel: bool = _option(False, "share activations outside the matrices over TP ranks as well")
+    sequence_parallel: bool = _option(False, "split activations outside the matrix products over TP ranks as well")
     tp_comm_overlap: bool = _option(
         False, "overlap tensor-parallel communication with matrix products (Transformer Engine)"
     )
     use_distributed_optimizer: bool | None = _option(
-        None, "share optimizer state over data-parallel ranks (default: with several ranks on cuda)"
+        None, "shard optimizer state over data-parallel ranks (default: with several ranks on cuda)"
     )
     overlap_grad_reduce: bool | None = _option(
-        None, "reduce gradients while the backward pass runs (default: with several ranks on cuda)"
+        None, "reduce gradients during the backward pass (default: with several ranks on cuda)"
     )
     overlap_param_gather: bool | None = _option(
-        None, "gather parameters while the forward pass runs (default: where both of the former are)"
+        None, "gather parameters during the forward pass (default: if both of the above are on)"
     )
     recompute_granularity: Literal["full", "selective"] | None = _option(
-        None, "recompute activations in backward: whole layers, or the --recompute-modules of each"
+        None, "recompute activations in the backward pass: whole layers or --recompute-modules"
     )
     recompute_modules: tuple[RecomputeModule, ...] = _option(
-        (), "selective: core_attn, layernorm, mlp (default core_attn)"
+        (), "modules that `selective` recomputes (default core_attn)"
     )
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
-    recompute_num_layers: PositiveInt = _option(1, "layers per recomputed group (uniform) or recomputed layers (block)")
+    recompute_num_layers: PositiveInt = _option(
+        1, "layers per recomputed group (uniform), or recomputed layers (block)"
+    )
     cpu_offloading: bool = _option(False, "keep activations of some layers in host memory (Transformer Engine)")
-    cpu_offloading_num_layers: PositiveInt | None = _option(None, "of how many layers (default: of all but one)")
-    compile: bool = _option(False, "torch.compile of the layers but for attention, for small models")
-    device: Literal["auto", "cpu", "cuda"] = _option("auto", "cuda where there is one, else cpu")
+    cpu_offloading_num_layers: PositiveInt | None = _option(None, "number of those layers (default: all but one)")
+    compile: bool = _option(False, "torch.compile the layers except attention, for small models")
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: cuda if available, else cpu")
     attention_backend: Literal[
         "auto", "triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"
-    ] = _option("auto", "kernel of packed attention (auto: the best for each call of those that can serve)")
-    distributed_timeout_minutes: Minutes = _option(10, "how long a collective may wait for a lost process")
+    ] = _option("auto", "kernel of packed attention (auto: the best for each call)")
+    distributed_timeout_minutes: Minutes = _option(10, "time limit of a collective")
     watchdog_timeout: Seconds | None = _option(
         None,
-        "seconds that a step, a save or a batch of validation may take before the run ends, and says which rank hangs; "
-        "0: any (default: 0.9 of the former with several processes, 1800 with one)",
+        "time limit in seconds of a step, a save or a validation batch; then the run ends and names the hanging rank; "
+        "0: none (default: 0.9 of the above with several processes, 1800 with one)",
     )
 
     def watchdog_seconds(self, processes: int) -> float:
@@ -313,26 +312,23 @@ class DataConfig(_Section):
     micro_batch_size: PositiveInt = _option(1, "rows per forward pass of one rank")
     global_batch_size: PositiveInt = _option(8, "rows per optimizer step")
     mixture: tuple[MixturePart, ...] = _option(
-        (), "YAML list of data sets, weights and packings, instead of data_path", "FILE"
+        (), "YAML list of datasets, weights and packings, instead of data_path", "FILE"
     )
     packing: Packing = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
     packing_options: tuple[str, ...] = _option(
-        (), "of that packing: tools/pack_data.py --help lists them", "NAME=VALUE"
+        (), "options of the packing; tools/pack_data.py --help lists them", "NAME=VALUE"
     )
     long_share: PositiveFloat | None = _option(
-        None,
-        "upsample_long: share of each source's tokens that its long documents come to, such as 0.7; sets its factor",
+        None, "upsample_long: share of each source's tokens in its long documents, such as 0.7"
     )
-    first_sample: NonNegativeInt = _option(
-        0, "where in the rows' order the run begins: the samples that another run took"
+    first_sample: NonNegativeInt = _option(0, "index of the first row, such as the number of rows another run used")
+    balance_batches: bool = _option(
+        False, "assign a batch's rows to ranks and micro-batches by the cost of their attention"
     )
-    balance_batches: bool = _option(False, "deal a batch's rows to ranks and micro-batches by their attention's cost")
     valid_data_path: tuple[str, ...] = _option(
-        (),
-        "validate on all of these datasets, given as in --data-path, instead of the second share of --split",
-        "PREFIX",
+        (), "validate on these datasets, given as in --data-path, instead of the second share of --split", "PREFIX"
     )
-    eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
+    eod_mask_loss: bool = _option(False, "do not train on the token after a document's end")
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
@@ -374,19 +370,18 @@ class WindowConfig(_Section):
     window_expansion_fraction: float | None = _option(None, "share of train_iters that the expansion takes")
     window_round_to: int = _option(1024, "stepwise: windows are multiples of this")
     window_aligned: bool = _option(False, "stepwise: windows are window_end / 2^k instead")
-    window_switch_step: int | None = _option(None, "continual: the first step at window_end")
+    window_switch_step: int | None = _option(None, "continual: the first step with window_end")
     window_cycles: float | None = _option(
-        None,
-        "cycles of cyclic_jump (1, 2, ...; default 1) or cyclic_gradual (0.5, 1.5: up, down, up, ...; default 0.5)",
+        None, "cycles of cyclic_jump (1, 2, ...; default 1) or cyclic_gradual (0.5, 1.5, ...; default 0.5)"
     )
     window_mask: WindowMask = _option(
         "grid",
-        "grid: blocks of the window's size; sliding: a token and the w before it, w + 1 tokens, the paper's formula; "
-        "sliding_w: w tokens, itself included, as in its authors' code and as --local-window counts",
+        "grid: blocks of w tokens, the window; sliding: each token and the w before it, the paper's formula; "
+        "sliding_w: w tokens including itself, the authors' code",
     )
     document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
     local_window_fixed: bool = _option(
-        False, "local layers keep --local-window from the first step on, instead of what the schedule allows of it"
+        False, "local layers use --local-window from the first step, even if the schedule's window is smaller"
     )
 
 
@@ -395,25 +390,25 @@ class WeightingConfig(_Section):
     """Token weighting (arXiv 2503.09202): losses are weighted by how much long context helps to predict the token."""
 
     token_weighting: Literal["none", "unfrozen", "frozen", "dataset"] = _option(
-        "none", "weights from the model itself (unfrozen), from --score-store (frozen), or beside the dataset's tokens"
+        "none", "weights from the model itself (unfrozen), --score-store (frozen), or the dataset"
     )
     weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile"] = _option(
-        "abs", "score of a token: |PMI| of long against short context, or another"
+        "abs", "score of a token: |PMI| of long and short context, or another"
     )
     weight_post: Literal["dense", "sparse", "none"] = _option(
-        "dense", "from scores to weights: mixed with 1, only the highest, or the score itself"
+        "dense", "weights from scores: dense mixes with 1, sparse keeps the highest, none keeps the score"
     )
     weight_strength: float | None = _option(
         None, "dense: lambda (default 0.75); sparse: kappa (0.2, frozen 0.4); none: gamma of focal and mile (1)"
     )
     weight_clip: PositiveFloat | None = _option(None, "upper bound of the weights; longce's gamma (5)")
-    weight_shift: float | None = _option(None, "ppmi and npmi: k of the ln k that scores lose")
+    weight_shift: float | None = _option(None, "ppmi and npmi: k; ln k is subtracted from scores")
     short_context: PositiveInt | None = _option(None, "unfrozen: n, tokens of the short context")
     short_stride: PositiveInt | None = _option(None, "unfrozen: s, tokens that each chunk of n scores (default 3n/4)")
-    score_interval: PositiveInt = _option(1, "unfrozen: score every k-th step; the others are uniform")
+    score_interval: PositiveInt = _option(1, "unfrozen: score every k-th step; the other steps have uniform weights")
     score_row_share: PositiveFloat = _option(1.0, "unfrozen: share of the rows that are scored, drawn by sample index")
-    score_store: str | None = _option(None, "frozen: zarr store of tools/score_tokens.py", "STORE")
-    loss_denominator: Literal["tokens", "weights"] = _option("tokens", "what the weighted sum is divided by")
+    score_store: str | None = _option(None, "frozen: zarr store written by tools/score_tokens.py", "STORE")
+    loss_denominator: Literal["tokens", "weights"] = _option("tokens", "divisor of the weighted sum of losses")
 
     @property
     def needs_short_losses(self) -> bool:
@@ -445,28 +440,30 @@ class OptimizerConfig(_Section):
     min_lr: NonNegativeFloat = _option(0.0, "learning rate at the end of the decay")
     lr_decay_style: DecayStyle = _option("cosine", "constant, linear, cosine or WSD")
     lr_warmup_iters: NonNegativeInt = _option(0, "W, steps of linear warm-up: step t has lr * (t + 1) / W")
-    lr_warmup_from_zero: bool = _option(False, "warm-up: step t has lr * t / W, the first one 0 (the papers' code)")
-    lr_decay_iters: PositiveInt | None = _option(None, "step at which min_lr is reached (default: the run's last)")
-    lr_wsd_decay_iters: NonNegativeInt = _option(0, "WSD: steps of the final fall")
-    lr_first_step: NonNegativeInt = _option(0, "where in the schedule the run begins: the steps that another run took")
+    lr_warmup_from_zero: bool = _option(False, "warm-up: step t has lr * t / W, as in the papers' code")
+    lr_decay_iters: PositiveInt | None = _option(None, "step at which min_lr is reached (default: the last step)")
+    lr_wsd_decay_iters: NonNegativeInt = _option(0, "WSD: steps of the final decay")
+    lr_first_step: NonNegativeInt = _option(
+        0, "first step of the schedule, such as the number of steps another run took"
+    )
     weight_decay: NonNegativeFloat = _option(0.1, "decoupled weight decay of the matrices")
-    weight_decay_all: bool = _option(False, "norms and biases decay too, as in TinyLlama's code")
+    weight_decay_all: bool = _option(False, "apply weight decay to norms and biases too, as in TinyLlama's code")
     adam_beta1: float = _option(0.9, "Adam's first-moment decay")
     adam_beta2: float = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
-    clip_grad: NonNegativeFloat = _option(1.0, "global gradient norm is clipped to this; 0: never")
+    clip_grad: NonNegativeFloat = _option(1.0, "limit of the global gradient norm; 0: none")
     qk_clip_threshold: PositiveFloat | None = _option(
-        None, "scale down queries and keys of heads whose largest measured score is above this (QK-Clip; 100)"
+        None, "scale down queries and keys of heads with a measured score above this (QK-Clip; 100)"
     )
     use_precision_aware_optimizer: bool = _option(
         False, "gradients, master weights and moments in the types below (Transformer Engine)"
     )
     main_grads_dtype: Literal["fp32", "bf16"] = _option("fp32", "type of the gradients")
     main_params_dtype: Literal["fp32", "fp16"] = _option("fp32", "type of the master weights")
-    exp_avg_dtype: MomentType = _option("fp32", "type of Adam's first moment: fp32, fp16, bf16 or fp8")
-    exp_avg_sq_dtype: MomentType = _option("fp32", "type of Adam's second moment: fp32, fp16, bf16 or fp8")
+    exp_avg_dtype: MomentType = _option("fp32", "type of Adam's first moment")
+    exp_avg_sq_dtype: MomentType = _option("fp32", "type of Adam's second moment")
     optimizer_cpu_offload: bool = _option(
-        False, "keep optimizer state in host memory and update there; needs the precision-aware optimizer"
+        False, "keep and update optimizer state on the host; needs the precision-aware optimizer"
     )
     optimizer_offload_fraction: PositiveFloat = _option(1.0, "share of the optimizer state that is offloaded")
 
@@ -476,52 +473,50 @@ class TrainingConfig(_Section):
     """The length, precision, evaluation and stopping rules of training."""
 
     train_iters: PositiveInt = _option(100, "optimizer steps")
-    seed: int = _option(1234, "of weights, data order and dropout; below 2^64")
+    seed: int = _option(1234, "seed of weights, data order and dropout, below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
     fp8_format: Literal["hybrid", "e4m3"] | None = _option(
-        None, "multiply matrices of the layers in fp8 (Transformer Engine): hybrid has e5m2 gradients"
+        None, "matrix products of the layers in fp8 (Transformer Engine); hybrid: gradients in e5m2"
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = _option(
-        "tensorwise", "scales of fp8: of each tensor, of its past, of blocks; mxfp8 needs Blackwell"
+        "tensorwise", "scaling of fp8: current tensor, past tensors, blocks; mxfp8 needs Blackwell"
     )
     spike_window: NonNegativeInt = _option(
-        128, "steps before a step whose losses say whether its own is a spike; 0: spikes are not looked for"
+        128, "preceding losses that a loss is compared with to detect a spike; 0: no detection"
     )
     spike_deviations: PositiveFloat = _option(
-        7.0, "a loss this many standard deviations above the mean of spike_window losses is a spike (OLMo 2's count)"
+        7.0, "a loss this many standard deviations above their mean is a spike (as for OLMo 2)"
     )
     on_spike: Literal["continue", "skip", "stop"] = _option(
-        "continue", "after a loss spike: train on it, leave the weights as they were, or end the run (status 86)"
+        "continue", "after a loss spike: train on it, skip the update, or end the run (status 86)"
     )
     on_non_finite: Literal["stop", "skip"] = _option(
-        "stop", "after a loss or gradient norm that is not finite: end the run (status 86), or leave the weights"
+        "stop", "after a loss or gradient norm that is not finite: end the run (status 86) or skip the update"
     )
-    skip_limit: PositiveInt = _option(10, "steps skipped one after another after which the run ends (status 86)")
-    loss_block_tokens: PositiveInt = _option(4096, "tokens whose logits exist at one time")
+    skip_limit: PositiveInt = _option(10, "consecutive skipped steps after which the run ends (status 86)")
+    loss_block_tokens: PositiveInt = _option(4096, "number of tokens whose logits exist at a time")
     z_loss: NonNegativeFloat = _option(0.0, "coefficient of the squared log partition in the loss")
-    moe_aux_loss_coeff: NonNegativeFloat = _option(
-        0.0, "coefficient of the load-balancing loss of experts, beside the loss and whatever that is divided by"
-    )
+    moe_aux_loss_coeff: NonNegativeFloat = _option(0.0, "coefficient of the load-balancing loss of the experts")
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss"] = _option(
-        "seq_aux_loss", "what is to be balanced: the tokens of each row, or of each micro-batch"
+        "seq_aux_loss", "balance the tokens of each row, or of each micro-batch"
     )
-    eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none at all")
+    eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none")
     eval_iters: PositiveInt = _option(4, "global batches of validation rows per evaluation")
     eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
     eval_packing: Literal["random", "same"] = _option(
-        "random", "how validation documents become rows: alike for runs of every packing, or by the run's own"
+        "random", "packing of validation rows: random for every run, or the run's own"
     )
     eval_document_mask: bool = _option(
-        False, "evaluate inside documents; without, runs trained with --document-mask and without are compared alike"
+        False, "evaluate inside documents; otherwise across them, whatever --document-mask is"
     )
     eval_stride: PositiveInt | None = _option(
-        None, "evaluate in windows of the length that slide by so many tokens, each scored once (default: blocks)"
+        None, "evaluate in windows that slide by this many tokens (default: blocks)"
     )
     early_stopping_patience: NonNegativeInt = _option(
-        0, "evaluations without a lower validation loss after which the run ends, as finished; 0: never"
+        0, "evaluations without a lower validation loss after which the run ends; 0: never"
     )
     early_stopping_delta: NonNegativeFloat = _option(
-        0.0, "a validation loss is lower where it is below the lowest one by more than this (nats)"
+        0.0, "nats by which a validation loss must be below the lowest one to count as lower"
     )
 
 
@@ -532,23 +527,21 @@ class CheckpointConfig(_Section):
     save: str | None = _option(None, "run folder: checkpoints, metrics, report", "RUN")
     load: str | None = _option(None, "run folder to continue from, or one of its checkpoint folders", "RUN")
     init_from: str | None = _option(
-        None, "weights to begin with: a Hugging Face model folder, a run or a checkpoint", "FOLDER"
+        None, "initial weights: a Hugging Face model folder, a run or a checkpoint", "FOLDER"
     )
-    init_optimizer: bool = _option(False, "begin with the optimizer state of --init-from, a run or checkpoint, as well")
-    load_if_present: bool = _option(False, "start from scratch where --load holds no checkpoint")
-    load_latest_complete: bool = _option(False, "where the newest checkpoint is damaged, take the one before it")
-    verify_load: bool = _option(True, "compare every file of a checkpoint with its checksum before it is used")
+    init_optimizer: bool = _option(False, "start with the optimizer state of --init-from, a run or checkpoint, as well")
+    load_if_present: bool = _option(False, "start from scratch if --load has no checkpoint")
+    load_latest_complete: bool = _option(False, "if the newest checkpoint is damaged, load the one before it")
+    verify_load: bool = _option(True, "compare each file of a checkpoint with its checksum before loading")
     override: tuple[str, ...] = _option(
         (), "options that may differ from the checkpoint's (data, schedule, optimizer)", "OPTION"
     )
     save_interval: NonNegativeInt = _option(0, "steps between checkpoints; 0: only at the end and on a signal")
-    save_seconds: NonNegativeFloat = _option(
-        0.0, "seconds between checkpoints, beside save_interval; 0: steps alone decide"
-    )
-    async_save: bool = _option(False, "go on training while a checkpoint is written")
-    keep_last: NonNegativeInt = _option(0, "newest checkpoints that stay; 0: all")
-    keep_every: NonNegativeInt = _option(0, "with keep_last: checkpoints of every so many steps stay for ever; 0: none")
-    dump_trajectory: str | None = _option(None, "folder for all that repeats the run elsewhere", "FOLDER")
+    save_seconds: NonNegativeFloat = _option(0.0, "seconds between checkpoints, in addition to save_interval; 0: none")
+    async_save: bool = _option(False, "continue training while a checkpoint is written")
+    keep_last: NonNegativeInt = _option(0, "number of newest checkpoints to keep; 0: all")
+    keep_every: NonNegativeInt = _option(0, "with keep_last: also keep checkpoints of every n-th step; 0: none")
+    dump_trajectory: str | None = _option(None, "folder for everything that reproduces the run elsewhere", "FOLDER")
 
 
 @dataclass(frozen=True)
@@ -559,13 +552,15 @@ class LoggingConfig(_Section):
     wandb_project: str | None = _option(None, "log to this Weights & Biases project", "NAME")
     wandb_exp_name: str | None = _option(None, "name of the Weights & Biases or MLflow run", "NAME")
     mlflow_experiment: str | None = _option(None, "log to this MLflow experiment", "NAME")
-    log_interval: PositiveInt = _option(10, "at most so many steps between two lines of progress in a log file")
+    log_interval: PositiveInt = _option(10, "at most this many steps between two progress lines in a log file")
     attention_health_interval: NonNegativeInt = _option(
-        0, "steps between measures of attention (entropy, sinks, S_max, distance) of sampled queries; 0: none"
+        0, "steps between measurements of attention (entropy, sinks, S_max, distance); 0: none"
     )
-    attention_health_queries: PositiveInt = _option(64, "queries of a step's first micro-batch that are measured")
+    attention_health_queries: PositiveInt = _option(
+        64, "number of queries of a step's first micro-batch that are measured"
+    )
     attention_s_max_warning: PositiveFloat = _option(
-        100.0, "warn where a layer's largest score, as the softmax sees it, is above this: MuonClip's limit"
+        100.0, "warn if a layer's largest score is above this (MuonClip's limit)"
     )
 
 

@@ -67,6 +67,8 @@ def mistake(error: Mapping[str, Any]) -> str:
         return f"{'.'.join(path)}: no such {kind}{nearest(name, list(FIELDS if len(path) > 1 else SECTIONS))}"
     if error["type"] == "dataclass_type":
         return f"{'.'.join(path)}: got {echo(error['input'])}, needs a mapping of options"
+    if error["type"] == "missing":
+        return f"{'.'.join(path[1:])}: got nothing, needs a value"
     needs = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
     needs = needs.replace("less than or equal to", "at most").replace("greater than", "more than")
     return f"{'.'.join(path[1:] or path)}: got {_shown(error['input'])}, needs {needs}"

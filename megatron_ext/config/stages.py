@@ -14,17 +14,19 @@ what it keeps:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from megatron_ext.config import Config
+from megatron_ext.config.schema import mistake
 from megatron_ext.errors import UserError
 
-KEEPABLE = ("optimizer", "learning_rate", "samples")
-_NAME = re.compile(r"[\w.-]*\w[\w.-]*")
+# with the seed, what determines the rows
+_ROWS = ("data_path", "mixture", "packing", "packing_options", "long_share", "split", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Stage:
         name: None for a run without stages.
         config: the whole configuration of this stage; `save` and `load` are its own folders.
         before: the stage that it takes its weights from; None if it does not.
-        keep: what continues from the previous stage, of `KEEPABLE`.
+        keep: what continues from the previous stage.
     """
 
     name: str | None
@@ -52,49 +54,38 @@ class Stage:
         return Path(save) if self.name is None else Path(save).parent
 
 
-@dataclass(frozen=True)
-class StageEntry:
-    """A stage as written in the file.
+class StageEntry(BaseModel, extra="allow", coerce_numbers_to_str=True):
+    """A stage as written in the file: its name, what it keeps, and sections, which are not checked yet."""
 
-    Attributes:
-        name: its name, also that of its folder.
-        keep: what continues from the previous stage, of `KEEPABLE`.
-        sections: options of this stage alone, by section.
-    """
+    name: Annotated[str, Field(pattern=r"^[\w.-]*\w[\w.-]*$")]
+    keep: tuple[Literal["optimizer", "learning_rate", "samples"], ...] = ()
 
-    name: str
-    keep: tuple[str, ...]
-    sections: dict[str, Any]
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The options of this stage alone, by section."""
+        return dict(self.model_extra or {})
+
+
+_ENTRIES = TypeAdapter(list[StageEntry])
 
 
 def read_entries(entries: Any, path: str) -> list[StageEntry]:
-    """Parse the `stages:` of a configuration file; their sections are not checked yet.
+    """Parse the `stages:` of a configuration file.
 
     Raises:
         UserError: not a list of mappings, a name that is missing, repeated or unsuitable for a folder, or an unknown
             value of `keep`.
     """
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path}: stages: got {entries!r}, needs a list of mappings with `name` and sections")
-    stages: list[StageEntry] = []
-    for number, entry in enumerate(entries):
-        sections = dict(entry)
-        given, keep = sections.pop("name", ""), sections.pop("keep", [])
-        name = str(given)
-        if (
-            not isinstance(given, str | int)
-            or isinstance(given, bool)
-            or not _NAME.fullmatch(name)
-            or name in (stage.name for stage in stages)
-        ):
-            raise UserError(
-                f"{path}: stages: stage {number} has the name {given!r}, needs one of its own, of letters, digits, _.-"
-            )
-        if not isinstance(keep, list) or not all(thing in KEEPABLE for thing in keep):
-            raise UserError(f"{path}: stages: {name}: keep: got {keep!r}, needs a list of {', '.join(KEEPABLE)}")
-        if keep and not number:
-            raise UserError(f"{path}: stages: {name}: keep: got {keep!r}, but no stage comes before; leave it out")
-        stages.append(StageEntry(name, tuple(keep), sections))
+    try:
+        stages = _ENTRIES.validate_python(entries)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: {mistake({**first, 'loc': ('', 'stages', *first['loc'])})}") from None
+    names = [stage.name for stage in stages]
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"{path}: stages: got {', '.join(names) or 'none'}, needs at least one, each with its own name")
+    if stages[0].keep:
+        raise UserError(f"{path}: stages: {names[0]}: keep: got {', '.join(stages[0].keep)}, needs a previous stage")
     return stages
 
 
@@ -104,71 +95,51 @@ def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | N
     Args:
         name: its name.
         config: as written: `save` and `load` are the run's folders, `init_from` is set if the stage gives it.
-        keep: what continues from the previous stage, of `KEEPABLE`.
+        keep: what continues from the previous stage.
         before: the previous stage.
 
     Raises:
-        UserError: folders that a run in stages cannot have.
+        UserError: folders that a run in stages cannot have, or rows that cannot continue.
     """
     checkpoint = config.checkpoint
     if checkpoint.load is not None and Path(checkpoint.load) != Path(checkpoint.save or ""):
-        raise UserError(
-            f"load: got {checkpoint.load}, needs the same as save {checkpoint.save}: "
-            "a run in stages continues in its own folder"
-        )
+        raise UserError(f"load: got {checkpoint.load}, a run in stages needs the same folder as save {checkpoint.save}")
     source = before if checkpoint.init_from is None else None
     if source is not None:
         checkpoint = replace(checkpoint, init_from=source.config.checkpoint.save)
     if "optimizer" in keep and checkpoint.init_from is not None:
         checkpoint = replace(checkpoint, init_optimizer=True)
+    if before is not None and checkpoint.load is not None:  # its folder may not have a checkpoint yet
+        checkpoint = replace(checkpoint, load_if_present=True)
     own: dict[str, Any] = {
         field: str(Path(folder) / name)
         for field in ("save", "load", "dump_trajectory")
         if (folder := getattr(checkpoint, field)) is not None
     }
-    later = before is not None and checkpoint.load is not None  # its folder may not have a checkpoint yet
-    checkpoint = replace(checkpoint, **own, load_if_present=checkpoint.load_if_present or later)
-    config = replace(config, checkpoint=checkpoint)
+    config = replace(config, checkpoint=replace(checkpoint, **own))
     if before is not None:
         _check_kept(name, config, keep, before)
-    if before is not None and "learning_rate" in keep:
-        first = before.config.optimizer.lr_first_step + before.config.training.train_iters
-        config = replace(config, optimizer=replace(config.optimizer, lr_first_step=first))
-    if before is not None and "samples" in keep:
-        config = replace(config, data=replace(config.data, first_sample=before.config.samples))
+        if "learning_rate" in keep:
+            first = before.config.optimizer.lr_first_step + before.config.training.train_iters
+            config = replace(config, optimizer=replace(config.optimizer, lr_first_step=first))
+        if "samples" in keep:
+            config = replace(config, data=replace(config.data, first_sample=before.config.samples))
     return Stage(name, config, source, tuple(keep))
 
 
 def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -> None:
     """Raise UserError if the stage cannot continue what it keeps from the previous one."""
-    optimizer, earlier = config.optimizer, before.config.optimizer
-    where = f"stages: {name}: keep"
-    falls = "constant" not in (optimizer.lr_decay_style, earlier.lr_decay_style)
-    if "learning_rate" in keep and falls and earlier.lr_decay_iters is None:
-        raise UserError(
-            f"{where}: got learning_rate, but that of {before.name} has fallen to min_lr at its own end; "
-            "give lr_decay_iters, the steps of both together, for all stages"
-        )
-    counted = [thing for thing in keep if thing in ("learning_rate", "samples")]
+    counted = [what for what in keep if what != "optimizer"]
     if counted and before.config.training.early_stopping_patience:
         raise UserError(
-            f"{where}: got {', '.join(counted)}, which go on after all steps of {before.name}, but that may stop "
-            f"early; leave {' and '.join(counted)} out, or give {before.name} early_stopping_patience 0"
+            f"stages: {name}: keep: got {', '.join(counted)}, which continue after the last step of {before.name}, but "
+            f"that may stop early; leave them out, or set early_stopping_patience of {before.name} to 0"
         )
-    if "samples" in keep:
-        for field in (
-            "data_path",
-            "mixture",
-            "packing",
-            "packing_options",
-            "long_share",
-            "split",
-            "seq_length",
-            "seed",
-        ):
-            now, then = ((each.training if field == "seed" else each.data) for each in (config, before.config))
-            if getattr(now, field) != getattr(then, field):
-                raise UserError(
-                    f"{where}: got samples, but {field} is another than that of {before.name}, and so are the rows; "
-                    "leave samples out"
-                )
+    earlier = before.config
+    changed = [field for field in _ROWS if getattr(config.data, field) != getattr(earlier.data, field)]
+    changed += ["seed"] if config.training.seed != earlier.training.seed else []
+    if "samples" in keep and changed:
+        raise UserError(
+            f"stages: {name}: keep: got samples, but its {', '.join(changed)} differs from that of {before.name}, so "
+            "that its rows are different ones; leave samples out"
+        )

@@ -26,7 +26,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import REMEDIES, UserError
-from megatron_ext.launch import check_meeting_place
+from megatron_ext.launch import read_launch
 
 Answer = TypeVar("Answer")
 
@@ -96,7 +96,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
-        check_meeting_place(os.environ, timeout.total_seconds())
+        read_launch(os.environ)  # several processes have an address
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)

@@ -2,56 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megatron_ext.config import Config
+from megatron_ext.config.checks import platform_mistakes
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import UserError
 
 
 def check(config: Config, platform: Platform) -> None:
     """Raise UserError with one line per option that this platform does not support."""
-    lines = list(_mistakes(config, platform))
-    if lines:
+    fp8_refusal = ""
+    if platform.transformer_engine and config.training.fp8_format is not None:
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+        is_available = {
+            "mxfp8": FP8GlobalStateManager.is_mxfp8_available,
+            "blockwise": FP8GlobalStateManager.is_fp8_block_scaling_available,
+        }.get(config.training.fp8_recipe, FP8GlobalStateManager.is_fp8_available)
+        fp8_refusal = "" if is_available()[0] else is_available()[1]
+    if lines := list(platform_mistakes(config, platform.transformer_engine, fp8_refusal)):
         raise UserError("\n".join(lines))
-
-
-def _mistakes(config: Config, platform: Platform) -> Iterator[str]:
-    parallel, optimizer, training = config.parallel, config.optimizer, config.training
-    if platform.transformer_engine:
-        if parallel.compile:
-            yield (
-                "compile: got true with Transformer Engine's layers, which it cannot compile, needs the local ones; "
-                "leave it out"
-            )
-        if training.fp8_format is not None:
-            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-            ask = {
-                "mxfp8": FP8GlobalStateManager.is_mxfp8_available,
-                "blockwise": FP8GlobalStateManager.is_fp8_block_scaling_available,
-            }.get(training.fp8_recipe, FP8GlobalStateManager.is_fp8_available)
-            able, reason = ask()  # Transformer Engine's own wording
-            if not able:
-                yield f"fp8_recipe: got {training.fp8_recipe}, needs another GPU or recipe: {reason}"
-        return
-    for name, asked in (
-        ("tp_comm_overlap", parallel.tp_comm_overlap),
-        ("cpu_offloading", parallel.cpu_offloading),
-        ("moe_grouped_gemm", parallel.moe_grouped_gemm),
-        # if offloaded, it is Megatron's own optimizer around torch's Adam
-        (
-            "use_precision_aware_optimizer",
-            optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload,
-        ),
-    ):
-        if asked:
-            yield f"{name}: got true, needs CUDA with Transformer Engine; install it or leave the option out"
-    if training.fp8_format is not None:
-        yield (
-            f"fp8_format: got {training.fp8_format}, needs CUDA with Transformer Engine; install it or leave the "
-            "option out"
-        )
 
 
 def start_tensor_overlap(config: Config, tensor_size: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import Config
-from megatron_ext.config.warnings import warnings_of
+from megatron_ext.config.checks import warnings_of
 from megatron_ext.planning.flops import RunFlops, run_flops
 from megatron_ext.planning.memory import Memory, estimate, uncounted
 

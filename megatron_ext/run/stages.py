@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -50,15 +49,14 @@ def train_stages(stages: Sequence[Stage]) -> int:
             if _has_ended(stage):
                 logger.info("stage %s has all its steps%s", stage.name, _other_options(stage))
                 continue
-            _check_before(stage)
             if stage.name is not None:
                 logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
             ending = train(stage.config, request, run=run, has_next_stage=number + 1 < len(stages))
             if ending.divergence is not None:
-                said = _say_diverged(stage, ending, ending.divergence)
-                report_to_torchrun(said)  # whichever process is the first to end
+                message = _diverged(stage, ending, ending.divergence)
+                report_to_torchrun(message)  # whichever process is the first to end
                 if dist.get_rank() == 0:
-                    logger.error("%s", said)
+                    logger.error("%s", message)
             if ending.status:
                 break
             gc.collect()  # the model and the optimizer of the stage are in reference cycles
@@ -77,16 +75,9 @@ def _check_all(stages: Sequence[Stage]) -> None:
     """Check all stages before the first one starts, to avoid failing in a later stage."""
     for stage in stages if len(stages) > 1 else ():  # a single stage is checked by `train` immediately
         find_checkpoint(stage.config)
-    for stage, following in itertools.pairwise(stages):
-        steps, begun = _steps(stage.config), _steps(following.config)
-        if following.before is stage and begun and not _has_all_steps(stage.config, steps):
-            raise UserError(
-                f"stage: {following.name} has begun and has {begun} steps, but {stage.name} before it has {steps} of "
-                f"its {stage.config.training.train_iters} in {stage.config.checkpoint.save}; restore that, or go on "
-                f"with --stage {following.name} alone"
-            )
     for stage in stages:
-        _check_samples(stage)
+        if stage.before is not None:
+            _check_before(stage, stage.before, will_run=stage.before in stages)
     for stage in stages[1:]:
         if _has_ended(stage):
             continue
@@ -98,48 +89,60 @@ def _check_all(stages: Sequence[Stage]) -> None:
         open_inputs(stage.config, pretrained=stage.before is None)
 
 
-def _check_samples(stage: Stage) -> None:
-    """Check that no rows are repeated or skipped after a stage that used another batch size."""
-    if stage.before is None or "samples" not in stage.keep or _steps(stage.config):
-        return
-    before = stage.before.config
-    if before.checkpoint.load is None or (checkpoint := find_checkpoint(before)) is None:
-        return
-    end, first = end_of_samples(before, checkpoint), stage.config.data.first_sample
-    if end != first:
+def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
+    """Check the stage whose weights `stage` starts from.
+
+    It must have ended, unless it is going to run first; a stage that has steps already does not need its weights, but
+    was not trained from those that a run would produce now.
+
+    Args:
+        stage: the stage.
+        before: the previous stage.
+        will_run: whether this command runs both.
+    """
+    steps, (done, complete) = _steps(stage.config), _saved_steps(before.config)
+    if not complete and (steps > 0) == will_run:
         raise UserError(
-            f"stages: {stage.name}: keep: got samples, but {stage.before.name} takes those up to {end:,} and not up to "
-            f"{first:,}, as its batches were not all of today's size; leave samples out and give first_sample {end}"
+            f"stage: {stage.name} has {steps} steps and begins with the weights of {before.name}, which has {done} of "
+            f"its {before.config.training.train_iters} steps in {before.config.checkpoint.save}; complete or restore "
+            f"{before.name}, or use --stage {stage.name} --init-from FOLDER"
+        )
+    if steps or "samples" not in stage.keep or before.config.checkpoint.load is None:
+        return
+    end, first = end_of_samples(before.config, find_checkpoint(before.config)), stage.config.data.first_sample
+    if end != first:  # steps had another batch size
+        raise UserError(
+            f"stages: {stage.name}: keep: got samples, but {before.name} takes those up to {end:,} and not up to "
+            f"{first:,}, because its batch size has changed; leave samples out and set first_sample {end}"
         )
 
 
-def _say_diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
-    """Log the value that was not finite, and the flags with which the run continues from before it.
+def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
+    """Return the message for a value that was not finite, with the flags that continue from before it.
 
     The checkpoint of a step is written before its validation: if that diverged, the same checkpoint would diverge
     again.
     """
-    saved, validation = ending.checkpoint, divergence.what == VALIDATION_LOSS
-    good = next(older(saved), None) if saved is not None and validation else None
-    source = saved if not validation else good.folder if good is not None else None
-    flags, first = [], ""
-    if stage.name is not None:
-        flags.append(f"--stage {stage.name}")
-        if validation and saved is not None:  # --load names the run, and uses its newest checkpoint
-            first = f"remove {saved if good is not None else saved.parent} and "
-    if source is not None:
-        load = as_flag("load", source if stage.name is None else stage.run)
-        flags.append(f"{load}{' --load-latest-complete' if first else ''} --override lr clip_grad")
-    elif saved is not None and stage.name is None:
-        flags.append("another --save")
-    again = f"{first}start again with {' '.join([*flags, 'and '] if flags else [])}a lower --lr or --clip-grad"
-    if validation and not ending.step:
-        again = "look at the weights that it begins with, and at the rows of validation"
-    elif source is not None and not first:
-        again += ", or from an earlier checkpoint"
+    saved, good = ending.checkpoint, ending.checkpoint
+    at_validation = divergence.what == VALIDATION_LOSS
+    if at_validation and saved is not None:
+        good = next((checkpoint.folder for checkpoint in older(saved)), None)
+    flags = []
+    if stage.name is not None:  # --load names the run, and uses the stage's newest checkpoint
+        flags += [f"--stage {stage.name}"]
+        flags += [as_flag("load", stage.run), "--override lr clip_grad"] if saved is not None else []
+        flags += ["--load-latest-complete"] if at_validation else []
+    elif good is not None:
+        flags += [as_flag("load", good), "--override lr clip_grad"]
+    elif saved is not None:
+        flags += ["another --save"]
+    remedy = f"remove {saved} and " if stage.name is not None and at_validation and saved is not None else ""
+    remedy += f"start again with {' '.join([*flags, 'and '] if flags else [])}a lower --lr or --clip-grad"
+    if at_validation and not ending.step:
+        remedy = "check the initial weights and the validation data"
     return (
         f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs {divergence.needs}; "
-        f"{'there is no checkpoint' if saved is None else f'the newest checkpoint is {saved}'}; {again}"
+        f"{'there is no checkpoint' if saved is None else f'the newest checkpoint is {saved}'}; {remedy}"
     )
 
 
@@ -168,8 +171,8 @@ def _other_options(stage: Stage) -> str:
     checkpoint = find_checkpoint(stage.config)
     assert checkpoint is not None
     changes = differences(checkpoint.manifest.config, stage.config)
-    told = [str(change) for change in changes if change.section not in ("checkpoint", "logging", "parallel")]
-    return f"; it was trained with other options: {', '.join(told)}" if told else ""
+    trained = [str(change) for change in changes if change.section not in ("checkpoint", "logging", "parallel")]
+    return f"; it was trained with other options: {', '.join(trained)}" if trained else ""
 
 
 def _steps(config: Config) -> int:
@@ -178,19 +181,9 @@ def _steps(config: Config) -> int:
     return checkpoint.manifest.step if checkpoint is not None else 0
 
 
-def _check_before(stage: Stage) -> None:
-    """Check that the previous stage, whose weights a stage starts from, has ended.
-
-    A stage that resumes from its own checkpoint does not need them.
-    """
-    if stage.before is None or _steps(stage.config):
-        return
-    before = stage.before.config
-    saved = before.checkpoint.save
-    checkpoint = locate(Path(saved), "give it as --init-from") if saved is not None else None
+def _saved_steps(config: Config) -> tuple[int, bool]:
+    """Return the steps in a run's folder, and whether they are all of its steps."""
+    save = config.checkpoint.save
+    checkpoint = locate(Path(save), past_damaged=config.checkpoint.load_latest_complete) if save else None
     steps = checkpoint.manifest.step if checkpoint is not None else 0
-    if not _has_all_steps(before, steps):
-        raise UserError(
-            f"stage: {stage.name} begins with the weights of {stage.before.name}, which has {steps} of its "
-            f"{before.training.train_iters} steps in {saved}; run that to its end, or add --init-from"
-        )
+    return steps, _has_all_steps(config, steps)

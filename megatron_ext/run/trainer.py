@@ -31,7 +31,7 @@ from megatron_ext.checkpoint.hf.names import count_active_parameters, count_para
 from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
-from megatron_ext.config.warnings import keeps_weights, warnings_of
+from megatron_ext.config.checks import keeps_weights, warnings_of
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.engine import compat, environment, parallel, te_options
 from megatron_ext.engine.fusions import fusions_here
@@ -408,7 +408,7 @@ class Trainer:
         elif ending.signal:
             resume = as_flag("load", run)
             note = f"stopped by a signal; saved after {step} steps in {saved}; {resume} continues from there"
-        elif not keeps_weights(self.config):
+        elif not keeps_weights(self.config.checkpoint):
             note = "warning: the weights are lost: the run had no --save folder"
         elif self.began.step == step and not has_next_stage:
             note = f"nothing is left to do: all {step:,} steps were done before; --train-iters N for more"

@@ -8,8 +8,7 @@ from launcher import Commands
 from runs import CONFIG
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.checks import mistakes
-from megatron_ext.config.warnings import warnings_of
+from megatron_ext.config.checks import mistakes, warnings_of
 
 BASE = "--data-path x --vocab-size 64 --save s --train-iters 30"
 LINEAR = "--window-schedule linear"
@@ -63,7 +62,7 @@ def test_without_a_folder_the_weights_are_lost(alone: Commands, small_data: Smal
     (trained,) = alone.attempt("pretrain_skyladder.py", *flags)
     (planned,) = alone.attempt("pretrain_skyladder.py", *flags, "--dry-run")
     assert (trained.status, planned.status) == (0, 0)
-    lost = "save: got nothing, so the weights are lost at the end of the run; add --save FOLDER to keep them"
+    lost = "save: got nothing, so the weights are lost at the end of the run; add --save FOLDER"
     begun, ended = trained.stderr.split("step 1/1")
     assert begun.count(f"warning: {lost}\n") == 1
     assert begun.count("warning: window_schedule: got linear with a window of 32 tokens at the first") == 1

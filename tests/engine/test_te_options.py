@@ -70,7 +70,7 @@ def test_each_mistake_has_its_line() -> None:
 
 def test_its_layers_are_not_compiled() -> None:
     te_options.check(parse(["--compile"]), CPU)
-    with pytest.raises(UserError, match=r"^compile: got true with Transformer Engine's layers, .* leave it out$"):
+    with pytest.raises(UserError, match=r"^compile: got true with Transformer Engine's layers, "):
         te_options.check(parse(["--compile"]), WITH_TE)
 
 

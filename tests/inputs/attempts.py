@@ -1,9 +1,9 @@
-"""The process that tries wrong inputs on a checkout: each in a child of its own, with limits, from another folder.
+"""Run the wrong inputs on a checkout: each in a child process with limits, from another folder.
 
     python tests/inputs/attempts.py ROOT WORLD ANSWERS [NAMES]
 
-ROOT is the checkout, of this version or an older one; WORLD the good files (world.py), made by that checkout where they
-are not there; ANSWERS gets a line of JSON for each row. NAMES is a file with the rows to try, as JSON (default: all).
+ROOT is the checkout; WORLD the valid files (world.py), made by that checkout if missing; ANSWERS gets a line of JSON
+for each row. NAMES is a JSON file with the rows to run (default: all).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 60  # of a row's time; what takes longer hangs
-MEMORY = 6 * 2**30  # that a row may add to what was imported
+LIMIT_S = 60  # seconds per row
+MEMORY = 6 * 2**30  # bytes that a row may allocate
 LATE = ["megatron_ext.run.stages", "megatron_ext.run.scoring", "megatron_ext.run.rehearsal.rows", "torch._dynamo"]
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(root: Path, world: Path, answers: Path, names: Path | None) -> None:
-    """Try the rows and write down what came of each."""
+    """Run the rows and write the result of each."""
     sys.path[:0] = [str(root)]
     for module in LATE:
         with contextlib.suppress(ImportError):
@@ -103,7 +103,7 @@ def main_of(root: Path, script: str) -> Callable[..., Any]:
 def attempt(
     own: Path, script: Path, main: Callable[..., Any], words: list[str], environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Run a command in a child; say its exit status (None: killed at the limit), its words and its seconds."""
+    """Run a command in a child; return its exit status (None: killed at the limit), output and seconds."""
     gc.collect()
     gc.freeze()  # what was imported since
     began = time.monotonic()
@@ -121,8 +121,8 @@ def attempt(
         os.killpg(pid, signal.SIGKILL)  # its own children too
     if status is None:
         os.waitpid(pid, 0)
-    said = {name: (own / name).read_text(errors="replace") for name in ("stdout", "stderr")}
-    return {"status": status, "seconds": round(time.monotonic() - began, 2), **said}
+    output = {name: (own / name).read_text(errors="replace") for name in ("stdout", "stderr")}
+    return {"status": status, "seconds": round(time.monotonic() - began, 2), **output}
 
 
 def _do(own: Path, script: Path, main: Callable[..., Any], words: list[str], environment: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What a run says at its end, and where it would otherwise puzzle."""
+"""The last line of a run, and the notes of runs that have nothing left to do or two sources of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runs import CONFIG, TRAINER
 RUN = [*CONFIG, "--seq-length", 64, "--train-iters", 2, "--lr-warmup-iters", 0, "--window-schedule", "constant"]
 
 
-def test_the_last_line_says_where_the_model_is_and_what_comes_next(
+def test_the_last_line_names_the_model_and_the_next_commands(
     alone: Commands, small_data: SmallData, tmp_path: Path
 ) -> None:
     run, flags = tmp_path / "a run", [*RUN, *small_data.flags]
@@ -31,8 +31,8 @@ def test_the_last_line_says_where_the_model_is_and_what_comes_next(
     begin = ["--save", tmp_path / "new", "--init-from", run, "--load", run]
     (both,) = alone.attempt(TRAINER, *flags, *begin)
     assert both.status == 0, both.stderr
-    said = f"warning: init_from: got {run}, but the run continues from {checkpoint}, as load says; add --load none"
-    assert said in both.stderr
+    warning = f"warning: init_from: got {run}, but the run continues from {checkpoint}, as load says; add --load none"
+    assert warning in both.stderr
     (chosen,) = alone.attempt(TRAINER, *flags, *begin, "--load", "none")
     assert chosen.status == 0, chosen.stderr
     assert f"weights from {checkpoint}" in chosen.stderr

@@ -90,15 +90,24 @@ def limits() -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def answered(read: Callable[[], object]) -> None:
-    """Whatever it reads, it gives an answer or refuses with a text that a user can be shown."""
-    said = "fine"
-    with limits():
-        try:
-            read()
-        except (UserError, OSError) as error:
-            said = str(error)
-    assert 0 < len(said) < 20 * MAX_CHARACTERS, said[:2000]
+def fuzz(
+    effort: settings, values: st.SearchStrategy[Any], write: Callable[[Any], object], read: Callable[[], object]
+) -> None:
+    """Write each value and read it: that succeeds, or fails with a message of bounded length."""
+
+    @effort
+    @given(values)
+    def run(value: Any) -> None:
+        write(value)
+        message = "none"
+        with limits():
+            try:
+                read()
+            except (UserError, OSError) as error:
+                message = str(error)
+        assert 0 < len(message) < 20 * MAX_CHARACTERS, message[:2000]
+
+    run()
 
 
 def both(name: str) -> Any:
@@ -109,34 +118,21 @@ def both(name: str) -> Any:
 @both("effort")
 def test_configurations(effort: settings, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    sections = to_dict(Config())
-    names = st.sampled_from([(section, name) for section, entries in sections.items() for name in entries])
+    names = [(section, name) for section, entries in to_dict(Config()).items() for name in entries]
     good = json.dumps({"model": {"vocab_size": 64}, "data": {"data_path": ["x"], "seq_length": 64}}, indent=1).encode()
+    odd_text = st.text(alphabet="&*a:[]{}!<|>-?\n #'\"%@`1x", max_size=30).map(str.encode)
 
-    def read() -> None:
-        check_stages(parse_stages(["--config", str(file)]), 1)
-
-    @effort
-    @given(
-        spoilt(good)
-        | st.binary(max_size=40)
-        | st.text(alphabet="&*a:[]{}!<|>-?\n #'\"%@`1x", max_size=30).map(str.encode)
-    )
-    def of_bytes(raw: bytes) -> None:
-        file.write_bytes(raw)
-        answered(read)
-
-    @effort
-    @given(st.lists(st.tuples(names, VALUES), max_size=4))
-    def of_values(entries: list[tuple[tuple[str, str], Any]]) -> None:
+    def write_values(entries: list[tuple[tuple[str, str], Any]]) -> None:
         content: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64}, "data": {"data_path": ["x"]}}
         for (section, name), value in entries:
             content.setdefault(section, {})[name] = value
         file.write_text(json.dumps(content))
-        answered(read)
 
-    of_bytes()
-    of_values()
+    def read() -> None:
+        check_stages(parse_stages(["--config", str(file)]), 1)
+
+    fuzz(effort, spoilt(good) | st.binary(max_size=40) | odd_text, file.write_bytes, read)
+    fuzz(effort, st.lists(st.tuples(st.sampled_from(names), VALUES), max_size=4), write_values, read)
 
 
 @both("effort")
@@ -154,27 +150,15 @@ def test_indexes_of_data_sets(effort: settings, tmp_path: Path) -> None:
         for document, length in enumerate(source.document_lengths):
             source.read(document, 0, int(length))
 
-    @effort
-    @given(spoilt(good))
-    def of_bytes(raw: bytes) -> None:
-        (tmp_path / "x.idx").write_bytes(raw)
-        answered(read)
-
-    of_bytes()
+    fuzz(effort, spoilt(good), (tmp_path / "x.idx").write_bytes, read)
 
 
 @both("effort")
 def test_lines_of_documents(effort: settings, tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     good = b'{"text": "one"}\n{"text": "t\\u00e9", "more": [1, {"a": null}]}\n'
-
-    @effort
-    @given(spoilt(good) | VALUES.map(lambda value: json.dumps({"text": value}).encode() + b"\n"))
-    def of_bytes(raw: bytes) -> None:
-        file.write_bytes(raw)
-        answered(lambda: list(read_documents([file])))
-
-    of_bytes()
+    values = spoilt(good) | VALUES.map(lambda value: json.dumps({"text": value}).encode() + b"\n")
+    fuzz(effort, values, file.write_bytes, lambda: list(read_documents([file])))
 
 
 @both("effort")
@@ -186,7 +170,10 @@ def test_manifests(effort: settings, tmp_path: Path) -> None:
     Manifest(2, 4, {"tensor": 1}, to_dict(Config()), {"a": 1}, {"python": "3"}, facts, 0.5).write(folder)
     good = (folder / "manifest.json").read_bytes()
     assert locate(tmp_path) is not None
-    names = st.sampled_from(sorted(json.loads(good)))
+
+    def write_values(values: dict[str, Any]) -> None:
+        (folder / "manifest.json").write_bytes(good)
+        change_file(folder / "manifest.json", Change("seal", "", values))
 
     def read() -> None:
         found = locate(tmp_path)
@@ -194,21 +181,9 @@ def test_manifests(effort: settings, tmp_path: Path) -> None:
             found.manifest.check_sizes(found.folder, found.manifest.files)
             Pretrained.find(tmp_path)
 
-    @effort
-    @given(st.dictionaries(names, VALUES, min_size=1, max_size=2))
-    def of_values(values: dict[str, Any]) -> None:
-        (folder / "manifest.json").write_bytes(good)
-        change_file(folder / "manifest.json", Change("seal", "", values))
-        answered(read)
-
-    @effort
-    @given(spoilt(good))
-    def of_bytes(raw: bytes) -> None:
-        (folder / "manifest.json").write_bytes(raw)
-        answered(read)
-
-    of_values()
-    of_bytes()
+    names = st.sampled_from(sorted(json.loads(good)))
+    fuzz(effort, st.dictionaries(names, VALUES, min_size=1, max_size=2), write_values, read)
+    fuzz(effort, spoilt(good), (folder / "manifest.json").write_bytes, read)
 
 
 LLAMA = {
@@ -244,47 +219,43 @@ ANGLES = st.dictionaries(
 
 @both("effort")
 def test_models_of_hugging_face(effort: settings, tmp_path: Path) -> None:
-    names = st.sampled_from([*LLAMA, *MORE])
-
-    @effort
-    @given(st.sampled_from(FAMILIES), st.dictionaries(names, VALUES | ANGLES, max_size=3))
-    def of_values(family: str, values: dict[str, Any]) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": family} | values))
-        answered(lambda: read_model_config(tmp_path))
-
-    index = json.dumps({"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}).encode()
-
-    @effort
-    @given(
-        spoilt(index)
-        | st.dictionaries(st.text(max_size=3), VALUES, max_size=2).map(lambda m: json.dumps({"weight_map": m}).encode())
+    config, index = tmp_path / "config.json", tmp_path / "model.safetensors.index.json"
+    values = st.tuples(
+        st.sampled_from(FAMILIES), st.dictionaries(st.sampled_from([*LLAMA, *MORE]), VALUES | ANGLES, max_size=3)
     )
-    def of_indexes(raw: bytes) -> None:
-        (tmp_path / "model.safetensors.index.json").write_bytes(raw)
-        answered(lambda: HuggingFaceTensors(tmp_path))
+    good = json.dumps({"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}).encode()
+    maps = st.dictionaries(st.text(max_size=3), VALUES, max_size=2)
 
-    of_values()
-    of_indexes()
+    def write_config(given: tuple[str, dict[str, Any]]) -> None:
+        config.write_text(json.dumps(LLAMA | {"model_type": given[0]} | given[1]))
+
+    fuzz(effort, values, write_config, lambda: read_model_config(tmp_path))
+    fuzz(
+        effort,
+        spoilt(good) | maps.map(lambda weights: json.dumps({"weight_map": weights}).encode()),
+        index.write_bytes,
+        lambda: HuggingFaceTensors(tmp_path),
+    )
+
+
+def spoilt_file(folder: Path) -> tuple[st.SearchStrategy[tuple[Path, bytes]], Callable[[tuple[Path, bytes]], None]]:
+    """Return damage to one of a folder's files, and the function that writes it and restores the others."""
+    good = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def write(change: tuple[Path, bytes]) -> None:
+        for path, raw in (good | dict([change])).items():
+            path.write_bytes(raw)
+
+    return st.sampled_from(sorted(good)).flatmap(lambda path: st.tuples(st.just(path), spoilt(good[path]))), write
 
 
 @both("effort")
 def test_plans(effort: settings, tmp_path: Path) -> None:
     key = PlanKey("best_fit", 8, 1, {}, "f")
     plan = PackingPlan(key, np.array([0, 1, 3]), np.array([[0, 0, 8], [1, 0, 3], [2, 0, 5]]), {"cut": 1})
-    folder = tmp_path / "plan"
-    save_plan(plan, folder)
-    good = {path: path.read_bytes() for path in folder.iterdir()}
-    assert load_plan(folder, key).rows == 2
-
-    @effort
-    @given(st.sampled_from(sorted(good)).flatmap(lambda path: st.tuples(st.just(path), spoilt(good[path]))))
-    def of_bytes(change: tuple[Path, bytes]) -> None:
-        for path, raw in good.items():
-            path.write_bytes(raw)
-        change[0].write_bytes(change[1])
-        answered(lambda: load_plan(folder, key))
-
-    of_bytes()
+    save_plan(plan, tmp_path / "plan")
+    assert load_plan(tmp_path / "plan", key).rows == 2
+    fuzz(effort, *spoilt_file(tmp_path / "plan"), lambda: load_plan(tmp_path / "plan", key))
 
 
 @both("effort")
@@ -294,31 +265,20 @@ def test_stores_of_scores(effort: settings, tmp_path: Path) -> None:
     store = ScoreStore.create_or_resume(folder, identity)
     for row in range(2):
         store.write(row, np.ones(16, dtype=np.float32))
-    good = {path: path.read_bytes() for path in folder.iterdir()}
     described = json.loads((folder / "zarr.json").read_bytes())
+
+    def write_values(values: dict[str, Any]) -> None:
+        (folder / "zarr.json").write_text(json.dumps(described | values))
 
     def read() -> None:
         for row in range(2):
             ScoreStore.create_or_resume(folder, identity).read(row)
 
     read()
-
-    @effort
-    @given(st.sampled_from(sorted(good)).flatmap(lambda path: st.tuples(st.just(path), spoilt(good[path]))))
-    def of_bytes(change: tuple[Path, bytes]) -> None:
-        for path, raw in good.items():
-            path.write_bytes(raw)
-        change[0].write_bytes(change[1])
-        answered(read)
-
-    @effort
-    @given(st.dictionaries(st.sampled_from(sorted(described)), VALUES, min_size=1, max_size=2))
-    def of_values(values: dict[str, Any]) -> None:
-        (folder / "zarr.json").write_text(json.dumps(described | values))
-        answered(read)
-
-    of_bytes()
-    of_values()
+    fuzz(effort, *spoilt_file(folder), read)
+    fuzz(
+        effort, st.dictionaries(st.sampled_from(sorted(described)), VALUES, min_size=1, max_size=2), write_values, read
+    )
 
 
 @both("effort")
@@ -329,7 +289,15 @@ def test_records_of_runs(effort: settings, tmp_path: Path) -> None:
     ]
     evaluation = {"step": 2, "valid_loss": 4.0, "by_length": {"8": 4.0}, "by_position": {"1": 4.0}, "stride": None}
     good = "".join(json.dumps(record) + "\n" for record in steps).encode()
-    (tmp_path / "evaluation.jsonl").write_text(json.dumps(evaluation) + "\n")
+    metrics, evaluations = tmp_path / "metrics.jsonl", tmp_path / "evaluation.jsonl"
+    evaluations.write_text(json.dumps(evaluation) + "\n")
+
+    def write_steps(values: dict[str, Any]) -> None:
+        metrics.write_text("".join(json.dumps(record | values) + "\n" for record in steps))
+
+    def write_evaluation(values: dict[str, Any]) -> None:
+        metrics.write_bytes(good)
+        evaluations.write_text(json.dumps(evaluation | values) + "\n")
 
     def read() -> None:
         run = load_run(tmp_path)
@@ -339,25 +307,6 @@ def test_records_of_runs(effort: settings, tmp_path: Path) -> None:
         incomparable_evaluations([run])
         run.by_layer("attention_entropy")
 
-    @effort
-    @given(spoilt(good))
-    def of_bytes(raw: bytes) -> None:
-        (tmp_path / "metrics.jsonl").write_bytes(raw)
-        answered(read)
-
-    @effort
-    @given(st.dictionaries(st.sampled_from(sorted(steps[0])), VALUES, max_size=3))
-    def of_steps(values: dict[str, Any]) -> None:
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record | values) + "\n" for record in steps))
-        answered(read)
-
-    @effort
-    @given(st.dictionaries(st.sampled_from(sorted(evaluation)), VALUES, max_size=3))
-    def of_evaluations(values: dict[str, Any]) -> None:
-        (tmp_path / "metrics.jsonl").write_bytes(good)
-        (tmp_path / "evaluation.jsonl").write_text(json.dumps(evaluation | values) + "\n")
-        answered(read)
-
-    of_bytes()
-    of_steps()
-    of_evaluations()
+    fuzz(effort, spoilt(good), metrics.write_bytes, read)
+    fuzz(effort, st.dictionaries(st.sampled_from(sorted(steps[0])), VALUES, max_size=3), write_steps, read)
+    fuzz(effort, st.dictionaries(st.sampled_from(sorted(evaluation)), VALUES, max_size=3), write_evaluation, read)

@@ -1,4 +1,4 @@
-"""The table of wrong inputs: each is answered clearly, and nothing is written."""
+"""The table of wrong inputs: each ends with one short error, and nothing is written."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ Answers = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What came of the rows that this session asks for, tried one after another in a process that imports once."""
+    """Run the rows that this session selected, one after another, in a process that imports the package once."""
     folder = tmp_path_factory.mktemp("inputs")
-    asked = [wrong.name for item in request.session.items if (wrong := _row(item)) is not None]
-    (folder / "names.json").write_text(json.dumps(asked))
+    selected = [wrong.name for item in request.session.items if (wrong := _row(item)) is not None]
+    (folder / "names.json").write_text(json.dumps(selected))
     script = Path(__file__).with_name("attempts.py")
     files = [ROOT, folder / "world", folder / "answers.jsonl", folder / "names.json"]
     subprocess.run([sys.executable, script, *files], check=True, cwd=folder, env=clean_environment())
-    told = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    return {answer["name"]: answer for answer in told}
+    results = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return {answer["name"]: answer for answer in results}
 
 
 def _row(item: pytest.Item) -> Wrong | None:
-    """Return the row that a test is of; other files' tests have none, or something else of the same name."""
+    """Return the row of a test; None for tests of other files."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     wrong = params.get("wrong")
     return wrong if isinstance(wrong, Wrong) else None
 
 
 def _marked(number: int, wrong: Wrong) -> Any:
-    """Make a case; two of three are slow ones, of every kind."""
+    """Make a test case; two of three are slow, among rows of every kind."""
     return pytest.param(wrong, id=f"{number}: {wrong.name[:140]}", marks=[pytest.mark.slow] if number % 3 else [])
 
 
 @pytest.mark.parametrize("wrong", starmap(_marked, enumerate(TABLE)))
-def test_it_is_answered_clearly(wrong: Wrong, answers: Answers) -> None:
+def test_wrong_input_is_a_short_error(wrong: Wrong, answers: Answers) -> None:
     """Exit status 2, and from the one `error:` on at most three lines, with the row's fragment."""
     answer = answers[wrong.name]
     lines = answer["stderr"].splitlines()

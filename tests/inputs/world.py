@@ -1,4 +1,4 @@
-"""Good files, made once, and what becomes of a copy of them by a row's changes."""
+"""The valid files, made once, and the changes that a row makes to a copy of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Tool = Callable[..., None]
 
 
 def make(world: Path, tool: Tool) -> None:
-    """Make the good files: a data set, a tokenizer, models of both kinds, a run, scores, a packed data set.
+    """Make the valid files: a data set, a tokenizer, models of both kinds, a run, scores, a packed data set.
 
     Args:
         world: the folder to make.
-        tool: runs a command to its good end: `tool(script, word, ...)`.
+        tool: runs a command, which must succeed: `tool(script, word, ...)`.
     """
     world.mkdir(parents=True)
     (world / "empty").mkdir()
@@ -63,7 +63,7 @@ def make(world: Path, tool: Tool) -> None:
 
 
 def prepare(folder: Path, good: Path | None, changes: tuple[Change, ...]) -> None:
-    """Make a row's own folder: a copy of something good, changed."""
+    """Make a row's own folder: a copy of valid files, changed."""
     if good is None:
         folder.mkdir(parents=True)
     else:
