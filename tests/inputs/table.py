@@ -81,7 +81,7 @@ FLAGS = """
 -n 5 | no such flag
 --num-layers 1000000000000 | num_layers: got 1000000000000, needs at most 10000
 --hidden-size 131 | hidden_size: got 131, needs a multiple of num_attention_heads
---split 1e999999999,1,1 | split
+--split x,1,1 | split
 --packing-options threshold=3 | packing: random has no option 'threshold'
 --first-sample 100000000000000000000 | first_sample: got a run up to sample
 --data-path nan {w}/data 1 {w}/data | mixture: data: got weight nan
