@@ -111,8 +111,9 @@ srun_command() {
   as_rank+='[[ ${TRITON_CACHE_DIR:-} || ! -O $cache ]] || export TRITON_CACHE_DIR=$cache; '
   # FlashAttention 4 otherwise compiles in every process
   # shellcheck disable=SC2016
-  as_rank+='[[ ${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-} || ! -O $cache ]] || export \
-    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$cache/flash_attention_4; exec "$@"'
+  as_rank+='[[ ${FLASH_ATTENTION_CUTE_DSL_CACHE_DIR:-} || ! -O $cache ]] || '
+  # shellcheck disable=SC2016
+  as_rank+='export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$cache/flash_attention_4; exec "$@"'
   command=(
     srun --label --mpi=none --export=ALL --distribution=block:block --kill-on-bad-exit=0 "--wait=${GRACE_S:-60}"
     "--output=${LOGS//%/%%}/$job-node%n-%N.log" --open-mode=append
