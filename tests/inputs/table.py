@@ -83,7 +83,6 @@ FLAGS = """
 --hidden-size 131 | hidden_size: got 131, needs a multiple of num_attention_heads
 --split x,1,1 | split
 --packing-options threshold=3 | packing: random has no option 'threshold'
---first-sample 100000000000000000000 | first_sample: got a run up to sample
 --data-path nan {w}/data 1 {w}/data | mixture: data: got weight nan
 --mixture {w}/good.yaml | mixture
 --token-weighting frozen --score-store {w}/data.bin | there is no store
