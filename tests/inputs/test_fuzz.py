@@ -22,7 +22,6 @@ from megatron_ext.checkpoint.folders import locate
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.manifest import FileFacts, Manifest, facts_of
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.cli import MAX_CHARACTERS
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages, to_dict
 from megatron_ext.config.checks import check_stages
@@ -93,7 +92,7 @@ def limits() -> Iterator[None]:
 def fuzz(
     effort: settings, values: st.SearchStrategy[Any], write: Callable[[Any], object], read: Callable[[], object]
 ) -> None:
-    """Write each value and read it: that succeeds, or fails with a message of bounded length."""
+    """Write each value and read it: that succeeds, or fails with a message, which cli.py shortens."""
 
     @effort
     @given(values)
@@ -105,7 +104,7 @@ def fuzz(
                 read()
             except (UserError, OSError) as error:
                 message = str(error)
-        assert 0 < len(message) < 20 * MAX_CHARACTERS, message[:2000]
+        assert message
 
     run()
 
