@@ -232,18 +232,18 @@ def assemble(
         plans = context.plans(masks)
         by_rank, rank = plans[0].rows, context.group.rank
         calls = [AttentionCall.of_plan(plan, context.group, context.choose(plan)) for plan in plans]
-    held = by_rank[rank]
+    mine = by_rank[rank]
     places = None
     if tokens.wanted is not None or scores is not None:  # the losses are gathered over ranks
         wanted = by_rank if tokens.wanted is None else [own[tokens.wanted[own]] for own in by_rank]
         places = Places(tuple(len(own) for own in wanted), torch.from_numpy(np.concatenate(wanted)))
-    weights = np.ones(len(held), dtype=np.float32) if tokens.weights is None else tokens.weights[held]
+    weights = np.ones(len(mine), dtype=np.float32) if tokens.weights is None else tokens.weights[mine]
     return PackedBatch(
-        tokens_t=torch.from_numpy(tokens.tokens[held]),
-        labels_t=torch.from_numpy(tokens.labels[held]),
-        positions_t=torch.from_numpy(masks.widest.positions()[held]),
+        tokens_t=torch.from_numpy(tokens.tokens[mine]),
+        labels_t=torch.from_numpy(tokens.labels[mine]),
+        positions_t=torch.from_numpy(masks.widest.positions()[mine]),
         weights_t=torch.from_numpy(weights),
-        trained_t=torch.from_numpy(tokens.trained[held]),
+        trained_t=torch.from_numpy(tokens.trained[mine]),
         masks=masks,
         attention=calls[0],
         total_trained=int(tokens.trained.sum()),
@@ -251,11 +251,11 @@ def assemble(
             (tokens.trained if tokens.weights is None else tokens.weights[tokens.trained]).sum(dtype=np.float64)
         ),
         local_attention=calls[1] if len(calls) > 1 else None,
-        wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[held])),
+        wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[mine])),
         places=places,
         scores=scores,
         sampled=None if sampled is None else SampledQueries.of(sampled, masks, by_rank, rank),
-        rows_t=torch.from_numpy(held // masks.widest.row_length)
+        rows_t=torch.from_numpy(mine // masks.widest.row_length)
         if number_rows and total > masks.widest.row_length
         else None,
     )

@@ -62,10 +62,10 @@ def main() -> int:
     """Run `megatron-ext SUBCOMMAND [flags]`, the console command of an installed package."""
     name, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if name not in COMMANDS:
-        asked = name in ("-h", "--help")
+        wants_help = name in ("-h", "--help")
         print(f"usage: {PROGRAM} SUBCOMMAND [--flag value ...]; SUBCOMMAND --help lists its flags\n"
-              f"subcommands: {', '.join(COMMANDS)}", file=sys.stdout if asked else sys.stderr)  # fmt: skip
-        return 0 if asked else BAD_INPUT
+              f"subcommands: {', '.join(COMMANDS)}", file=sys.stdout if wants_help else sys.stderr)  # fmt: skip
+        return 0 if wants_help else BAD_INPUT
     sys.argv = [f"{PROGRAM} {name}", *words]
     package, module = Path(__file__).parent, COMMANDS[name]
     if (package / "tools").exists():  # installed; in a checkout, tools/ is beside the package

@@ -107,7 +107,7 @@ def short_chunks(length: int, first_dependencies: Int64, context: ShortContext) 
     return cut.chosen(cut.scored < cut.end)
 
 
-def deal(lengths: Int64, capacity: int, multiple: int = 1) -> list[Int64]:
+def distribute(lengths: Int64, capacity: int, multiple: int = 1) -> list[Int64]:
     """Distribute chunks over micro-batches of about `capacity` tokens: as few as possible, of similar lengths.
 
     Args:

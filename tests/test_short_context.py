@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.layout import PackedLayout, build_layout
 from megatron_ext.masks import AttentionMask, LayerMasks, MaskOptions
-from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
+from megatron_ext.short_context import Chunks, ShortContext, distribute, short_chunks
 
 
 @st.composite
@@ -98,7 +98,7 @@ def test_documents_inside_chunks_are_not_computed_again() -> None:
     multiple=st.integers(1, 4),
 )
 def test_every_chunk_is_dealt_once_and_evenly(lengths: list[int], capacity: int, multiple: int) -> None:
-    shares = deal(np.array(lengths, dtype=np.int64), capacity, multiple)
+    shares = distribute(np.array(lengths, dtype=np.int64), capacity, multiple)
     assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
     assert len(shares) % multiple == 0
     if lengths:
@@ -109,7 +109,7 @@ def test_every_chunk_is_dealt_once_and_evenly(lengths: list[int], capacity: int,
 
 
 def test_equal_chunks_fill_micro_batches_exactly() -> None:
-    shares = deal(np.full(8, 1024), 4096)
+    shares = distribute(np.full(8, 1024), 4096)
     assert [len(share) for share in shares] == [4, 4]
 
 

@@ -81,7 +81,7 @@ def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
         with patch.object(converter, "load_tiktoken_bpe", lambda _: ranks):
             converted = converter.converted()
     except Exception as error:  # raised by both libraries: an invalid regular expression, ids that are not numbers
-        raise UserError(f"input: {file}.json is wrong ({first_line(error)}); mend it") from None
+        raise UserError(f"input: {file}.json is wrong ({first_line(error)}); correct it") from None
     converted.post_processor = None  # only trims offsets
     names = {number: name for name, number in special.items()}
     if min(names, default=len(ranks)) < len(ranks):

@@ -61,7 +61,7 @@ class ModelText:
             )
         config: dict[str, Any] = {}
         if pretrained.checkpoint is None:  # generation_config.json wins over config.json
-            over = read_object(pretrained.folder / "generation_config.json", "is no JSON object; mend it or remove it")
+            over = read_object(pretrained.folder / "generation_config.json", "is no JSON object; correct or remove it")
             config = read_config(pretrained.folder)
             config |= {key: value for key, value in (over or {}).items() if value is not None}
         begin = config.get("bos_token_id")

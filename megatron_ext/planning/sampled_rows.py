@@ -73,10 +73,10 @@ class SampledRows:
         batches = np.random.default_rng(0).choice(costs, size=(BATCHES, data.global_batch_size))
         if data.balance_batches:
             batches = -np.sort(-batches, axis=1)
-        dealt = batches.reshape(BATCHES, -1, replicas)  # one row to each replica in turn
+        assigned = batches.reshape(BATCHES, -1, replicas)  # one row to each replica in turn
         if data.balance_batches:
-            dealt[:, 1::2] = dealt[:, 1::2, ::-1]
-        loads = dealt.sum(axis=1)
+            assigned[:, 1::2] = assigned[:, 1::2, ::-1]
+        loads = assigned.sum(axis=1)
         return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
 
     def _shared(self, window: int, cp_size: int) -> Shared:

@@ -261,12 +261,13 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
 
     shared, expert = _shared_parameters(model), _expert_parameters(model)
     layers, micros = model.num_layers / work.pp, work.microbatches
-    held = expert * (model.num_experts or 0) / work.tp / work.ep  # parameters of a layer's experts on this rank
+    # of a layer, on this rank
+    expert_parameters = expert * (model.num_experts or 0) / work.tp / work.ep
     uneven = speeds.uneven_experts if work.ep > 1 else 1.0
 
     def expert_products(flops: float, moved: int) -> float:
         # with few tokens per expert, bound by reading the weights: all of a rank's
-        return max(flops * uneven / products_speed, held * moved / bandwidth)
+        return max(flops * uneven / products_speed, expert_parameters * moved / bandwidth)
 
     products = layer.products / products_speed * (3 + again.products)
     products += expert_products(layer.expert_products, 2) * (1 + again.experts)
@@ -295,7 +296,7 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     shards = work.replicas * work.cp
     copies = shards / work.ep  # copies of each expert
     # fp32 gradients reduced and bf16 weights gathered
-    reduced = parameters * (shards - 1) / shards + held * layers * (copies - 1) / copies
+    reduced = parameters * (shards - 1) / shards + expert_parameters * layers * (copies - 1) / copies
     moved = 6 * reduced / link(work.world)
     return StepTime(
         products=micros * layers * products,
@@ -307,7 +308,7 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
         experts=micros * layers * experts,
         bubble=(work.pp - 1) / work.chunks * micro,
         data=max(moved - 0.8 * micro, 0.05 * moved),
-        optimizer=24 * (parameters / shards + held * layers / copies) / bandwidth,
+        optimizer=24 * (parameters / shards + expert_parameters * layers / copies) / bandwidth,
     )
 
 

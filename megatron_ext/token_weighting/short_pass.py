@@ -12,7 +12,7 @@ from megatron_ext.arrays import Bool, Int64
 from megatron_ext.batch import ContextOptions, PackedBatch, Tokens, assemble
 from megatron_ext.layout import concatenate
 from megatron_ext.masks import AttentionMask, LayerMasks
-from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
+from megatron_ext.short_context import Chunks, ShortContext, distribute, short_chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ def _concatenate_masks(masks: Sequence[LayerMasks]) -> LayerMasks:
 
 def _split(chunks: Chunks, division: Division) -> list[tuple[Chunks, int]]:
     """Return for each micro-batch its chunks and its length, which is the same for all."""
-    shares = [chunks.chosen(share) for share in deal(chunks.lengths, division.capacity, division.multiple)]
+    shares = [chunks.chosen(share) for share in distribute(chunks.lengths, division.capacity, division.multiple)]
     # equal lengths, because the pipeline sends tensors of one shape and context-parallel ranks split each evenly
     longest = max((int(share.lengths.sum()) for share in shares), default=0)
     return [(share, -(-longest // division.unit) * division.unit) for share in shares]

@@ -59,7 +59,7 @@ def test_texts_begin_with_the_models_own_token_with_bos(folder: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[1, 2]"])
 def test_a_damaged_generation_config_is_refused(folder: Path, content: str) -> None:
     (folder / "generation_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"generation_config.json is no JSON object; mend it or remove it$"):
+    with pytest.raises(UserError, match=r"generation_config.json is no JSON object; correct or remove it$"):
         ModelText.of(Pretrained.find(folder))
 
 

@@ -190,11 +190,11 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
 def _check_tensors(stored: Stored, places: list[tuple[Parameter, Place]], model: ModelConfig) -> None:
     """Raise UserError unless a checkpoint has exactly the model's tensors, with their shapes."""
     wanted = {parameter.checkpoint(place): _stored_shape(parameter, model) for parameter, place in places}
-    held = {name: tensor for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
-    for name in sorted(wanted.keys() | held.keys()):
+    found = {name: tensor for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
+    for name in sorted(wanted.keys() | found.keys()):
         if name not in wanted:
             raise UserError(f"checkpoint: {stored.folder} has {name}, which no Hugging Face parameter stands for")
-        shape = held[name].shape if name in held else None
+        shape = found[name].shape if name in found else None
         if shape != wanted[name]:
             raise UserError(f"checkpoint: {name} in {stored.folder} is {shape}, its configuration needs {wanted[name]}")
 

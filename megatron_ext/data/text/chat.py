@@ -136,9 +136,9 @@ class ChatTemplate:
     @cached_property
     def turn_end(self) -> str | None:
         """The special token with which the template ends the assistant's turns; None if it has none."""
-        said = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-        start, end = said.spans[-1]
-        return next((token for token in self.special if said.text[start:end].endswith(token)), None)
+        rendered = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        start, end = rendered.spans[-1]
+        return next((token for token in self.special if rendered.text[start:end].endswith(token)), None)
 
     def _render(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, Spans]:
         try:

@@ -111,7 +111,7 @@ def keep_good(items: Iterable[Document | str], skip: Callable[[str], object] | N
         if isinstance(item, Document):
             yield item
         elif skip is None:
-            raise UserError(f"{item}; mend it, or pass --skip-bad-lines")
+            raise UserError(f"{item}; correct it, or pass --skip-bad-lines")
         else:
             skip(item)
 

@@ -167,7 +167,7 @@ def read_beside(file: Path, name: str) -> dict[str, Any]:
     Raises:
         UserError: the file has other content.
     """
-    return read_object(file.with_name(name), "is not a JSON object; mend it or remove it") or {}
+    return read_object(file.with_name(name), "is not a JSON object; correct it or remove it") or {}
 
 
 def spelling(token: Any) -> str | None:

@@ -194,7 +194,7 @@ def test_a_dataset_without_its_mask_is_not_complete(options: PreprocessOptions) 
 def test_bad_conversations_are_named_and_unanswered_ones_counted(options: PreprocessOptions) -> None:
     file = put_chats(Path(options.inputs[0]), [[ASK, SAY], [ASK], [ASK, {"role": "bot", "content": ""}], [ASK, SAY]])
     with pytest.raises(
-        UserError, match=r"chats\.jsonl:3: message 2 has role 'bot', .*; mend it, or pass --skip-bad-lin"
+        UserError, match=r"chats\.jsonl:3: message 2 has role 'bot', .*; correct it, or pass --skip-bad-lin"
     ):
         preprocess(options)
     report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))

@@ -71,7 +71,7 @@ def test_bad_lines_are_named(tmp_path: Path) -> None:
     for number, (problem, (_, text)) in enumerate(zip(found[1::2], BAD_LINES, strict=True), start=1):
         assert re.match(rf".*a\.jsonl:{2 * number}: .*{text}", problem)
         assert "\n" not in problem
-    with pytest.raises(UserError, match=r"a\.jsonl:2: invalid JSON .*; mend it, or pass --skip-bad-lines"):
+    with pytest.raises(UserError, match=r"a\.jsonl:2: invalid JSON .*; correct it, or pass --skip-bad-lines"):
         list(read_documents([tmp_path / "a.jsonl"]))
 
 
