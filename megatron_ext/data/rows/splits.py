@@ -49,8 +49,8 @@ def parse_shares(split: str) -> list[Fraction]:
         UserError: as `split_documents`.
     """
     try:
-        shares = [Fraction(part) for part in split.split(",")]
-    except (ValueError, ZeroDivisionError):
+        shares = [Fraction(repr(float(part))) for part in split.split(",")]  # via float: 1e999999999 would not end
+    except ValueError:
         shares = []
     if len(shares) > 3 or min(shares, default=-1) < 0 or not any(shares):
         raise UserError(
