@@ -31,6 +31,7 @@ class Backend:
         dtypes: of queries, keys and values.
         largest_head: the largest head size.
         flash_attention_2: whether FlashAttention 2's limits apply; see `takes`.
+        sinks: whether it computes attention sinks, with exact gradients.
         missing: returns what is not installed and how to get it; None if nothing is missing.
     """
 
@@ -41,6 +42,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = HALF
     largest_head: int = 256
     flash_attention_2: bool = False
+    sinks: bool = False
     missing: Callable[[], str | None] = lambda: None
 
     def takes(self, call: AttentionCall, heads: int, head_size: int) -> bool:
@@ -52,16 +54,28 @@ class Backend:
         return call.segments <= FA2_SEGMENTS and rows * heads * -(-head_size // unit) * unit <= FA2_NUMBERS
 
     def objection(
-        self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        capability: tuple[int, int] | None = None,
+        *,
+        sinks: bool = False,
     ) -> str | None:
         """Return why the backend cannot be used, with the remedy; None if it can.
 
-        `capability` is the device's; None if unknown, as on a machine without a GPU.
+        `capability` is the device's; None if unknown, as on a machine without a GPU. `sinks`: whether heads have sinks.
         """
-        return self.missing() or self.misfit(device, dtype, head_size, capability)
+        return self.missing() or self.misfit(device, dtype, head_size, capability, sinks=sinks)
 
     def misfit(
-        self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        capability: tuple[int, int] | None = None,
+        *,
+        sinks: bool = False,
     ) -> str | None:
         """Return the same as `objection`, assuming that everything is installed."""
         if device.type not in self.devices:
@@ -73,13 +87,27 @@ class Backend:
             return f"computes in half precision, not in {str(dtype).removeprefix('torch.')}; use --bf16"
         if head_size > self.largest_head or (head_size % 8 and self.dtypes == HALF):
             return f"takes head sizes up to {self.largest_head} that 8 divides, not {head_size}; use reference"
+        if sinks and not self.sinks:
+            return "does not differentiate its log-sum-exp, which softmax_type learnable needs; use auto"
         return None
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend(name="triton_packed", kernel=triton_packed.attend, missing=triton_packed.missing),
-    Backend(name="flash_attn_4", kernel=flash_attn_4.attend, capability=(9, 0), missing=flash_attn_4.missing),
-    Backend(name="torch_varlen", kernel=torch_varlen.attend, flash_attention_2=True, missing=torch_varlen.missing),
+    Backend(name="triton_packed", kernel=triton_packed.attend, sinks=True, missing=triton_packed.missing),
+    Backend(
+        name="flash_attn_4",
+        kernel=flash_attn_4.attend,
+        capability=(9, 0),
+        sinks=True,
+        missing=flash_attn_4.missing,
+    ),
+    Backend(
+        name="torch_varlen",
+        kernel=torch_varlen.attend,
+        flash_attention_2=True,
+        sinks=True,
+        missing=torch_varlen.missing,
+    ),
     Backend(name="flash_attn", kernel=flash_attn.attend, flash_attention_2=True, missing=flash_attn.missing),
     Backend(name="te_thd", kernel=te_thd.attend, missing=te_thd.missing),
     Backend(
@@ -89,12 +117,15 @@ BACKENDS: tuple[Backend, ...] = (
         capability=(0, 0),
         dtypes=ANY,
         largest_head=ANY_NUMBER,
+        sinks=True,
     ),
 )
 
 
-def objections(device: torch.device, dtype: torch.dtype, head_size: int) -> dict[str, str | None]:
+def objections(
+    device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False
+) -> dict[str, str | None]:
     """Return, for each backend, why it cannot be used; None if it can."""
     known = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if known else None
-    return {backend.name: backend.objection(device, dtype, head_size, capability) for backend in BACKENDS}
+    return {backend.name: backend.objection(device, dtype, head_size, capability, sinks=sinks) for backend in BACKENDS}

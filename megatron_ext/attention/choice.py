@@ -58,7 +58,13 @@ class PerCall:
     logged: set[str] = field(default_factory=set)
 
     def __call__(
-        self, query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float
+        self,
+        query_tNH: Tensor,
+        key_uGH: Tensor,
+        value_uGH: Tensor,
+        call: AttentionCall,
+        scale: float,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output, [t, N, H]."""
         name = call.once(self.choose, *query_tNH.shape[1:])
@@ -69,7 +75,7 @@ class PerCall:
                 "attention: %s (first call: %d segments of at most %d queries and %d keys)",
                 name, call.segments, queries, keys,
             )  # fmt: skip
-        return BY_NAME[name].kernel(query_tNH, key_uGH, value_uGH, call, scale)
+        return BY_NAME[name].kernel(query_tNH, key_uGH, value_uGH, call, scale, sink_N)
 
     def choose(self, call: AttentionCall, heads: int, head_size: int) -> str:
         """Return the name of the backend for a call.
@@ -88,14 +94,16 @@ class PerCall:
         return by_keys(call.max_seqlens[1], call.left_window, fitting)
 
 
-def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Attend:
+def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False) -> Attend:
     """Return the attention function of a run: the named backend or, for `auto`, the best available one per call.
+
+    With `sinks`, it takes the sinks of the heads.
 
     Raises:
         UserError: the backend is unknown, or none is available; the message gives the reason for each.
     """
     candidates = _candidates(name, device)
-    reasons = objections(device, dtype, head_size)
+    reasons = objections(device, dtype, head_size, sinks=sinks)
     available = tuple(backend.name for backend in candidates if reasons[backend.name] is None)
     if not available:
         lacking = "; ".join(f"{backend.name} {reasons[backend.name]}" for backend in candidates)
@@ -104,15 +112,17 @@ def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) 
     return PerCall(available)
 
 
-def suited(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ...]:
+def suited(
+    name: str, device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False
+) -> tuple[str, ...]:
     """Return the names that `select` would choose from if everything were installed; for planning runs on other
     machines.
 
     Raises:
         UserError: unknown backend.
     """
-    fitting = (backend for backend in _candidates(name, device) if backend.misfit(device, dtype, head_size) is None)
-    return tuple(backend.name for backend in fitting)
+    candidates = _candidates(name, device)
+    return tuple(one.name for one in candidates if one.misfit(device, dtype, head_size, sinks=sinks) is None)
 
 
 def _candidates(name: str, device: torch.device) -> list[Backend]:

@@ -35,8 +35,8 @@ from megatron_ext.attention.reorder import reordered
 from megatron_ext.context_parallel import CPPlan, RankPlan
 from megatron_ext.device import moved
 
-# (query [t, N, H], key [u, G, H], value [u, G, H]) -> [t, N, H], on this rank alone
-LocalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (query [t, N, H], key [u, G, H], value [u, G, H], sink [N] or None) -> [t, N, H], on this rank alone
+LocalAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Traffic:
@@ -237,28 +237,32 @@ class KeyExchange:
         value_tGH: Tensor,
         attend_local: LocalAttention,
         attend_remote: LocalAttention,
+        sink_N: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output of this rank's queries, [t, N, H].
 
         Args:
             query_tNH, key_tGH, value_tGH: of this rank's tokens.
             attend_local, attend_remote: attention over the local and the remote pieces.
+            sink_N: the sinks of the query heads, if any.
         """
         if self.context is None:  # every rank holds whole segments
-            return attend_local(query_tNH, key_tGH, value_tGH)
+            return attend_local(query_tNH, key_tGH, value_tGH, sink_N)
         parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
         # keys and values are sent as one tensor; all parts are started before anything is computed
         owns = torch.stack([key_tGH, value_tGH], dim=1).chunk(parts, dim=2)
         transfers = [self.context.start(self.sends.of_rows(own), self.send_counts, self.receive_counts) for own in owns]
-        local_inputs = [self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGH)]
-        local = attend_local(*local_inputs) if len(local_inputs[0]) else None
+        local_query, local_key, local_value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGH))
+        local = attend_local(local_query, local_key, local_value, sink_N) if len(local_query) else None
         outputs = []
-        for query, own, transfer in zip(self._runs_of(query_tNH, 1).chunk(parts, dim=1), owns, transfers, strict=True):
+        queries = self._runs_of(query_tNH, 1).chunk(parts, dim=1)
+        sinks: Sequence[Tensor | None] = [None] * parts if sink_N is None else sink_N.chunk(parts)
+        for query, own, transfer, sink in zip(queries, owns, transfers, sinks, strict=True):
             kept = own if len(self.kept_rows) == len(own) else own.index_select(0, self.kept_rows)
             kept_and_received = torch.cat([kept, transfer.wait()])
             if len(query):
                 key_u, value_u = self.kv_picks.of_rows(kept_and_received).unbind(dim=1)
-                outputs.append(attend_remote(query, key_u, value_u))
+                outputs.append(attend_remote(query, key_u, value_u, sink))
             else:  # nothing was received, but backward must still receive the gradients of the rows sent
                 outputs.append(kept_and_received.reshape(query.shape))
         remote = outputs[0] if parts == 1 else torch.cat(outputs, dim=1)
@@ -307,10 +311,18 @@ class HeadExchange:
         """Move the indices to `device`."""
         return replace(self, order_T=moved(self.order_T, device), natural_T=moved(self.natural_T, device))
 
-    def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: LocalAttention) -> Tensor:
+    def attend(
+        self,
+        query_tNH: Tensor,
+        key_tGH: Tensor,
+        value_tGH: Tensor,
+        attend: LocalAttention,
+        sink_N: Tensor | None = None,
+    ) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, H]."""
         query, key, value = (self._all_tokens(x) for x in (query_tNH, key_tGH, value_tGH))
-        return self._own_tokens(attend(query, key, value))
+        sink = None if sink_N is None else sink_N.chunk(self.context.size)[self.context.rank]
+        return self._own_tokens(attend(query, key, value, sink))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:
         """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""

@@ -10,11 +10,19 @@ from torch import Tensor
 from megatron_ext.attention.interface import AttentionCall
 
 
-def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+def attend(
+    query_tNH: Tensor,
+    key_uGH: Tensor,
+    value_uGH: Tensor,
+    call: AttentionCall,
+    scale: float,
+    sink_N: Tensor | None = None,
+) -> Tensor:
     """Return the attention output, [t, N, H]."""
     from flash_attn import flash_attn_varlen_func
 
     assert call.borders is not None
+    assert sink_N is None
     out: Tensor = flash_attn_varlen_func(
         query_tNH,
         key_uGH,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,14 +11,23 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
-from megatron_ext.errors import installed_version
+from megatron_ext.errors import UserError, installed_version
 
 
-def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+def attend(
+    query_tNH: Tensor,
+    key_uGH: Tensor,
+    value_uGH: Tensor,
+    call: AttentionCall,
+    scale: float,
+    sink_N: Tensor | None = None,
+) -> Tensor:
     """Return the attention output, [t, N, H]."""
     from flash_attn.cute import flash_attn_varlen_func
 
     assert call.borders is not None
+    if sink_N is not None:
+        _check_sink_gradient()
     (cu_seqlens_q, cu_seqlens_k), (max_q, max_k) = call.borders, call.max_seqlens
     # Pass arguments by name: their order differs from FlashAttention 2. No limit is None, not -1.
     out, _ = flash_attn_varlen_func(
@@ -30,10 +41,20 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         softmax_scale=scale,
         causal=True,
         window_size=(call.left_window, 0 if call.left_window is not None else None),
+        learnable_sink=sink_N,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _check_sink_gradient() -> None:
+    """Raise UserError if the backward pass of this version computes no gradient of `learnable_sink`."""
+    from flash_attn.cute import interface
+
+    if "learnable_sink" not in inspect.signature(interface._flash_attn_bwd).parameters:
+        raise UserError("softmax_type: got learnable, needs a newer flash-attn-4, or --attention-backend torch_varlen")
 
 
 def missing() -> str | None:

@@ -7,10 +7,10 @@ Query i sees keys j with scores s_ij = q_i . k_j and attention p_ij = softmax_j(
     distance    sum_j p_ij (i - j), in tokens
     largest     max_j s_ij
 
-They are computed from queries and keys after norms and rotary embedding. Context-parallel ranks gather the few sampled
-queries; each rank computes the attention of all of them to its own keys, and the partial results are merged as in flash
-decoding, by rescaling sums of exp(scale * (s_ij - max_j s_ij)) to one maximum. The result does not depend on how tokens
-and heads are distributed.
+They are computed from queries and keys after norms and rotary embedding, without the learned sinks of --softmax-type.
+Context-parallel ranks gather the few sampled queries; each rank computes the attention of all of them to its own keys,
+and the partial results are merged as in flash decoding, by rescaling sums of exp(scale * (s_ij - max_j s_ij)) to one
+maximum. The result does not depend on how tokens and heads are distributed.
 
     segment   a a a a a b b b        a sample of queries   1 3 6
     rank 0    a a . . a . b .        holds keys 0 1 4 6    query 1 sees 0 1     3 sees 0 1     6 sees 6

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -114,21 +114,48 @@ class AttentionCall:
         """The largest number of queries and the largest number of keys of a segment."""
         return int(np.diff(self.cu_seqlens_q).max()), int(np.diff(self.cu_seqlens_kv).max())
 
-    def run(self, attend: Attend, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, scale: float) -> Tensor:
-        """Return the attention output of this rank's queries, [t, N, H]."""
+    def run(
+        self,
+        attend: Attend,
+        query_tNH: Tensor,
+        key_tGH: Tensor,
+        value_tGH: Tensor,
+        scale: float,
+        sink_N: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention output of this rank's queries, [t, N, H]; `sink_N` as in `Attend`."""
 
         def by(call: AttentionCall) -> LocalAttention:
-            return lambda query, key, value: attend(query, key, value, call, scale)
+            return lambda query, key, value, sink: attend(query, key, value, call, scale, sink)
 
         match self.exchange:
             case None:
-                return by(self)(query_tNH, key_tGH, value_tGH)
+                return by(self)(query_tNH, key_tGH, value_tGH, sink_N)
             case KeyExchange():
                 local, remote = by(self.local or self), by(self.remote or self)
-                return self.exchange.attend(query_tNH, key_tGH, value_tGH, local, remote)
+                return self.exchange.attend(query_tNH, key_tGH, value_tGH, local, remote, sink_N)
             case HeadExchange():
-                return self.exchange.attend(query_tNH, key_tGH, value_tGH, by(self))
+                return self.exchange.attend(query_tNH, key_tGH, value_tGH, by(self), sink_N)
 
 
-# (query [t, N, H], key [u, G, H], value [u, G, H], call, softmax scale) -> [t, N, H]
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionCall, float], Tensor]
+class Attend(Protocol):
+    """Computes packed attention."""
+
+    def __call__(
+        self,
+        query_tNH: Tensor,
+        key_uGH: Tensor,
+        value_uGH: Tensor,
+        call: AttentionCall,
+        scale: float,
+        sink_N: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention output, [t, N, H].
+
+        Args:
+            query_tNH, key_uGH, value_uGH: queries, keys and values; G divides N.
+            call: which queries see which keys.
+            scale: multiplies the dot products before the softmax.
+            sink_N: for each query head, the logit of one more softmax entry, which adds nothing to the output; None
+                for a plain softmax.
+        """

@@ -18,10 +18,17 @@ from megatron_ext.attention.interface import AttentionCall
 MASKED_QUERIES = 128  # queries per block where a mask is needed; keys that no query of the block sees are skipped
 
 
-def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+def attend(
+    query_tNH: Tensor,
+    key_uGH: Tensor,
+    value_uGH: Tensor,
+    call: AttentionCall,
+    scale: float,
+    sink_N: Tensor | None = None,
+) -> Tensor:
     """Return the attention output, [t, N, H]."""
     return reference_attention(
-        query_tNH, key_uGH, value_uGH, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window
+        query_tNH, key_uGH, value_uGH, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window, sink_N
     )
 
 
@@ -33,6 +40,7 @@ def reference_attention(
     cu_seqlens_kv: Int32,
     scale: float,
     left_window: int | None = None,
+    sink_N: Tensor | None = None,
 ) -> Tensor:
     """Compute block-diagonal attention, causal from each block's bottom right corner.
 
@@ -44,6 +52,7 @@ def reference_attention(
         cu_seqlens_kv: int32 [S+1], borders in the keys; each segment has at least as many keys as queries.
         scale: multiplies the dot products before the softmax.
         left_window: sliding window, the most tokens before itself that a query sees; None for its whole segment.
+        sink_N: the logit of one more softmax entry for each query head; None for a plain softmax.
 
     Returns:
         [t, N, H] in the queries' dtype.
@@ -60,18 +69,15 @@ def reference_attention(
     if len(shapes) == 1 and lengths_q[0]:  # all segments have one shape and are contiguous: no gather is needed
         inputs = (query_tNH, key_uGH, value_uGH)
         query, key, value = (x.unflatten(0, (len(member), -1)).transpose(1, 2) for x in inputs)
-        return _equal_segments(query, key, value, scale, left_window)
+        return _equal_segments(query, key, value, scale, left_window, sink_N)
     outputs, order = [], []
     for number, (q, kv) in enumerate(shapes.tolist()):
         if q == 0:
             continue
         chosen = np.flatnonzero(member.reshape(-1) == number)
         rows_q, rows_kv = _rows(cu_seqlens_q[chosen], q), _rows(cu_seqlens_kv[chosen], kv)
-        outputs.append(
-            _equal_segments(
-                _take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv), scale, left_window
-            )
-        )
+        inputs = _take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv)
+        outputs.append(_equal_segments(*inputs, scale, left_window, sink_N))
         order.append(rows_q.reshape(-1))
     if not outputs:  # no queries: an empty output that still propagates (zero) gradients to every input
         return query_tNH + 0 * (key_uGH.sum() + value_uGH.sum())
@@ -89,12 +95,14 @@ def _take(x_tNH: Tensor, rows: Int64) -> Tensor:
     return x_tNH.index_select(0, index).unflatten(0, rows.shape).transpose(1, 2)
 
 
-def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, left_window: int | None) -> Tensor:
+def _equal_segments(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, left_window: int | None, sink_N: Tensor | None
+) -> Tensor:
     """Compute attention within n segments of one shape, [n, heads, length, H] each; return [n * queries, N, H]."""
     queries, keys = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
     # Use the plain causal kernel where it is equivalent: torch's `is_causal` is aligned to the top left.
-    if queries == keys and (left_window is None or left_window >= keys - 1):
+    if sink_N is None and queries == keys and (left_window is None or left_window >= keys - 1):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
     blocks = []
@@ -106,5 +114,20 @@ def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, lef
         if left_window is not None:
             visible = visible.triu(place - seen - left_window)
         rows = query[:, :, first : first + own], key[:, :, seen : place + own], value[:, :, seen : place + own]
+        if sink_N is not None:
+            rows, visible = _with_sink(*rows, visible, sink_N)
         blocks.append(F.scaled_dot_product_attention(*rows, attn_mask=visible, scale=scale, enable_gqa=grouped))
     return torch.cat(blocks, dim=2).transpose(1, 2).flatten(0, 1)
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sink_N: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Append a key and a value of 0; return the three, and a mask of logits [1, N, queries, keys + 1] with the sinks.
+
+    torch differentiates the mask.
+    """
+    hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, -torch.inf)
+    sinks = sink_N.to(query.dtype)[None, :, None, None].expand(1, -1, len(visible), 1)
+    logits = torch.cat([hidden.expand(1, len(sink_N), *visible.shape), sinks], dim=-1)
+    return (query, F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))), logits

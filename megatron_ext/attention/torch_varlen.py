@@ -14,31 +14,44 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention.sinks import attend_with_sink
 
 _NEEDED = {"scale", "window_size"}  # new in torch 2.11; the causal mask of 2.10 is always aligned to the top left
 
 
-def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+def attend(
+    query_tNH: Tensor,
+    key_uGH: Tensor,
+    value_uGH: Tensor,
+    call: AttentionCall,
+    scale: float,
+    sink_N: Tensor | None = None,
+) -> Tensor:
     """Return the attention output, [t, N, H]; a window of (left, 0) is causal and aligned to the bottom right."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     assert call.borders is not None
+    borders, lengths = call.borders, call.max_seqlens
     # torch 2.11 needs no argument for grouped-query attention; 2.12 and newer need `enable_gqa`
-    gqa: dict[str, Any] = {}
+    options: dict[str, Any] = {"scale": scale, "window_size": call.window_size}
     if "enable_gqa" in parameters():
-        gqa["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
-    out = varlen_attn(
-        query_tNH,
-        key_uGH,
-        value_uGH,
-        *call.borders,
-        *call.max_seqlens,
-        scale=scale,
-        window_size=call.window_size,
-        **gqa,
-    )
-    assert isinstance(out, Tensor)
-    return out
+        options["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
+    if sink_N is None:
+        out = varlen_attn(query_tNH, key_uGH, value_uGH, *borders, *lengths, **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return varlen_attn(query, key, value, *borders, *lengths, return_aux=AuxRequest(lse=True), **options)
+
+    def backward(grad: Tensor, *tensors: Tensor) -> Any:
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+        causal, window = call.window_size == (-1, 0), list(call.window_size)
+        return torch.ops.torch_attn._varlen_attn_backward(
+            grad.contiguous(), *tensors, *borders, *lengths, causal, no_dropout, scale, window
+        )
+
+    return attend_with_sink(query_tNH, key_uGH, value_uGH, sink_N, forward, backward)
 
 
 def missing() -> str | None:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention.sinks import attend_with_sink
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,14 @@ def ranges(call: AttentionCall, own_keys: int) -> Ranges:
     return Ranges(low, high, first_query, end_query, full_query, full_end_query)
 
 
-def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+def attend(
+    query_tNH: Tensor,
+    key_uGH: Tensor,
+    value_uGH: Tensor,
+    call: AttentionCall,
+    scale: float,
+    sink_N: Tensor | None = None,
+) -> Tensor:
     """Return the attention output, [t, N, H].
 
     Rows and heads may have any stride; a copy is made unless the elements of a head are contiguous.
@@ -122,8 +130,21 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         return query_tNH + 0 * (key_uGH.sum() + value_uGH.sum())
     found = call.once(ranges, tiles(query_tNH.shape[2]).backward_key.keys)
     tiles_of_keys = [found.first_query, found.end_query, found.full_query, found.full_end_query]
-    out: Tensor = _forward(query_tNH, key_uGH, value_uGH, found.low_t, found.high_t, tiles_of_keys, scale)[0]
-    return out
+    seen = (found.low_t, found.high_t, tiles_of_keys, scale)
+    if sink_N is None:
+        out: Tensor = _forward(query_tNH, key_uGH, value_uGH, *seen)[0]
+        return out
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(query, key, value, *seen)
+        return out, lse * math.log(2)
+
+    def backward(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        *others, lse = tensors
+        gradients: tuple[Tensor, Tensor, Tensor] = _backward(*others, lse / math.log(2), *seen)
+        return gradients
+
+    return attend_with_sink(query_tNH, key_uGH, value_uGH, sink_N, forward, backward)
 
 
 def missing() -> str | None:

@@ -120,6 +120,11 @@ class ModelConfig(_Section):
     moe_ffn_hidden_size: Width | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
     qk_layernorm: bool = _option(False, "normalize each head's queries and keys before RoPE (Qwen3)")
+    softmax_type: Literal["vanilla", "learnable"] = _option(
+        "vanilla",
+        "learnable: attention sinks (gpt-oss): the softmax of each query head has one more entry, a learned logit, and "
+        "its share of the attention adds nothing to the output",
+    )
     query_pre_attn_scalar: Width | None = _option(
         None, "scores are divided by the square root of this (gemma3; default: the head size)"
     )
@@ -160,6 +165,11 @@ class ModelConfig(_Section):
     def has_qk_norms(self) -> bool:
         """Whether queries and keys are normalized."""
         return self.qk_layernorm or self.block == "gemma3"
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether query heads have attention sinks."""
+        return self.softmax_type == "learnable"
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -88,7 +88,7 @@ def look(config: Config, platform: Platform) -> Environment:
         cuda=_cuda_versions() if on_cuda else "",
         layers="Transformer Engine" if platform.transformer_engine else "local",
         adam=megatron_optimizer.Adam.__module__.partition(".")[0],
-        backends=objections(platform.device, dtype, config.model.head_size),
+        backends=objections(platform.device, dtype, config.model.head_size, sinks=config.model.has_sinks),
         packages={name: installed_version(name) for name in PACKAGES},
     )
 

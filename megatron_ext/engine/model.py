@@ -82,6 +82,11 @@ class PackedAttention(MegatronModule):
         if self.rotary_size == config.kv_channels:  # the factor applies to all dimensions: fold it into the scale
             self.scale, self.rotary_factor = self.scale * self.rotary_factor, 1.0
         self.backend = config.packed_backend
+        self.softmax_offset: torch.nn.Parameter | None = None  # the sinks [N]; Megatron's name
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -104,11 +109,11 @@ class PackedAttention(MegatronModule):
             key_tGH, value_tGH = packed_seq_params.appended.extend(self.layer_number, key_tGH, value_tGH)
         call = batch.local_attention if self.local else batch.attention
         assert call is not None
-        out_tNH = call.run(self.backend, query_tNH, key_tGH, value_tGH, self.scale)
+        out_tNH = call.run(self.backend, query_tNH, key_tGH, value_tGH, self.scale, self.softmax_offset)
         return out_tNH.flatten(1).unsqueeze(1)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
-        """Return {}, as there is nothing to save."""
+        """Return {}: engine/state.py saves all parameters."""
         return {}
 
 
@@ -406,6 +411,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         add_bias_linear=model.block == "phi",
         add_qkv_bias=model.add_qkv_bias,
         layernorm_zero_centered_gamma=model.block == "gemma3",
+        softmax_type=model.softmax_type,
         softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
         qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradients; Megatron sums the parts
         hidden_dropout=model.hidden_dropout,
@@ -441,7 +447,9 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         cpu_offloading_weights=False,
         fp8=config.training.fp8_format,
         fp8_recipe=config.training.fp8_recipe,
-        packed_backend=select(parallel.attention_backend, platform.device, dtype, model.head_size),
+        packed_backend=select(
+            parallel.attention_backend, platform.device, dtype, model.head_size, sinks=model.has_sinks
+        ),
         packed_masks=masks,
         packed_two_bases=two_bases,
         packed_balance=LoadBalance(

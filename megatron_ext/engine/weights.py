@@ -92,7 +92,7 @@ def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) 
 def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, seed: int, ranks: Ranks) -> None:
     """Set every weight as a function of (seed, Hugging Face name), so that every layout gives the same model.
 
-    Matrices are normally distributed, see `deviation`. Norms multiply by 1, biases are 0.
+    Matrices are normally distributed, see `deviation`. Norms multiply by 1, biases and attention sinks are 0.
     """
     blocks = Initial(model, vocab_size, seed).blocks
     for parameter, place, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
@@ -158,8 +158,8 @@ class Initial:
         """Yield the blocks of a tensor that contain wanted rows, each with its first row, in ascending order."""
         shape = full_shape(name, self.model, self.vocab_size)
         if wide is None:
-            # a bias or a norm; Gemma's norms multiply by 1 + weight
-            zero = name.endswith("bias") or self.model.block == "gemma3"
+            # a bias, sinks or a norm; Gemma's norms multiply by 1 + weight
+            zero = name.endswith(("bias", "sinks")) or self.model.block == "gemma3"
             yield 0, torch.zeros(shape) if zero else torch.ones(shape)
             return
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()

@@ -62,7 +62,7 @@ def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], .
     parallel, model, data = config.parallel, config.model, config.data
     device = torch.device("cpu" if parallel.device == "cpu" else "cuda")
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    backends = suited(parallel.attention_backend, device, dtype, model.head_size)
+    backends = suited(parallel.attention_backend, device, dtype, model.head_size, sinks=model.has_sinks)
     tp = parallel.tensor_model_parallel_size
     context = (
         *(parallel.context_parallel_size, parallel.cp_policy, parallel.cp_scheme),

@@ -50,10 +50,12 @@ class Trajectory:
     def _describe(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Gemma keeps its type, because its local layers have separate angles; other models are written without
-        # local layers and layers without angles: optimizer.json records these, like the masks.
+        # local layers and layers without angles: optimizer.json records these, like the masks. Attention sinks are
+        # among the weights alone.
         plain = self.config.model
         if plain.block != "gemma3":
             plain = replace(plain, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
+        plain = replace(plain, softmax_type="vanilla")
         entries = hugging_face_config(plain, self.vocab_size, self.config.data.seq_length)
         entries.pop("rope_scaling", None)
         (self.folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")

@@ -33,9 +33,9 @@ def inputs_of(
 
 
 def results(attend: Attend, inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
-    """The output and the gradients of queries, keys and values."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out = attend(*leaves, call, inputs[0].shape[2] ** -0.5)
+    """The output and the gradients of queries, keys and values, and of the sinks if there is a fifth input."""
+    leaves = [x.detach().requires_grad_() for x in (*inputs[:3], *inputs[4:])]
+    out = attend(*leaves[:3], call, inputs[0].shape[2] ** -0.5, *leaves[3:])
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
 
@@ -43,17 +43,17 @@ def exact(inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
     """The same of the reference, in float64."""
 
     def reference(*arguments: Any) -> Tensor:
-        query, key, value, _, scale = arguments
-        return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window)
+        query, key, value, _, scale, *sink = arguments
+        borders = call.cu_seqlens_q, call.cu_seqlens_kv
+        return reference_attention(query, key, value, *borders, scale, call.left_window, *sink)
 
     return results(reference, [x.double() for x in inputs], call)
 
 
 def assert_right(attend: Attend, inputs: list[Tensor], call: AttentionCall, tolerance: float = 1e-5) -> None:
     """Compare a kernel's output and gradients with the reference's in float64."""
-    for name, got, want in zip(
-        ("out", "dq", "dk", "dv"), results(attend, inputs, call), exact(inputs, call), strict=True
-    ):
+    names = ("out", "dq", "dk", "dv", "ds")[: len(inputs)]
+    for name, got, want in zip(names, results(attend, inputs, call), exact(inputs, call), strict=True):
         assert got.dtype == inputs[0].dtype
         torch.testing.assert_close(
             got.double(), want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, KeyExchange, RowPicks, Traffic
 from megatron_ext.attention.interface import AttentionCall, Scheme
-from megatron_ext.attention.reference import reference_attention
+from megatron_ext.attention.reference import attend, reference_attention
 from megatron_ext.context_parallel import CPPlan, plan
 from megatron_ext.layout import build_layout, concatenate
 
@@ -72,10 +72,6 @@ def cases(policy: str) -> Iterator[Case]:
             yield Case(layout, policy, Scheme.EXCHANGE, 8, 4, left_window)
         yield Case(layout, policy, Scheme.ULYSSES, 4, 4, left_window=2)
         yield Case(layout, policy, Scheme.EXCHANGE, 3, 1)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window)
 
 
 def one_rank(rank: int, todo: list[Case]) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ MODEL = ModelConfig(
     num_query_groups=4,
     kv_channels=6,
     add_qkv_bias=True,
+    softmax_type="learnable",
     make_vocab_size_divisible_by=8,
     init_method_std=0.1,
 )
@@ -37,7 +38,7 @@ def whole(name: str, model: ModelConfig, vocab_size: int) -> Tensor:
     """A tensor as one draw gives it."""
     shape = full_shape(name, model, vocab_size)
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        return torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape)
     digest = hashlib.sha256(f"{SEED}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     factor = 1 / math.sqrt(2 * model.num_layers) if "o_proj" in name or "down_proj" in name else 1.0

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (i, j) -> token i may see token j, were they one document
 
@@ -158,6 +160,11 @@ def _model(trajectory: Path, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     loaded = {k: torch.from_numpy(v) for k, v in load_file(trajectory / "initial.safetensors").items()}
     initial = _experts_together(loaded, _names_of_experts(config))
+    if any(name.endswith(".sinks") for name in initial):  # attention as in gpt-oss
+        ALL_ATTENTION_FUNCTIONS.register("with_sinks", eager_attention_forward)
+        model.config._attn_implementation = "with_sinks"
+        for layer in model.model.layers:
+            layer.self_attn.sinks = torch.nn.Parameter(torch.empty(config.num_attention_heads, dtype=dtype))
     missing, unexpected = model.load_state_dict(initial, strict=False)
     assert not unexpected, unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set()), missing

@@ -131,6 +131,12 @@ CASES = [
     ),
     pytest.param(
         128,
+        ["--document-mask", "--softmax-type", "learnable", "--local-window", "20", "--window-attn-skip-freq", "2"],
+        id="gpt-oss's attention sinks",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        128,
         [
             *("--document-mask", "--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-aux-loss-coeff", "0.1"),
             *("--qk-layernorm", "--moe-router-topk", "3"),

@@ -293,6 +293,11 @@ def family_of(model: ModelConfig) -> str:
                 f"{one}: got {getattr(model, one)} with {other} {getattr(model, other)}, "
                 "transformers has no architecture with both; it cannot be converted"
             )
+    if model.has_sinks:
+        raise UserError(
+            "softmax_type: got learnable, transformers has attention sinks in gpt_oss alone, whose experts are not "
+            "supported; it cannot be converted"
+        )
     if model.block in ("phi", "gemma3"):
         return "phi" if model.block == "phi" else "gemma3_text"
     if model.no_rope_freq is not None:

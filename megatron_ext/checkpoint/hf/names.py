@@ -160,6 +160,7 @@ TABLE: tuple[Parameter, ...] = (
         )
         for one in "qk"
     ),
+    _layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", Cut.ROWS, lambda model: model.has_sinks),
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS, _not_phi),
     _layer("self_attention.linear_proj.weight", "self_attn.dense.weight", Cut.COLUMNS, _phi),
     _layer("self_attention.linear_proj.bias", "self_attn.dense.bias", Cut.WHOLE, _phi),
@@ -254,6 +255,7 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "w3": (model.expert_width, width),
         "q_norm": (model.head_size,),
         "k_norm": (model.head_size,),
+        "self_attn": (heads,),  # the sinks
     }
     if ".experts." in hugging_face_name:
         shapes |= dict.fromkeys(("gate_proj", "up_proj"), (model.expert_width, width))

@@ -1,0 +1,188 @@
+"""Attention sinks against a dense softmax with one more column, output and all gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import call as on_ranks
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from attention.kernels import CPU, assert_right, call_of, inputs_of, results
+from megatron_ext.attention import flash_attn_4, reference, torch_varlen, triton_packed
+from megatron_ext.attention.choice import select, suited
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.interface import AttentionCall, Scheme
+from megatron_ext.attention.triton_packed import Tile, Tiles
+from megatron_ext.context_parallel import plan
+from megatron_ext.errors import UserError
+from megatron_ext.layout import PackedLayout, build_layout
+
+SINKS = torch.tensor([-9.0, -0.5, 0.7, 6.0])
+LENGTHS = [(3, 3), (2, 5), (1, 1), (18, 20)]
+
+
+def visible(call: AttentionCall) -> Tensor:
+    """bool [t, u], query by query."""
+    seen = torch.zeros(int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1]), dtype=torch.bool)
+    for q, q_end, k, k_end in zip(
+        *(cu[part] for cu in (call.cu_seqlens_q, call.cu_seqlens_kv) for part in (slice(-1), slice(1, None))),
+        strict=True,
+    ):
+        for j in range(q_end - q):
+            last = k_end - (q_end - q) + j
+            first = k if call.left_window is None else max(k, last - call.left_window)
+            seen[q + j, first : last + 1] = True
+    return seen
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float, sink_N: Tensor) -> Tensor:
+    share = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(share, dim=1), value.repeat_interleave(share, dim=1)
+    scores = (torch.einsum("tnh,unh->ntu", query, key) * scale).masked_fill(~visible(call), -torch.inf)
+    column = sink_N[:, None, None].expand(-1, len(query), 1)
+    return torch.einsum("ntu,unh->tnh", torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1], value)
+
+
+def with_sinks(call: AttentionCall, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [*inputs_of(call, dtype=dtype), SINKS.to(dtype)]
+
+
+@pytest.mark.parametrize("left_window", [None, 2])
+@pytest.mark.parametrize("lengths", [LENGTHS, [(20, 20)] * 2], ids=["mixed", "equal"])
+def test_the_reference(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]], left_window: int | None
+) -> None:
+    monkeypatch.setattr(reference, "MASKED_QUERIES", 7)
+    call = call_of(lengths, left_window)
+    inputs = with_sinks(call, torch.float64)
+    for got, want in zip(results(reference.attend, inputs, call), results(dense, inputs, call), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_ends() -> None:
+    """A sink of -inf is a plain softmax; a very large one leaves nothing."""
+    call = call_of(LENGTHS)
+    *inputs, _ = with_sinks(call)
+    plain = results(reference.attend, inputs, call)
+    for sink, factor in ((-torch.inf, 1), (1e4, 0)):
+        found = results(reference.attend, [*inputs, torch.full((4,), sink)], call)
+        for got, want in zip(found, [*plain, torch.zeros(4)], strict=True):
+            torch.testing.assert_close(got, factor * want)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux on x86-64")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh runs the kernels on a GPU")
+def test_our_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_packed, "tiles", lambda size: Tiles(*[Tile(16, 16, 4, 1)] * 3))
+    monkeypatch.setattr("megatron_ext.attention.sinks._ELEMENTS", 5 * 4 * 16)  # several blocks of queries
+    for left_window in (None, 2):
+        call = call_of(LENGTHS, left_window)
+        assert_right(triton_packed.attend, with_sinks(call), call)
+
+
+def flash(query: Tensor, key: Tensor, call: AttentionCall, scale: float) -> tuple[Tensor, Tensor]:
+    """Scores [N, t, u] of the visible keys, and their log-sum-exp [N, t]."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = (torch.einsum("tnh,unh->ntu", query, key) * scale).masked_fill(~visible(call), -torch.inf)
+    return scores, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("left_window", [None, 2])
+def test_torch_varlen(monkeypatch: pytest.MonkeyPatch, left_window: int | None) -> None:
+    """With stand-ins: its kernels return the log-sum-exp, and compute from the output and the log-sum-exp given."""
+    call = call_of(LENGTHS, left_window)
+
+    def attend(query, key, value, *borders, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False):  # type: ignore[no-untyped-def]
+        out = reference.reference_attention(
+            query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, left_window
+        )
+        return (out, flash(query, key, call, scale)[1]) if return_aux and return_aux.lse else out
+
+    def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng_state, scale, window):  # type: ignore[no-untyped-def]
+        assert (is_causal, window) == (left_window is None, [-1 if left_window is None else left_window, 0])
+        assert rng_state.dtype == torch.uint64
+        groups = key.shape[1]
+        p = (flash(query, key, call, scale)[0] - lse[..., None]).exp()
+        values = value.repeat_interleave(query.shape[1] // groups, dim=1)
+        delta = (grad * out).sum(-1).T[..., None]
+        scores_grad = p * (torch.einsum("tnh,unh->ntu", grad, values) - delta) * scale
+        keys = key.repeat_interleave(query.shape[1] // groups, dim=1)
+        wide = torch.einsum("ntu,tnh->unh", scores_grad, query), torch.einsum("ntu,tnh->unh", p, grad)
+        narrow = (x.unflatten(1, (groups, -1)).sum(2) for x in wide)
+        return (torch.einsum("ntu,unh->tnh", scores_grad, keys), *narrow)
+
+    torch_varlen.parameters.cache_clear()
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    given = list(torch.ops.torch_attn._varlen_attn_backward.default._schema.arguments)
+    assert [one.name for one in given][-3:] == ["rng_state", "scale", "window_size"]
+    assert len(given) == 14
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
+    assert_right(torch_varlen.attend, with_sinks(call), call)
+    torch_varlen.parameters.cache_clear()
+
+
+def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(LENGTHS)
+    cute, interface = ModuleType("flash_attn.cute"), ModuleType("flash_attn.cute.interface")
+
+    def attend(q, k, v, *, softmax_scale, learnable_sink, **options):  # type: ignore[no-untyped-def]
+        return reference.attend(q, k, v, call, softmax_scale, learnable_sink), None
+
+    cute.flash_attn_varlen_func, cute.interface = attend, interface  # type: ignore[attr-defined]
+    for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    flash_attn_4._check_sink_gradient.cache_clear()
+    interface._flash_attn_bwd = lambda q: None  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"softmax_type: got learnable, needs a newer flash-attn-4"):
+        results(flash_attn_4.attend, with_sinks(call), call)
+    interface._flash_attn_bwd = lambda q, learnable_sink=None: None  # type: ignore[attr-defined]
+    assert_right(flash_attn_4.attend, with_sinks(call), call)
+    flash_attn_4._check_sink_gradient.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "te_thd"])
+def test_backends_without_the_gradient_are_refused(name: str) -> None:
+    cuda = torch.device("cuda")
+    assert suited(name, cuda, torch.bfloat16, 64) == (name,)
+    assert suited(name, cuda, torch.bfloat16, 64, sinks=True) == ()
+    assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == ("triton_packed", "flash_attn_4", "torch_varlen")
+    assert callable(select("reference", CPU, torch.float32, 64, sinks=True))
+
+
+# context parallelism: two ranks, and the sum of their gradients of the sinks
+
+LAYOUT = build_layout(24, [9, 10], 24)
+
+
+def of_rank(rank: int, layout: PackedLayout, schemes: list[Scheme], parts: int) -> list[list[Any]]:
+    found = []
+    context = ContextGroup(rank, dist.get_world_size(), dist.group.WORLD, Traffic(), parts)
+    for scheme in schemes:
+        share = plan(layout, context.size)
+        call = AttentionCall.of_plan(share, context, scheme).to(CPU)
+        *inputs, sinks = with_sinks(call_of([(24, 24)]))
+        leaves = [x[share.rows[rank]].requires_grad_() for x in inputs[:3]] + [sinks.requires_grad_()]
+        out = call.run(reference.attend, *leaves[:3], 0.25, leaves[3])
+        gradients = torch.autograd.grad(out, leaves, inputs[3][share.rows[rank]])
+        found.append([share.rows[rank], *(x.detach().numpy() for x in (out, *gradients))])
+    return found
+
+
+def test_both_exchanges() -> None:
+    call = AttentionCall.of_layout(LAYOUT)
+    wanted = [x.numpy() for x in results(dense, with_sinks(call), call)]  # scale 16 ** -0.5
+    for first, second in zip(*on_ranks(of_rank, 2, LAYOUT, list(Scheme), 2), strict=True):
+        rows, *tensors = (np.concatenate(pair) for pair in zip(first[:-1], second[:-1], strict=True))
+        for got, want in zip(
+            (*tensors, first[-1] + second[-1]), (*(x[rows] for x in wanted[:-1]), wanted[-1]), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
