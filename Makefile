@@ -40,8 +40,7 @@ test-all: setup  ## the slow tests as well
 
 test-eval: setup ## lm-eval on a trained model and on its export, after installing it with its forty packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
-	$(BIN)/python -m pytest -rs tests/tools/test_convert_checkpoint.py \
-		tests/tools/test_evaluate_lm_eval.py -k lm_eval
+	$(BIN)/python -m pytest -rs tests/tools/test_evaluate_lm_eval.py
 
 golden: setup    ## rewrite the reference losses of tests/golden, after an intended change
 	REWRITE_GOLDEN=1 $(BIN)/python -m pytest -q tests/golden

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 from launcher import Commands
+
+from megatron_ext.data.text.tokenizer import Tokenizer
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks as it is imported: its kernels then run on a CPU
@@ -52,18 +52,19 @@ def slow_but(quick: Collection[object], values: Iterable[object]) -> list[object
 
 
 @pytest.fixture(scope="session")
-def small_data(tmp_path_factory: pytest.TempPathFactory) -> SmallData:
+def small_data(alone: Commands, tmp_path_factory: pytest.TempPathFactory) -> SmallData:
     """About 150K tokens in documents of 2 to some hundred tokens, so that short rows hold several ends."""
     folder = tmp_path_factory.mktemp("small_data")
-    _tool("gather_corpus", "--output", folder / "packages.jsonl", "--max-bytes", 500_000)
+    alone.run("tools/gather_corpus.py", "--output", folder / "packages.jsonl", "--max-bytes", 500_000)
     packages = [json.loads(line)["text"] for line in (folder / "packages.jsonl").read_text().splitlines()]
     with (folder / "corpus.jsonl").open("w") as file:
         for text in packages:
             file.writelines(json.dumps({"text": piece}) + "\n" for piece in _pieces(text))
     corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
-    trained = _tool("train_tokenizer", "--input", corpus, "--vocab-size", VOCABULARY, "--output", tokenizer)
-    _tool("preprocess_data", "--input", corpus, "--output-prefix", folder / "corpus", "--tokenizer-model", tokenizer)
-    return SmallData(folder / "corpus", tokenizer, eod=int(trained.rsplit("end token ", 1)[1]))
+    alone.run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", VOCABULARY, "--output", tokenizer)
+    made = ["--input", corpus, "--output-prefix", folder / "corpus", "--tokenizer-model", tokenizer]
+    alone.run("tools/preprocess_data.py", *made)
+    return SmallData(folder / "corpus", tokenizer, eod=Tokenizer(tokenizer).eod_id)
 
 
 @pytest.fixture(scope="session")
@@ -89,10 +90,3 @@ def _pieces(text: str) -> Iterator[str]:
         length = int(1200 ** lengths.random())
         yield text[start : start + length]
         start += length
-
-
-def _tool(name: str, *flags: object) -> str:
-    command = [sys.executable, f"tools/{name}.py", *map(str, flags)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout

@@ -32,7 +32,6 @@ LATE = ["megatron_ext.run.stages", "megatron_ext.run.scoring", "torch._dynamo", 
 
 
 def main_of(script: str) -> Callable[..., Any]:
-    """Import the script's main(), under the script's own name."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
     assert spec is not None
     assert spec.loader is not None

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,6 @@ class Running:
         self.processes, self._said = list(processes), said
 
     def signal(self, number: signal.Signals, rank: int = 0) -> None:
-        """Send a signal to one process alone."""
         process = self.processes[rank]
         assert process is not None, self.words()
         process.send_signal(number)
@@ -76,7 +75,6 @@ class Running:
         return not psutil.wait_procs(filter(None, self.processes), timeout=max(timeout_s, 0))[1]
 
     def alive(self) -> list[int]:
-        """The ranks that still run."""
         return [rank for rank, process in enumerate(self.processes) if process is not None and process.is_running()]
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
@@ -137,16 +135,16 @@ class Running:
 class Commands:
     """Command lines of the project in `processes` processes each, in `folder`, as torchrun's would be.
 
-    One process alone has an environment without a launcher's words, as `python SCRIPT` has.
+    One process alone has an environment without a launcher's words, as `python SCRIPT` has; `environment` adds to it.
     """
 
-    def __init__(self, processes: int = 1, folder: Path = ROOT) -> None:
-        self._processes, self._folder = processes, folder
+    def __init__(self, processes: int = 1, folder: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
+        self._processes, self._folder, self._environment = processes, folder, environment or {}
 
     def start(self, script: str, *flags: object) -> Running:
         """Begin `script` of the repository (or of its tests) and return while it runs."""
         job = {"script": script, "argv": [str(word) for word in flags], "folder": str(self._folder)}
-        return _start(job, self._processes)
+        return _start(job, self._processes, self._environment)
 
     def attempt(self, script: str, *flags: object, timeout_s: float = 600) -> list[Done]:
         """Run `script` to its end, whatever comes of it; what each process left."""
@@ -180,7 +178,7 @@ def call(
     file = _outputs() / f"{next(_NUMBERS)}.call"
     file.write_bytes(pickle.dumps((function, args)))
     job = {"call": str(file), "path": sys.path, "group": group, "timeout_s": timeout_s, "folder": os.getcwd()}
-    running = _start(job, processes, launched=True)
+    running = _start(job, processes, {}, launched=True)
     try:
         running.finish(timeout_s)
     except TimeoutError as error:
@@ -195,7 +193,6 @@ _NUMBERS = itertools.count()
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """The folder of what processes write, removed with this process."""
     return tempfile.TemporaryDirectory(prefix="launcher-")
 
 
@@ -212,7 +209,7 @@ def clean_environment() -> dict[str, str]:
     return mine | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _start(job: dict[str, Any], processes: int, launched: bool = False) -> Running:
+def _start(job: dict[str, Any], processes: int, environment: Mapping[str, str], launched: bool = False) -> Running:
     while len(_SERVERS) < processes:  # the next ones import while the first does
         command = [sys.executable, str(Path(__file__).with_name("fork_server.py"))]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -222,7 +219,7 @@ def _start(job: dict[str, Any], processes: int, launched: bool = False) -> Runni
     for rank, server in enumerate(_SERVERS[:processes]):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | meeting if processes > 1 or launched else {}
         assert server.stdin is not None
-        server.stdin.write(json.dumps(job | {"said": str(said[rank]), "environment": place}) + "\n")
+        server.stdin.write(json.dumps(job | {"said": str(said[rank]), "environment": place | environment}) + "\n")
         server.stdin.flush()
     children = []
     for server in _SERVERS[:processes]:
@@ -237,7 +234,6 @@ def _start(job: dict[str, Any], processes: int, launched: bool = False) -> Runni
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

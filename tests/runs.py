@@ -50,17 +50,14 @@ class RunResult:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl."""
         return read_jsonl(self.folder / "metrics.jsonl")
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records of evaluation.jsonl."""
         return read_jsonl(self.folder / "evaluation.jsonl")
 
     @property
     def trajectory(self) -> Path:
-        """The folder of --dump-trajectory."""
         return self.folder / "trajectory"
 
     def weights(self, name: str) -> Weights:
@@ -69,7 +66,6 @@ class RunResult:
         return {name: tensor.float().numpy() for name, tensor in loaded.items()}
 
     def series(self, key: str) -> list[Any]:
-        """One metric, step by step."""
         return [record[key] for record in self.metrics]
 
 

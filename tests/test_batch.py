@@ -18,7 +18,6 @@ ROWS = [
 
 
 def test_two_rows_literal() -> None:
-    """The first has a document of three tokens; positions count from each segment's start."""
     batch = pack(ROWS, 4, MaskOptions(document_mask=True))
     assert batch.tokens_t.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
     assert batch.labels_t.tolist() == [2, 3, 4, 5, 7, 8, 9, 10]

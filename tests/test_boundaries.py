@@ -1,12 +1,9 @@
-"""Who may import Megatron, engine/ and run/, and what an __init__.py may hold."""
+"""Who may import Megatron, engine/ and run/."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,23 +29,6 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def imports_megatron(tree: ast.AST) -> bool:
     return any(module.split(".")[0] == "megatron" for module in imports(tree))
-
-
-def filters_warnings(node: ast.stmt) -> bool:
-    if isinstance(node, ast.For):
-        return all(map(filters_warnings, node.body))
-    return isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("warnings.filterwarnings(")
-
-
-def more_than_exports(tree: ast.Module) -> list[str]:
-    """Return the statements that are not a docstring, import, assignment to a dunder name, or warnings filter."""
-    rest = []
-    for place, node in enumerate(tree.body):
-        docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        dunder = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("__")
-        if not (docstring or dunder or filters_warnings(node) or isinstance(node, (ast.Import, ast.ImportFrom))):
-            rest.append(ast.unparse(node))
-    return rest
 
 
 @functools.cache
@@ -87,20 +67,3 @@ def test_imports_go_one_way(room: str) -> None:
 def test_the_package_imports_no_command(command: str) -> None:
     """tools/ is installed as megatron_ext.tools."""
     assert not [path for path in PACKAGE if imported_from(path, command)]
-
-
-def test_importing_every_other_room_loads_no_megatron() -> None:
-    paths = [path for path in PACKAGE if room_of(path) not in ("engine", "run")]
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    code = (
-        f"import importlib, json, sys; [importlib.import_module(m) for m in {modules}];"
-        "print(json.dumps([m for m in sys.modules if m.split('.')[0] == 'megatron']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
-
-
-def test_init_files_hold_exports_only() -> None:
-    inits = [path for path in PACKAGE if path.name == "__init__.py"]
-    assert [path for path in inits if more_than_exports(parsed(path))] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import errno
-import importlib
 import os
 import sys
 import tomllib
@@ -24,8 +23,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def end(error: BaseException, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Return the exit status and standard error of a command that raises `error`."""
-
     @command
     def main(argv: list[str]) -> int:
         assert "--debug" not in argv
@@ -143,6 +140,3 @@ def test_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_one_version() -> None:
     assert PROJECT["version"] == megatron_ext.__version__
-    newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
-    assert newest.startswith(megatron_ext.__version__)
-    assert importlib.import_module("megatron_ext.errors").installed_version("no-such-package") is None

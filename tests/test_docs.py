@@ -40,7 +40,6 @@ def missing_paths(page: Path, text: str) -> list[str]:
 
 
 def known_flags() -> set[str]:
-    """The flags of the trainer and of every script."""
     patterns = ("tools/*.py", "benchmarks/**/*.py", "docs/experiments/*.py", "megatron_ext/evaluation/flags.py")
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     scripts = [path.read_text(encoding="utf-8") for path in files]

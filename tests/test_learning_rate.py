@@ -73,13 +73,6 @@ def test_the_papers_cosine() -> None:
     assert at == pytest.approx([2e-7, 2e-4, 4e-4, 4e-4, 2.2e-4, 4e-5, 4e-5], rel=1e-12)
 
 
-def test_literal_linear_and_wsd() -> None:
-    linear = LearningRateSchedule(peak=1.0, minimum=0.2, warmup_steps=2, decay_steps=6, style="linear")
-    assert [linear.at(t) for t in range(8)] == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    wsd = LearningRateSchedule(peak=1.0, minimum=0.2, warmup_steps=2, decay_steps=8, style="WSD", wsd_steps=4)
-    assert [wsd.at(t) for t in range(10)] == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
-
-
 def test_a_warmup_from_zero_lags_a_step_behind() -> None:
     ours = LearningRateSchedule(peak=1.0, minimum=0.2, warmup_steps=4, decay_steps=8, style="linear")
     theirs = replace(ours, from_zero=True)
@@ -88,10 +81,6 @@ def test_a_warmup_from_zero_lags_a_step_behind() -> None:
     assert theirs.at(0) == 0
     config = parse(["--lr", "1", "--lr-warmup-iters", "4", "--lr-warmup-from-zero"])
     assert config.learning_rate_schedule().at(1) == 0.25
-
-
-def test_no_warmup_starts_at_the_peak() -> None:
-    assert LearningRateSchedule(peak=1.0, minimum=0.0, warmup_steps=0, decay_steps=10).at(0) == 1.0
 
 
 @given(schedule=schedules(), first=st.integers(0, 300), step=st.integers(0, 300))

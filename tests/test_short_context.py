@@ -47,25 +47,6 @@ def of_layout(layout: PackedLayout) -> LayerMasks:
 
 
 @given(cases())
-def test_each_token_is_scored_once_in_its_own_short_context(case: tuple[LayerMasks, ShortContext]) -> None:
-    masks, short = case
-    layout, chunks = masks.widest, chunks_of(masks, short)
-    contexts = [contexts_of(masks, short, token) for token in range(layout.tokens)]
-    wanted = [token for token, (long, near) in enumerate(contexts) if short.every_token or long != near]
-    assert chunks.scored_tokens().tolist() == wanted
-    tokens, inner = chunks.tokens(), chunks.layout(layout, padding=3)
-    assert inner.tokens == len(tokens) + 3
-    places = chunks.places_of_scored()
-    np.testing.assert_array_equal(tokens[places], wanted)
-    for place in places:
-        first = max(int(border) for border in inner.cu_seqlens if border <= place)
-        near = contexts[tokens[place]][1]
-        assert tokens[first] <= near  # what it depends on is there, in its own segment, and in order
-        np.testing.assert_array_equal(tokens[first : place + 1], np.arange(tokens[first], tokens[place] + 1))
-    assert (chunks.lengths <= short.length).all()
-
-
-@given(cases())
 def test_nothing_is_computed_that_no_score_needs(case: tuple[LayerMasks, ShortContext]) -> None:
     masks, short = case
     chunks = chunks_of(masks, short)
@@ -92,11 +73,7 @@ def test_documents_inside_chunks_are_not_computed_again() -> None:
     assert not len(chunks_of(of_layout(aligned), ShortContext(1024, 768)).start)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 20), max_size=30),
-    capacity=st.integers(1, 60),
-    multiple=st.integers(1, 4),
-)
+@given(lengths=st.lists(st.integers(1, 20), max_size=30), capacity=st.integers(1, 60), multiple=st.integers(1, 4))
 def test_every_chunk_is_dealt_once_and_evenly(lengths: list[int], capacity: int, multiple: int) -> None:
     shares = distribute(np.array(lengths, dtype=np.int64), capacity, multiple)
     assert sorted(index for share in shares for index in share) == list(range(len(lengths)))

@@ -42,13 +42,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_there_and_nothing_else_of_ours(site: Path) -> None:
-    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
-    pages = {path.with_name("index.html") if path.stem == "README" else path for path in pages}
-    assert pages <= {path.relative_to(site) for path in site.rglob("*.html")}
-    assert not list(site.rglob("*.py"))
-
-
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         loads = Loads()

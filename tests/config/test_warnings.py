@@ -56,17 +56,10 @@ def test_warnings(bad: str, said: str, good: str) -> None:
 
 
 def test_without_a_folder_the_weights_are_lost(alone: Commands, small_data: SmallData) -> None:
-    """Said at the start and at the end of training, and in a dry run, with the other warnings."""
-    flags = [*CONFIG, *small_data.flags, "--train-iters", 1, "--lr-warmup-iters", 0, "--seq-length", 64]
-    flags += ["--window-rate", 0.125]
-    (trained,) = alone.attempt("pretrain_skyladder.py", *flags)
-    (planned,) = alone.attempt("pretrain_skyladder.py", *flags, "--dry-run")
-    assert (trained.status, planned.status) == (0, 0)
-    lost = "save: got nothing, so the weights are lost at the end of the run; add --save FOLDER"
+    flags = ["--train-iters", 1, "--lr-warmup-iters", 0, "--seq-length", 64, "--window-rate", 0.125]
+    (trained,) = alone.attempt("pretrain_skyladder.py", *CONFIG, *small_data.flags, *flags)
+    assert trained.status == 0
     begun, ended = trained.stderr.split("step 1/1")
-    assert begun.count(f"warning: {lost}\n") == 1
-    assert begun.count("warning: window_schedule: got linear with a window of 32 tokens at the first") == 1
-    assert ended.count("warning: the weights are lost: the run had no --save folder\n") == 1
-    warnings = [line.split(maxsplit=1)[1] for line in planned.stdout.splitlines() if line.startswith("warning")]
-    assert [line.split(":")[0] for line in warnings] == ["save", "window_schedule"]
-    assert warnings[0] == lost
+    assert begun.count("warning: save: got nothing, so the weights are lost") == 1
+    assert begun.count("warning: window_schedule: ") == 1
+    assert ended.count("warning: the weights are lost") == 1

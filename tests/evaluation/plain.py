@@ -9,18 +9,15 @@ import torch
 
 
 @torch.no_grad()
-def greedy_texts(
-    model: Any, prompts: Sequence[Sequence[int]], new: int | Sequence[int], stop: list[int]
-) -> list[list[int]]:
+def greedy_texts(model: Any, prompts: Sequence[Sequence[int]], new: int, stop: list[int]) -> list[list[int]]:
     """transformers' own greedy continuation of each prompt, alone, of so many tokens at most."""
-    numbers = [new] * len(prompts) if isinstance(new, int) else new
     texts = []
-    for prompt, number in zip(prompts, numbers, strict=True):
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=number,
+            max_new_tokens=new,
             do_sample=False,
             eos_token_id=stop,
             pad_token_id=0,

@@ -19,7 +19,6 @@ from tests.chats import put_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder without weights: its configuration, and its tokenizer."""
     model = LlamaConfig(
         vocab_size=400,
         hidden_size=16,

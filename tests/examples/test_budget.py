@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "docs" / "experiments"))
-
-import budget  # noqa: E402
-from harness import HELD_OUT_NOVELS  # noqa: E402
+EXPERIMENTS = ROOT / "docs" / "experiments"
 
 
-def test_the_design_has_fifty_runs() -> None:
+@pytest.fixture
+def budget(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The experiment's module; scipy and matplotlib, which it imports, take seconds."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    return importlib.import_module("budget")
+
+
+def test_the_design_has_fifty_runs(budget: Any) -> None:
     seeds = range(1, 8)
     assert len(budget.section_a(seeds, budget.RATES)) == 18
     assert len(budget.both(seeds, budget.RATES, 2e-3)) == 50
 
 
-def test_documents_have_the_lengths_of_the_design(stories_model: Path) -> None:
+def test_documents_have_the_lengths_of_the_design(budget: Any, stories_model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(stories_model / "tokenizer.json"))
     text = "Once upon a time, Lily went to the park.\n" * 20_000
     documents = budget.cut([text], tokenizer)
@@ -34,12 +41,13 @@ def test_documents_have_the_lengths_of_the_design(stories_model: Path) -> None:
     assert np.mean(lengths) == pytest.approx(123, rel=0.1)
 
 
-def test_every_experiment_can_be_imported() -> None:
-    names = ", ".join(path.stem for path in (ROOT / "docs/experiments").glob("*.py"))
-    subprocess.run([sys.executable, "-c", f"import {names}"], cwd=ROOT / "docs/experiments", check=True)
+def test_every_experiment_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    for path in EXPERIMENTS.glob("*.py"):
+        runpy.run_path(str(path), run_name=f"experiment_{path.stem}")
 
 
-def test_slopes_and_the_best_rate() -> None:
+def test_slopes_and_the_best_rate(budget: Any) -> None:
     """Each doubling of the share is worth 0.02 nats; 4e-3 is the best rate of constant."""
     losses = {budget.name_of(share, 2e-3): [5 - 0.02 * n, 6 - 0.02 * n] for n, share in enumerate(budget.SHARES)}
     assert budget.slopes(losses, 2e-3) == pytest.approx([-0.02, -0.02])
@@ -49,11 +57,11 @@ def test_slopes_and_the_best_rate() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_experiment_at_its_smallest_scale(tmp_path: Path) -> None:
+def test_the_experiment_at_its_smallest_scale(budget: Any, tmp_path: Path) -> None:
     """Two seeds of four steps; called again, it trains nothing and writes the same page."""
     novels, out = tmp_path / "novels", tmp_path / "out"
     novels.mkdir()
-    for number, name in enumerate(("one", "two", *HELD_OUT_NOVELS)):
+    for number, name in enumerate(("one", "two", *importlib.import_module("harness").HELD_OUT_NOVELS)):
         draw = np.random.default_rng(number)
         lines = [" ".join(draw.choice(["park", "dog", "Lily", "went", "saw"], 12)) + "\n" for _ in range(2000)]
         (novels / f"{name}.txt").write_text("".join(lines))

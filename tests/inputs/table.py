@@ -53,7 +53,6 @@ class Wrong:
 
     @property
     def name(self) -> str:
-        """Name of the test."""
         given = [*(f"{name}={value}" for name, value in self.environment.items()), " ".join(self.words)]
         given += [f"{change.what} {change.file} {_short(str(change.value))}" for change in self.changes]
         return f"{self.script.removeprefix('tools/').removesuffix('.py')} {' '.join(given)}".replace(SMALL, "...")
@@ -64,14 +63,12 @@ def _short(text: str) -> str:
 
 
 def rows(script: str, before: str, text: str, after: str = "") -> Iterator[Wrong]:
-    """Read rows; `before` and `after` are words around those of each."""
     for line in text.strip("\n").splitlines():
         words, _, fragment = line.rpartition(" | ")
         yield Wrong(script, tuple(shlex.split(f"{before} {words} {after}")), fragment.strip())
 
 
 def changed(script: str, words: str, good: str, cases: Iterable[tuple[Change, str]]) -> Iterator[Wrong]:
-    """Make a row of each change and its fragment."""
     for change, fragment in cases:
         yield Wrong(script, tuple(shlex.split(words)), fragment, good=good, changes=(change,))
 
@@ -79,27 +76,16 @@ def changed(script: str, words: str, good: str, cases: Iterable[tuple[Change, st
 # flags of the trainer
 FLAGS = """
 -n 5 | no such flag
---num-layers 1000000000000 | num_layers: got 1000000000000, needs at most 10000
---hidden-size 131 | hidden_size: got 131, needs a multiple of num_attention_heads
---split x,1,1 | split
---packing-options threshold=3 | packing: random has no option 'threshold'
---data-path nan {w}/data 1 {w}/data | mixture: data: got weight nan
---mixture {w}/good.yaml | mixture
---token-weighting frozen --score-store {w}/data.bin | there is no store
 --token-weighting dataset | weights.npy
 --load {w}/nowhere | load: got
 --init-from {w}/data.bin | neither a Hugging Face model folder
---stage first | stage: got first
 --world-size 2 | world_size: got 2, needs --dry-run
 --dry-run --world-size 3 --tensor-model-parallel-size 2 | world size: got 3
---dry-run strict --data-path {w}/nowhere | nowhere.idx does not exist
+--token-weighting frozen --score-store {w}/scores --seed 7 | its seed is 1234, but this run needs 7
 --tokenizer-model {w}/nowhere | tokenizer
---tokenizer-model tiktoken:none | tokenizer
 --data-path {w}/nowhere | nowhere.idx does not exist
 --save {w}/text.txt/run | cannot be written
---save /proc/nowhere/run | cannot be written
 --save {w}/other | save: got
---load {w}/run --data-path {w}/ints | data
 --init-from {w}/hf --num-layers 3 --hidden-size 32 | needs others; use --num-layers 2 --hidden-size 16
 """
 
@@ -120,10 +106,6 @@ CONFIGURATIONS = [
     configuration(f"model: {{num_layers: {'9' * 4000}}}", "num_layers: got a number of about"),
     configuration(f"model: {{num_layers: {DEEP}}}", "recursion"),
     configuration('model: {block: "\x1b[2J"}', "needs valid YAML"),
-    configuration("model: {num_layers: 2}\nextends: run.yaml", "extends: got 'run.yaml'"),
-    configuration("families: [{name: '{x}'}]", "needs the name of an axis"),
-    configuration("data: {mixture: [{prefix: a, weight: x}]}", "weight 'x', needs a positive number"),
-    configuration("data: {mixture: [{mixture: nowhere.yaml}]}", "cannot be read"),
 ]
 # (environment of a launcher, fragment)
 LAUNCHES = [
@@ -134,7 +116,6 @@ LAUNCHES = [
 
 
 def patch(value: Mapping[str, Any], file: str = "config.json") -> Change:
-    """Replace values of a JSON file; None removes one."""
     return Change("patch", file, value)
 
 
@@ -187,12 +168,8 @@ CHECKPOINTS: list[tuple[Change, str]] = [
 METRICS: list[tuple[Change, str]] = [
     (Change("remove", "metrics.jsonl"), "metrics.jsonl: not found"),
     (write("metrics.jsonl", ""), "holds no complete step"),
-    (write("metrics.jsonl", "x\n"), "line 1: got 'x', needs one JSON object"),
-    (write("metrics.jsonl", '{"step": 1.5}\n'), "needs one JSON object with an integer step"),
     (write("metrics.jsonl", '{"step": 0, "lm_loss": 1, "window": {}}\n'), "window {}, needs a number"),
-    (write("evaluation.jsonl", '{"step": 0, "valid_loss": "x"}\n'), "valid_loss 'x', needs a number"),
     (write("evaluation.jsonl", '{"step": 0, "valid_loss": 1, "by_length": {"x": 1}}\n'), "by_length {'x': 1}"),
-    (write("evaluation.jsonl", '{"step": 0, "valid_loss": 1, "by_position": {"8": []}}\n'), "by_position []"),
 ]
 DATA: list[tuple[Change, str]] = [
     (Change("remove", "data.idx"), "data.idx does not exist"),
@@ -204,32 +181,18 @@ DATA: list[tuple[Change, str]] = [
 ]
 LINES: list[tuple[Change, str]] = [
     (write("a.jsonl", ""), "is empty"),
-    (write("a.jsonl", "x\n"), "a.jsonl:1"),
-    (write("a.jsonl", '{"text": 5}\n'), "is a int, needs a string"),
-    (write("a.jsonl", '{"text": ' + "[" * 100_000 + "\n"), "a.jsonl:1"),
     (write("a.jsonl.gz", b"\x1f\x8b\x08\x00"), "a.jsonl.gz"),
-    (write("a.parquet", b"PAR1"), "a.parquet"),
-    (write("a.txt", b"\xff\xfe"), "a.txt"),
     (write("a.doc", "x"), "in"),
 ]
 TOKENIZERS: list[tuple[Change, str]] = [
-    (write("tokenizer.json", "{}"), "tokenizer"),
     (write("tokenizer.json", "[" * 100_000), "tokenizer"),
-    (write("tokenizer_config.json", "[1]"), "tokenizer_config.json"),
     (Change("remove", "tokenizer.json"), "tokenizer"),
 ]
 STORES: list[tuple[Change, str]] = [
-    (write("zarr.json", "{}"), "zarr.json cannot be read"),
-    (write("zarr.json", "[" * 100_000), "zarr.json cannot be read"),
     (patch({"shape": [10**15, 64]}, "zarr.json"), "score store"),
-    (patch({"attributes": {}}, "zarr.json"), "holds something else"),
     (patch({"codecs": [{"name": "pickle"}]}, "zarr.json"), "score store"),
 ]
-PLANS: list[tuple[Change, str]] = [
-    (Change("remove", "data.packing/*/plan.json"), "there is no plan"),
-    (write("data.packing/*/plan.json", "x"), "is no JSON object"),
-    (Change("cut", "data.packing/*/pieces.npy", 140), "is damaged"),
-]
+PLANS: list[tuple[Change, str]] = [(Change("remove", "data.packing/*/plan.json"), "there is no plan")]
 PREPROCESS = """
  | required: --input, --output-prefix, --tokenizer-model
 --input {w}/nowhere.jsonl --output-prefix {out}/x --tokenizer-model bytes | nowhere.jsonl
@@ -238,7 +201,6 @@ PREPROCESS = """
 --input {w}/corpus.jsonl --output-prefix {w}/data --tokenizer-model bytes | data
 --input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --min-tokens 5 --max-tokens 3 | max_tokens
 --input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --json-key body | has no field 'body'
---input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --messages-field | has no
 --input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --eod-token nowhere | nowhere
 --input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --split-sentences --lang klingon | klingon
 """
@@ -252,6 +214,8 @@ megatron-to-hf --input {w}/run --output {w}/hf --tokenizer none | hf
 megatron-to-hf --input {w}/run --output {out}/x --max-shard-size big | max_shard_size: got 'big'
 verify --input {w}/hf --output {w}/hf | verify: needs one Hugging Face folder and one run
 verify --input {w}/hf --output {w}/run --tokens 0 | tokens: got 0, needs at least 1
+verify --input {w}/hf --output {w}/run | tokenizer.json
+megatron-to-hf --input {w}/run --output {out}/x | --tokenizer none
 verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | text: got 0 token ids
 """
 OTHERS = {
@@ -339,6 +303,8 @@ nowhere | name: got nowhere, which is none of the
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --rows 0 {SMALL} | rows: got 0
 --checkpoint {{w}}/hf --output {{w}}/text.txt/s --context 16 {SMALL} | text.txt
 --checkpoint {{w}}/hf --output {{w}}/run --context 16 {SMALL} | run
+--checkpoint {{w}}/hf --output {{w}}/scores --context 17 {SMALL} | its short_context is 16
+--checkpoint {{w}}/hf --output {{out}}/s --context 16 {SMALL} --tokenizer-model none --vocab-size 300 | at least the 300
 """,
     "tools/inspect_step.py": """
  | required: RUN, STEP
@@ -356,6 +322,8 @@ nowhere | name: got nowhere, which is none of the
 {w}/hf --prompt a --tokenizer bytes --eod-token nowhere | nowhere
 {w}/hf --input {w}/nowhere.jsonl | nowhere.jsonl
 {w}/hf --prompt a --lr 1 | which only training reads
+{w}/hf --prompt "" --tokenizer bytes | prompt 1: has no token to continue
+{w}/hf --prompt a --chat --tokenizer bytes | has no chat template
 """,
     "tools/evaluate.py": """
  | required: command
@@ -364,6 +332,7 @@ perplexity {w}/nowhere --input {w}/corpus.jsonl | nowhere
 perplexity {w}/hf --input {w}/nowhere.jsonl --lengths 8 --tokenizer bytes | nowhere.jsonl
 perplexity {w}/hf --input {w}/corpus.jsonl --lengths 0 --tokenizer bytes | lengths: got 0
 perplexity {w}/hf --input {w}/corpus.jsonl --max-tokens 1 | max_tokens: got 1, needs at least 2
+perplexity {w}/hf --input {w}/corpus.jsonl --tokenizer bytes --min-tokens 1000000 | no document is left to score
 recall {w}/hf --samples 0 --tokenizer bytes | samples: got 0
 recall {w}/hf --tasks x --lengths 64 --tokenizer bytes | tasks: got x
 recall {w}/hf --haystack {w}/nowhere --lengths 64 --tokenizer bytes | nowhere
@@ -378,7 +347,6 @@ perplexity {w}/hf --input {w}/corpus.jsonl --json-key body --lengths 8 --tokeniz
 
 
 def all_inputs() -> list[Wrong]:
-    """Return the whole table."""
     found = [
         *rows(TRAINER, SMALL, FLAGS),
         *changed(TRAINER, "--config {in}/run.yaml --dry-run", "", CONFIGURATIONS),
@@ -394,12 +362,7 @@ def all_inputs() -> list[Wrong]:
         *changed(TRAINER, f"{SMALL} --load {{in}}", "run", [(seal({"optimizer": {}}), "holds weights alone")]),
         *changed("tools/report.py", "{in}", "run", METRICS),
         *changed(TRAINER, f"{SMALL} --data-path {{in}}/data", "dataset", DATA),
-        *changed(
-            "tools/preprocess_data.py",
-            "--input {in} --output-prefix {out}/x --tokenizer-model bytes",
-            "",
-            LINES,
-        ),
+        *changed("tools/preprocess_data.py", "--input {in} --output-prefix {out}/x --tokenizer-model bytes", "", LINES),
         *changed(
             "tools/preprocess_data.py",
             "--input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model {in}",

@@ -17,7 +17,6 @@ from inputs.world import MODEL
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line of shell, with $PYTHON."""
     environment = clean_environment() | {"PYTHON": sys.executable}
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
@@ -73,15 +72,12 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     ("script", "words"),
     [
         ("tools/twin_recipe.py", ("{config}", "--output", "{disk}/x.yaml")),
-        ("tools/gather_corpus.py", ("--output", "{disk}/x.jsonl", "--max-bytes", "100000")),
         (
             "tools/preprocess_data.py",
             ("--input", "{text}", "--output-prefix", "{disk}/x", "--tokenizer-model", "bytes"),
         ),
         ("tools/inspect_pack.py", ("--document-ends", "3", "--seq-length", "12", "--output", "{disk}/x.png")),
-        ("tools/plan_run.py", ("{small}", "--gpus", "1", "--output", "{disk}/x.yaml")),
         (TRAINER, ("{small}", "--save", "{disk}/run")),
-        (TRAINER, ("{small}", "--dump-trajectory", "{disk}/dump")),
     ],
 )
 def test_a_read_only_disk(

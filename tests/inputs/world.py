@@ -53,8 +53,8 @@ def make(world: Path, tool: Tool) -> None:
     flags = ["--config", world / "good.yaml", "--tokenizer-model", "bytes", "--seq-length", 64]
     flags += ["--train-iters", 2, "--global-batch-size", 2]
     data = ["--data-path", world / "data"]
-    for name in ("run", "other"):
-        tool("pretrain_skyladder.py", *flags, *data, "--save", world / name)
+    tool("pretrain_skyladder.py", *flags, *data, "--save", world / "run")
+    shutil.copytree(world / "run", world / "other")
     run = ["--input", world / "run", "--output", world / "hf"]
     tool("tools/convert_checkpoint.py", "megatron-to-hf", *run, "--tokenizer", "none")
     scores = ["--checkpoint", world / "hf", "--output", world / "scores", "--context", 16]
@@ -63,7 +63,6 @@ def make(world: Path, tool: Tool) -> None:
 
 
 def prepare(folder: Path, good: Path | None, changes: tuple[Change, ...]) -> None:
-    """Make a row's own folder: a copy of valid files, changed."""
     if good is None:
         folder.mkdir(parents=True)
     else:
@@ -82,7 +81,6 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def change_file(path: Path, change: Change) -> None:
-    """Change one file in place."""
     value: Any = change.value
     match change.what:
         case "write":

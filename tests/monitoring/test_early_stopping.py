@@ -57,8 +57,7 @@ def test_a_resumed_run_counts_the_validations_up_to_its_step(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"eval_document_mask": True}, {"eval_stride": 128}, {"eval_lengths": (64, 256)}, {"eval_iters": 4}],
+    "changed", [{"eval_document_mask": True}, {"eval_stride": 128}, {"eval_lengths": (64, 256)}, {"eval_iters": 4}]
 )
 def test_validations_with_other_settings_do_not_count(tmp_path: Path, changed: dict[str, Any]) -> None:
     """Losses inside documents are higher than across them, so the two must not be compared."""

@@ -134,14 +134,7 @@ class TestMetricsWriter:
         assert _steps(tmp_path / "metrics.jsonl") == list(range(10))
 
     def test_numpy_scalars_are_numbers_and_non_finite_ones_are_null(self, tmp_path):
-        record = {
-            "step": 0,
-            "a": np.float32(0.5),
-            "b": np.int64(7),
-            "c": float("nan"),
-            "d": [np.inf],
-            "e": None,
-        }
+        record = {"step": 0, "a": np.float32(0.5), "b": np.int64(7), "c": float("nan"), "d": [np.inf], "e": None}
         with MetricsWriter(tmp_path, resume_step=0, logging=QUIET) as writer:
             writer.step(record)
         expected = {"step": 0, "a": 0.5, "b": 7, "c": None, "d": [None], "e": None}

@@ -63,24 +63,9 @@ class TestPlainLines:
             progress.update(_record(step))
         progress.close()
         lines = stream.getvalue().splitlines()
-        assert [line.split(" |")[0] for line in lines] == [
-            "step 1/25",
-            "step 11/25",
-            "step 21/25",
-            "step 25/25",
-        ]
+        assert [line.split(" |")[0] for line in lines] == ["step 1/25", "step 11/25", "step 21/25", "step 25/25"]
         figures = r"loss 3\.1416 \| norm \S+ \| lr 4\.0e-04 \| window 1,024 \| 8,192 tokens/s"
         assert re.fullmatch(rf"step 25/25 \| {figures} \| 00:00 left", lines[-1])
-
-    def test_slow_steps_get_a_line_each_time_the_seconds_are_over(self, monkeypatch):
-        now = 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: now)
-        stream = io.StringIO()
-        progress = Progress(100, 0, stream=stream, every_steps=1000, every_seconds=0.8)
-        for step, pause in enumerate((0.0, 0.0, 0.85, 0.0)):
-            now += pause
-            progress.update(_record(step))
-        assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/100", "3/100"]
 
 
 def test_disabled_writes_nothing(terminal):

@@ -94,10 +94,3 @@ def test_a_half_written_last_step_is_left_out(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lm_')
     assert len(load_run(tmp_path).records) == 3
-
-
-def test_runs_are_named_by_the_shortest_end_of_their_paths_that_differs(tmp_path):
-    folders = [write_run(tmp_path / group / "run", 1) for group in ("a", "b")]
-    assert [run.name for run in load_runs(folders)] == ["a/run", "b/run"]
-    other = write_run(tmp_path / "a" / "other", 1)
-    assert [run.name for run in load_runs([folders[0], other])] == ["run", "other"]

@@ -97,17 +97,3 @@ def test_a_benchmark_file_is_read(tmp_path: Path) -> None:
     assert [one.work.model.num_layers for one in timed] == [12, 12, 12]
     timed = [Timed(one.name, one.work, step_time(one.work, truth).total) for one in timed]
     assert calibrate(timed, SPEEDS).reached["H100"].flash4 == pytest.approx(0.3, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--calibrate", "nowhere", "--output", "out.yaml"], "calibrate: got nowhere, needs a run's folder"),
-        (["--calibrate", "nowhere"], "calibrate: got no --output, needs a file"),
-        (["--calibrate", "nowhere", "--output", "out.yaml", "--lr", "1"], "calibrate: got --lr 1 beside it"),
-        (["--config", "none.yaml", "--rehearse"], "rehearse: got it without --output"),
-    ],
-)
-def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--gpus", "2"]) == 2
-    assert message in capsys.readouterr().err

@@ -8,21 +8,6 @@ from megatron_ext.planning import training_flops
 from megatron_ext.schedule import build_schedule
 
 
-@pytest.mark.parametrize(
-    ("kind", "row_length", "rate", "expected"),
-    [
-        ("constant", 8192, 1 / 8, 11.6e20),
-        ("linear", 8192, 1 / 8, 9.9e20),
-        ("constant", 32768, 1 / 2, 25.5e20),
-        ("linear", 32768, 1 / 2, 18.8e20),
-    ],
-)
-def test_table_8(kind, row_length, rate, expected):
-    schedule = build_schedule(kind, start=32, end=row_length, rate=rate)
-    flops = training_flops("1B", schedule, row_length, steps=100_000, tokens_per_step=2**20)
-    assert flops == pytest.approx(expected, rel=0.005)
-
-
 def test_against_the_formula_step_by_step():
     model = ModelConfig(num_layers=3, hidden_size=64, vocab_size=512)
     schedule = build_schedule("linear", start=3, end=100, rate=7)

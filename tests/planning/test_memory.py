@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from launcher import Torchrun
+from launcher import Commands
 
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
@@ -34,11 +34,9 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 def measured(flags: str, processes: int) -> list[dict[str, Any]]:
     """What each process found."""
     words = [*SHAPE.split(), *BATCH.split(), *flags.split()]
-    done = Torchrun(processes).attempt("benchmarks/memory.py", *words)
-    assert done.status == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == processes
-    return found
+    done = Commands(processes).attempt("benchmarks/memory.py", *words)
+    assert [rank.status for rank in done] == [0] * processes, done
+    return [json.loads(line) for rank in done for line in rank.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize(

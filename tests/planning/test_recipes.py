@@ -16,7 +16,7 @@ from megatron_ext.config.arguments import parse, parse_stages
 from megatron_ext.config.matrix import MARK
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
-from megatron_ext.planning.recipes import Gpu, Recipe, read_recipe, recipes, table, whole_file
+from megatron_ext.planning.recipes import Recipe, read_recipe, recipes, whole_file
 from megatron_ext.planning.run_plan import RunPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,13 +275,6 @@ def test_prolongs_hours() -> None:
         assert plans[stage].flops.scheduled / (0.4 * 989e12) / 3600 == pytest.approx(hours, rel=0.1)
 
 
-def test_the_table_has_no_empty_cell() -> None:
-    lines = list(table(known()[name] for name in QUICK))
-    rows = [line.strip("| \n").split(" | ") for line in lines if line.startswith("| ") and "M |" in line]
-    assert {row[0].split(":")[0] for row in rows} == set(QUICK)
-    assert all(len(row) == 11 and all(cell.strip() for cell in row) for row in rows)
-
-
 PLANNED = re.compile(r"tokens +([\d,]+) in ([\d,]+) steps\nwindow +(\w+), .*\n((?:  step .*\n)+)")
 AT_STEP = re.compile(r"step +([\d,]+) +window +([\d,]+) +learning rate ([\d.e+-]+)(?:   rotary base +[\d,]+)?\n")
 
@@ -337,7 +330,6 @@ def write_recipe(folder: Path, facts: object) -> Path:
 def test_the_facts_of_a_recipe(tmp_path: Path) -> None:
     figures = {"flops": "9.9e20", "time_saved": 0.131, "gpu_hours": {"a": 10}, "validation_loss": {8192: 2.5}}
     facts = read_recipe(write_recipe(tmp_path, FACTS | {"published": figures | {"remark": "no gain"}})).facts
-    assert (facts.title, facts.paper, facts.world_size, facts.gpu) == ("A run", "arXiv 2503.15450", 8, Gpu.A100_40GB)
     start = "validation loss 2.500 at 8,192; 9.9e20 FLOPs; 13.1% of the time saved; "
     assert facts.published.in_words("a") == start + "10 GPU hours; no gain"
     assert facts.published.in_words(None) == start + "no gain"
@@ -347,7 +339,6 @@ def test_the_facts_of_a_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"differs": None}, "recipe.differs: got None: input should be a valid string"),
         ({"paper": "arXiv 1, 2"}, "recipe.paper: got 'arXiv 1, 2'"),
         ({"tabel": "8"}, "recipe.tabel: got '8'"),
         ({"published": {"time_saved": 1.0}}, "recipe.published.time_saved: got 1.0: input should be less than 1"),
@@ -387,6 +378,8 @@ def test_the_trainer_ignores_the_facts(tmp_path: Path) -> None:
 def test_the_command_lists_shows_and_shrinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(tool, "recipes", lambda folder: known().values())  # reading them takes seconds
+
     def run(*words: str, status: int = 0) -> str:
         monkeypatch.chdir(tmp_path)  # the command changes to the checkout
         assert tool.main(list(words)) == status
@@ -396,7 +389,6 @@ def test_the_command_lists_shows_and_shrinks(
     listed = run("--list", "table22")
     assert [line.split()[0] for line in listed.splitlines()] == [name for name in known() if "table22" in name]
     assert run(QUICK[0]) == whole_file(known()[QUICK[0]].stages(), known()[QUICK[0]].written_facts())
-    assert "512k" in run("prolong_8b")  # its mixtures are named by paths
     assert "cyclic_gradual, grid; full from step 73,440 on" in run(QUICK[0], "--dry-run")
     run(QUICK[0], "--twin", "twin.yaml")
     assert "twin.yaml, which exists" in run(QUICK[0], "--twin", "twin.yaml", status=2)

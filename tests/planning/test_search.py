@@ -38,8 +38,8 @@ MIXTURE = [
 ]
 
 
-@pytest.mark.parametrize("gpus", [64, 4096])
-def test_layouts_of_a_mixture_of_experts_are_legal_and_share_experts_out(gpus: int) -> None:
+def test_layouts_of_a_mixture_of_experts_are_legal_and_share_experts_out() -> None:
+    gpus = 64
     machine = Machine(gpus, "H100", 151936, SPEEDS)
     found = search(parse(MIXTURE), machine, top=5)
     assert len(found.best) == 5
@@ -215,14 +215,6 @@ def test_refused_layouts_say_why(words: list[str], reason: str, capsys: pytest.C
     assert "memory" not in "\n".join(lines)
 
 
-def test_memory_is_the_reason_where_nothing_else_is(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["--config", str(ROOT / "examples/configs/prolong/prolong_8b.yaml"), "--documents", "whole"]
-    lines = lines_of([*large, "--gpus", "2", "--gpu", "A100-40GB"], capsys, status=1)
-    (reason,) = [line for line in lines if "layouts:" in line]
-    assert "layouts: memory; the smallest needs 8" in reason
-    assert "available are 34.0 GiB (40 GiB less 15% of headroom)" in reason
-
-
 @pytest.mark.parametrize("mixture", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_written_configuration_passes_a_dry_run(
     mixture: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -236,20 +228,6 @@ def test_the_written_configuration_passes_a_dry_run(
     assert ("--no-moe-grouped-gemm" in shown) == parse(["--config", str(output)]).parallel.moe_grouped_gemm
     assert pretrain(["--config", str(output), "--dry-run", "--world-size", "16"]) == 0
     assert parse(["--config", str(output)]).parallel.use_distributed_optimizer
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--gpu", "H300"], "gpu: got 'H300', needs one of"),
-        (["--gpus", "0"], "gpus, top: got 0 and 5, need 1 or more"),
-        (["--stage", "third"], "stage: got 'third', needs one of"),
-    ],
-)
-def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", str(ROOT / "examples/configs/prolong/prolong_8b.yaml"), "--gpus", "8", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
 
 
 @pytest.mark.slow

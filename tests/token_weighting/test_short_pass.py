@@ -39,13 +39,11 @@ class Case:
 
     @property
     def tokens(self) -> list[Tokens]:
-        """Of each micro-batch."""
         numbers = np.split(np.arange(self.total), len(self.masks))
         return [Tokens(own, LABEL + own, np.ones(len(own), dtype=np.bool_)) for own in numbers]
 
     @property
     def total(self) -> int:
-        """T of all micro-batches."""
         return sum(mask.widest.tokens for mask in self.masks)
 
     def run(self, division: Division, context: ContextOptions | None = None) -> ShortPass:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 import time
@@ -42,10 +41,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["megatron_ext.token_weighting.store", "pytest"])
 
 
-DAMAGES = {
-    "truncated": lambda content: content[:-1],
-    "zeros whose checksum fits": lambda content: bytes(4),
-}
+DAMAGES = {"truncated": lambda content: content[:-1], "zeros whose checksum fits": lambda content: bytes(4)}
 
 
 def losses_of(row: int, length: int = IDENTITY.row_length) -> np.ndarray:
@@ -127,29 +123,6 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "note").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("shape",), [8, 64]),
-        (("chunk_grid", "configuration", "chunk_shape"), [2, 64]),
-        (("attributes", "seed"), "5"),
-        (("attributes", "surplus"), 1),
-        ((), []),
-    ],
-)
-def test_a_damaged_description_is_refused_in_one_line(tmp_path: Path, place: tuple[str, ...], value: object) -> None:
-    filled(tmp_path / "store")
-    file = tmp_path / "store" / "zarr.json"
-    description = inner = {"": json.loads(file.read_text())}
-    for key in ("", *place)[:-1]:
-        inner = inner[key]
-    inner[("", *place)[-1]] = value
-    file.write_text(json.dumps(description[""]))
-    with pytest.raises(UserError, match=r"score store .*zarr.json .*; score again") as refused:
-        ScoreStore.open(tmp_path / "store")
-    assert "\n" not in str(refused.value)
-
-
 def score(path: Path, identity: StoreIdentity, rows: list[int], start: Barrier, done: Connection) -> None:
     """Act as a data-parallel rank: write the missing rows and send the number of each."""
     start.wait()
@@ -217,10 +190,9 @@ def kill_a_writer(path: Path, identity: StoreIdentity, chance: random.Random) ->
     return len(before - after) - len(written)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_writer_loses_and_doubles_nothing(tmp_path: Path, kills: int) -> None:
-    chance, identity = random.Random(kills), replace(IDENTITY, rows=40 * kills, row_length=65_536)
-    for _ in range(kills):
+def test_a_killed_writer_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    chance, identity = random.Random(3), replace(IDENTITY, rows=120, row_length=65_536)
+    for _ in range(3):
         assert kill_a_writer(tmp_path / "store", identity, chance) in (0, 1)
     rest = ScoreStore.create_or_resume(tmp_path / "store", identity).missing(range(identity.rows)).tolist()
     ((process, reader),) = start_scoring(tmp_path / "store", identity, [list(range(identity.rows))])

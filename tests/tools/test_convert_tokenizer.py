@@ -79,33 +79,28 @@ def test_sentencepiece(tmp_path: Path, kind: str, normalized: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "beside", "more", "text"),
+    ("beside", "text"),
     [
-        ("tokenizer.model", None, (), "does not say its special tokens; give --encoding"),
-        ("cl100k_base.tiktoken", None, (), "does not say its special tokens; give --encoding"),
-        ("a.tiktoken", '{"special_tokens": {}}', (), "needs {"),
-        ("a.tiktoken", '{"pattern": "(", "special_tokens": {}}', (), "is wrong"),
-        ("a.tiktoken", '{"pattern": "x", "special_tokens": {"<s>": 3}}', (), "special tokens with ids below"),
-        ("a.tiktoken", "[1]", (), "is no object"),
+        (None, "does not say its special tokens; give --encoding"),
+        ('{"special_tokens": {}}', "needs {"),
+        ('{"pattern": "(", "special_tokens": {}}', "is wrong"),
+        ('{"pattern": "x", "special_tokens": {"<s>": 3}}', "special tokens with ids below"),
+        ("[1]", "is no object"),
     ],
 )
-def test_refusals(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, beside: str | None, more: tuple[str, ...], text: str
-) -> None:
-    file = ranks(tmp_path / name)
+def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str], beside: str | None, text: str) -> None:
+    file = ranks(tmp_path / "a.tiktoken")
     if beside:
-        (tmp_path / f"{name}.json").write_text(beside)
-    assert main(["--input", str(file), "--output", str(tmp_path / "out"), *more]) == 2
+        (tmp_path / "a.tiktoken.json").write_text(beside)
+    assert main(["--input", str(file), "--output", str(tmp_path / "out")]) == 2
     said = capfd.readouterr().err
     assert text in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.model", b"nonsense"), ("a.tiktoken", b"nonsense"), ("b.tiktoken", b"")]
-)
-def test_files_of_no_library(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("name", ["a.model", "a.tiktoken"])
+def test_files_of_no_library(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    (tmp_path / name).write_bytes(b"nonsense")
     assert main(["--input", str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
     assert f"{name} is not a " in capfd.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 from checkpoint.models import write_model
 from launcher import Commands
 
+pytestmark = pytest.mark.slow  # `make test-eval` runs them
 TOOL = "tools/evaluate.py"
 TASKS = {
     "choice": """task: choice
@@ -96,9 +97,12 @@ def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model:
     lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
     from lm_eval.tasks import TaskManager
 
-    tasks, export = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "export", "llama", vocab_size=512, std=0.1)
+    tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model", "llama", vocab_size=512, std=0.1)
+    run, export = tmp_path / "run", tmp_path / "export"
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (export / name).write_bytes((stories_model / name).read_bytes())
+        (model / name).write_bytes((stories_model / name).read_bytes())
+    alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", model, "--output", run)
+    alone.run("tools/convert_checkpoint.py", "megatron-to-hf", "--input", run, "--output", export)
     theirs = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": str(export), "dtype": "float32", "max_length": MAX_LENGTH, "add_bos_token": False},
@@ -106,20 +110,15 @@ def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model:
         task_manager=TaskManager(include_path=str(tasks)),
         device="cpu",
     )
-    alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", export, "--output", tmp_path / "run")
-    layouts: dict[str, tuple[int, list[object]]] = {
-        "tp2-pp2": (4, ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]),
-        "cp2": (2, ["--context-parallel-size", 2]),
-    }
-    for name, (processes, layout) in layouts.items():
-        record, items = evaluated(Commands(processes), tmp_path / name, tasks, tmp_path / "run", *layout)
+    for name, processes, layout in (
+        ("tp2-pp2", 4, ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]),
+        ("cp2", 2, ["--context-parallel-size", 2]),
+    ):
+        record, items = evaluated(Commands(processes), tmp_path / name, tasks, run, *layout)
         results = {(one["task"], one["metric"]): one["value"] for one in record["results"]}
         assert set(results) == {
-            ("choice", "acc"),
-            ("choice", "acc_norm"),
-            ("text", "word_perplexity"),
-            ("write", "exact_match"),
-        }
+            ("choice", "acc"), ("choice", "acc_norm"), ("text", "word_perplexity"), ("write", "exact_match"),
+        }  # fmt: skip
         for (task, metric), value in results.items():
             assert value == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-3)
         for task in TASKS:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import SmallData
 
+from tools.inspect_pack import main
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "inspect_pack.py"
 BY_HAND = ["--document-ends", "3", "10", "--seq-length", "12"]
-Main = Callable[[list[str]], int]
-
-
-@pytest.fixture(scope="module")
-def main() -> Main:
-    spec = importlib.util.spec_from_file_location("inspect_pack", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
 
 
 def cells(text: str, name: str) -> list[str]:
@@ -45,9 +34,7 @@ def test_a_row_by_hand_needs_no_heavy_library() -> None:
     assert cells(done.stdout, "segment") == list("000122223344")
 
 
-def test_a_dataset_of_another_tokenizer_is_refused(
-    main: Main, small_data: SmallData, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dataset_of_another_tokenizer_is_refused(small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
     row = ["--data-path", str(small_data.prefix), "--seq-length", "64", "--tokenizer-model"]
     assert main([*row, str(small_data.tokenizer)]) == 0
     assert main([*row, "bytes"]) == 2
@@ -56,7 +43,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(
     assert "corpus was made with another tokenizer" in error
 
 
-def test_the_masks_and_the_picture(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_masks_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BY_HAND, "--no-document-mask", "--window", "6", "--left-window", "2"]) == 0
     text = capsys.readouterr().out
     assert cells(text, "document") == list("aaabbbbbbbcc")
@@ -67,7 +54,7 @@ def test_the_masks_and_the_picture(main: Main, tmp_path: Path, capsys: pytest.Ca
     assert output.stat().st_size > 10_000
 
 
-def test_a_row_of_a_dataset(main: Main, small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_of_a_dataset(small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
     """The end token stands where a document ends and nowhere else; the sample and the seed choose the row."""
 
     def row(*flags: str) -> str:
@@ -87,7 +74,7 @@ def test_a_row_of_a_dataset(main: Main, small_data: SmallData, capsys: pytest.Ca
     assert len({row(), row("--sample", "1"), row("--seed", "1"), row("--split", "50,50,0")}) == 4
 
 
-def test_policies_are_compared(main: Main, small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_are_compared(small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data-path", str(small_data.prefix), "--seq-length", "256"]
     assert main([*flags, "--policies", "-"]) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:-1]}

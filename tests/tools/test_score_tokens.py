@@ -1,10 +1,8 @@
-"""tools/score_tokens.py against transformers' own models, under every layout, killed anywhere; and a run that reads."""
+"""tools/score_tokens.py against transformers' own models, under every layout; and a run that reads its store."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ import pytest
 import torch
 import zarr
 from conftest import SmallData
-from launcher import ROOT, Commands, Torchrun
+from launcher import Commands
 from runs import CONFIG, read_jsonl
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
 
@@ -64,7 +62,6 @@ def trained(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.Tem
 
 
 def rows_of(trajectory: Path) -> list[Row]:
-    """The rows of all steps of a dump."""
     rows = []
     for path in sorted(trajectory.glob("step_*.npz")):
         step = dict(np.load(path))
@@ -74,7 +71,6 @@ def rows_of(trajectory: Path) -> list[Row]:
 
 
 def exported(trajectory: Path, name: str) -> Path:
-    """A Hugging Face model folder of dumped weights."""
     folder = trajectory / name
     folder.mkdir()
     shutil.copy(trajectory / "config.json", folder)
@@ -123,20 +119,12 @@ def scores(commands: Commands, store: Path, checkpoint: Path, *flags: object) ->
     return zarr.open_array(store, mode="r")[:]
 
 
-def independently(
-    folder: Path,
-    rows: Sequence[Row],
-    n: int,
-    s: int,
-    *,
-    document_mask: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> np.ndarray:
+def independently(folder: Path, rows: Sequence[Row], n: int, s: int, *, document_mask: bool = False) -> np.ndarray:
     """Chunk k holds the tokens [ks, ks + n) and scores the last s of those places, the first chunk all of its own.
 
     Under the document mask the model is given the piece of each document inside the chunk as a text of its own.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     found = np.full((len(rows), len(rows[0].tokens) - 1), np.nan, dtype=np.float64)
     for row, losses in zip(rows, found, strict=True):
         for start in range(0, len(losses), s):
@@ -158,28 +146,20 @@ def token_losses(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none").numpy()
 
 
-def rounding(scores: np.ndarray, exact: np.ndarray) -> float:
-    """Root mean square of the errors, each of the loss, or of 1 where it is smaller."""
-    return float(np.sqrt(np.mean(((scores - exact) / np.maximum(exact, 1)) ** 2)))
-
-
-def assert_close(ours: np.ndarray, theirs: np.ndarray, tolerance: float = TOLERANCE) -> None:
+def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
     """To 1e-5 of the loss, or of 1 where it is smaller."""
     assert ours.shape == theirs.shape
-    error = (np.abs(ours - theirs) / np.maximum(theirs, 1)).max()
-    print(f"largest difference {error:.1e}")
-    assert error <= tolerance  # not where one is NaN either
+    assert (np.abs(ours - theirs) / np.maximum(theirs, 1)).max() <= TOLERANCE  # not where one is NaN either
 
 
-@pytest.mark.parametrize("document_mask", [False, True], ids=["across", "inside"])
 @pytest.mark.parametrize(
     ("family", "n", "s", "more"),
     [
-        ("llama", 24, 10, ()),
-        ("llama", LENGTH, LENGTH, ()),
-        ("llama", 3, 1, ("--loss-block-tokens", 17)),
-        ("qwen2", 24, 10, ("--micro-batch-size", 4)),
-        ("mistral", 24, 10, ()),
+        ("llama", 24, 18, ()),  # the default stride, 3/4 of the chunk
+        ("llama", LENGTH, LENGTH, ("--stride", LENGTH, "--document-mask")),
+        ("llama", 3, 1, ("--stride", 1, "--loss-block-tokens", 17)),
+        ("qwen2", 24, 10, ("--stride", 10, "--micro-batch-size", 4)),
+        ("mistral", 24, 10, ("--stride", 10, "--document-mask")),
     ],
 )
 def test_the_store_is_what_transformers_computes(
@@ -192,36 +172,13 @@ def test_the_store_is_what_transformers_computes(
     n: int,
     s: int,
     more: tuple[object, ...],
-    document_mask: bool,
 ) -> None:
-    rows, mask = 3, ["--document-mask"] if document_mask else []
-    flags = [*RUN, *small_data.flags, "--context", n, "--stride", s, "--rows", rows, *mask, *more]
-    ours = scores(alone, tmp_path / "store", models(family), *flags)
-    theirs = independently(models(family), trained.rows[:rows], n, s, document_mask=document_mask)
+    rows = 3
+    ours = scores(
+        alone, tmp_path / "store", models(family), *RUN, *small_data.flags, "--context", n, "--rows", rows, *more
+    )
+    theirs = independently(models(family), trained.rows[:rows], n, s, document_mask="--document-mask" in more)
     assert_close(ours, theirs)
-
-
-def test_a_real_model_and_its_text(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
-    """The default stride, 3/4 of the chunk; and the model finds English far likelier than chance."""
-    text = [paragraph for paragraph in (ROOT / "LICENSE").read_text().split("\n\n") if paragraph.strip()]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in text))
-    prefix, data = tmp_path / "text", ["--data-path", tmp_path / "text", "--tokenizer-model", stories_model]
-    made = ["--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--tokenizer-model", stories_model]
-    alone.run("tools/preprocess_data.py", *made)
-    run = [*COMMON, *data, "--seq-length", 256, "--train-iters", 1, "--global-batch-size", 4]
-    alone.run(TRAIN, *run, "--dump-trajectory", tmp_path / "trajectory")
-    rows = rows_of(tmp_path / "trajectory")
-    for mask in ([], ["--document-mask"]):
-        ours = scores(alone, tmp_path / f"store{len(mask)}", stories_model, *run, "--context", 64, *mask)
-        # the loss of one token depends on rounding: transformers' own varies by 3e-6 to 2e-5 with batch, length and
-        # position. The error over all tokens shows whether ours is worse
-        exact, theirs = (
-            independently(stories_model, rows, 64, 48, document_mask=bool(mask), dtype=dtype)
-            for dtype in (torch.float64, torch.float32)
-        )
-        assert_close(ours, exact, tolerance=2e-5)
-        assert rounding(ours, exact) <= 1.5 * rounding(theirs, exact)
-        assert ours.mean() < np.log(512) - 1
 
 
 LAYOUTS: dict[str, Flags] = {
@@ -272,6 +229,9 @@ def test_our_checkpoints_and_their_export_score_alike(
     assert_close(scores(pair, tmp_path / "tp", checkpoint, *flags, *LAYOUTS["TP2"]), exported)
     assert_close(exported, independently(trained.final, trained.rows, 24, 10))
     assert np.abs(exported - scores(alone, tmp_path / "first", trained.initial, *flags)).max() > 1000 * TOLERANCE
+    (done,) = alone.attempt(SCORE, "--checkpoint", trained.final, "--output", tmp_path / "first", *flags)
+    assert done.status == 2
+    assert ": its model is " in done.stderr
 
 
 def test_a_frozen_scorer_of_the_first_weights_weighs_the_first_step_as_the_model_itself(
@@ -299,58 +259,3 @@ def test_parts_fill_one_store(
     assert [row for row in range(5) if not np.isnan(first[row]).any()] == [1, 3]
     both = scores(alone, tmp_path / "parts", models("llama"), *flags, "--part", "0/2")
     np.testing.assert_array_equal(both, whole)
-
-
-KILLED = ["--micro-batch-size", 1, "--context", 24, "--stride", 10, "--rows"]  # a row's bits depend on no other row
-
-
-def stored(store: Path) -> dict[str, int]:
-    """The rows that are there, and when each was written."""
-    return {path.name: path.stat().st_mtime_ns for path in store.glob("c.*.0")}
-
-
-def score_through_kills(store: Path, flags: Flags, rows: int, processes: int, kills: int) -> None:
-    """Begin to score, and go on, until a SIGKILL at a random moment. What is there already is not computed again."""
-    chance = random.Random(f"{processes} {kills}")
-    for number in range(kills):
-        before = stored(store)
-        share = (rows - len(before)) // (kills - number + 1)
-        wanted = len(before) + chance.randint(1, share)
-        running = Torchrun(processes).start(SCORE, *CONFIG, *flags, "--output", store)
-        running.wait_for(lambda: len(stored(store)) >= wanted)  # noqa: B023
-        assert not running.wait(chance.uniform(0, 0.02)), f"over before the kill:\n{running.words()}"
-        running.kill()
-        after = stored(store)
-        assert before.items() <= after.items()
-        assert len(before) < len(after) < rows, "the kill came outside"
-        print(
-            f"killed between rows {len(before)} and {len(after)} of {rows}, {len(list(store.glob('*.partial')))} torn"
-        )
-
-
-@pytest.mark.parametrize(
-    ("processes", "rows", "kills"),
-    [
-        pytest.param(2, 300, 3, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.timeout(1800)
-def test_a_killed_scorer_goes_on_where_it_was(
-    alone: Commands,
-    small_data: SmallData,
-    models: Callable[[str], Path],
-    tmp_path: Path,
-    processes: int,
-    rows: int,
-    kills: int,
-) -> None:
-    """Nothing lost, nothing doubled: every file is that of an undisturbed store, bit for bit."""
-    flags = ["--checkpoint", models("llama"), *RUN, *small_data.flags, *KILLED, rows]
-    alone.run(SCORE, *flags, "--output", tmp_path / "whole")
-    score_through_kills(tmp_path / "killed", flags, rows, processes, kills)
-    before = stored(tmp_path / "killed")
-    alone.run(SCORE, *flags, "--output", tmp_path / "killed")
-    assert before.items() <= stored(tmp_path / "killed").items()
-    assert set(stored(tmp_path / "killed")) == {f"c.{row}.0" for row in range(rows)}
-    for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "killed" / path.name).read_bytes() == path.read_bytes(), path.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,15 +64,3 @@ def test_the_loss_counts_the_assistants_tokens_alone(
         for tokens, held in zip(dumped["tokens"].tolist(), mask.tolist(), strict=True):
             first = tokens.index(tokenizer.encode_spelled(START)[0][0])  # before it: `random` cuts anywhere
             assert held[first:] == list(spoken(tokens[first:], tokenizer))[1:]
-
-
-def test_a_whole_epoch_trains_every_assistants_token(alone: Commands, folder: Path, tmp_path: Path) -> None:
-    """One row holds all: nothing is cut off."""
-    card = json.loads((folder / "chats.json").read_text())
-    length = 2 ** int(card["tokens"]).bit_length()
-    more = ["--packing", "drop_tail", "--seq-length", length, "--global-batch-size", 1, "--train-iters", 1]
-    options = flags(folder, *more, "--lr-warmup-iters", 0)
-    alone.run(PACK, *options)
-    alone.run(TRAIN, *options, "--save", tmp_path / "run")
-    (told,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert told["denominator"] == card["trained"]

@@ -47,8 +47,6 @@ class MaskedSource(ListedSource):
 
 
 class WrittenSource(ListedSource):
-    """Documents of the given tokens."""
-
     def __init__(self, documents: list[list[int]]) -> None:
         super().__init__([len(document) for document in documents])
         self.documents = documents
@@ -59,7 +57,6 @@ class WrittenSource(ListedSource):
 
 
 def tokens_of(lengths: list[int]) -> list[int]:
-    """Every token of every document."""
     return [document * STRIDE + position for document, count in enumerate(lengths) for position in range(count)]
 
 

@@ -59,12 +59,7 @@ def check_walk(documents: list[list[int]], order: list[int], shuffled: list[int]
     return hits
 
 
-@given(
-    documents=some_documents,
-    block=st.integers(1, 10),
-    first=st.sampled_from([1, 4, 512]),
-    data=st.data(),
-)
+@given(documents=some_documents, block=st.integers(1, 10), first=st.sampled_from([1, 4, 512]), data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_the_next_is_the_nearest_unused(
     documents: list[list[int]], block: int, first: int, data: st.DataObject

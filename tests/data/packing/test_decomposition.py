@@ -27,7 +27,6 @@ options_ = st.fixed_dictionaries(
 
 
 def pieces_of(lengths: list[int], shortest: int, longest: int) -> dict[int, list[Piece]]:
-    """Written out: the pieces of each size."""
     found: dict[int, list[Piece]] = defaultdict(list)
     for document, length in enumerate(lengths):
         start = 0

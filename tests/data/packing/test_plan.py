@@ -9,15 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from megatron_ext.data.packing import (
-    POLICIES,
-    PackingPlan,
-    build_plan,
-    load_plan,
-    plan_folder,
-    plan_key,
-    save_plan,
-)
+from megatron_ext.data.packing import POLICIES, PackingPlan, build_plan, load_plan, plan_folder, plan_key, save_plan
 from megatron_ext.data.packing.plan import Packing
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import ListedSource

@@ -24,10 +24,7 @@ def blend(weights: list[float]) -> BlendedRows:
 
 
 weird_weights = st.lists(
-    st.one_of(
-        st.floats(1e-9, 1e9),
-        st.sampled_from([1e-12, 0.1, 0.2, 0.3, 1 / 3, 0.5, 1.0, 2.0, math.pi, 1e12]),
-    ),
+    st.one_of(st.floats(1e-9, 1e9), st.sampled_from([1e-12, 0.1, 0.2, 0.3, 1 / 3, 0.5, 1.0, 2.0, math.pi, 1e12])),
     min_size=1,
     max_size=6,
 )

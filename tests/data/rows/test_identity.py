@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def store(config: Config, packing: str | None = None) -> None:
     made = ScoreStore.create_or_resume(str(config.weighting.score_store), own)
     for row in range(2):
         made.write(row, np.ones(8, np.float32))
+
+
+def test_data_count_by_content(folder: Path) -> None:
+    """The same tokens under another name are the same rows; with one token changed they are not."""
+
+    def data() -> object:
+        return row_identity(config("bytes", folder / "copy"), 257)["data"]
+
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(folder / f"ours{suffix}", folder / f"copy{suffix}")
+    assert data() == row_identity(config("bytes", folder / "ours"), 257)["data"]
+    tokens = np.fromfile(folder / "copy.bin", dtype=np.uint16)
+    tokens[5] ^= 1
+    tokens.tofile(folder / "copy.bin")
+    assert data() != row_identity(config("bytes", folder / "ours"), 257)["data"]
 
 
 def test_a_score_store_serves_every_spelling_of_its_rows(folder: Path) -> None:

@@ -30,7 +30,6 @@ LLAMA = (
 THINKING = PLAIN.replace(
     "{{ m['content']", "{{ ('<think></think>' if loop.last and m['role'] == 'assistant' else '') + m['content']"
 )
-SUFFIXES = (".bin", ".idx", ".mask.npy")
 SAY = {"role": "assistant", "content": "yes"}
 ASK = {"role": "user", "content": "no"}
 
@@ -147,10 +146,6 @@ def options(tmp_path: Path, folder: Path) -> PreprocessOptions:
     return PreprocessOptions([str(file)], prefix, str(folder), messages_field="messages", shard_bytes=3000)
 
 
-def written(prefix: str) -> dict[str, bytes]:
-    return {suffix: Path(prefix + suffix).read_bytes() for suffix in SUFFIXES}
-
-
 def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
     report = preprocess(options)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -171,13 +166,6 @@ def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
     os.unlink(options.output_prefix + ".mask.npy")
     with pytest.raises(UserError, match=r"data\.mask\.npy does not exist"):
         IndexedSource(options.output_prefix)
-
-
-def test_workers_and_shards_do_not_change_a_byte(options: PreprocessOptions) -> None:
-    preprocess(options)
-    wanted = written(options.output_prefix)
-    preprocess(replace(options, workers=2, shard_bytes=700, overwrite=True))
-    assert written(options.output_prefix) == wanted
 
 
 def test_a_dataset_without_its_mask_is_not_complete(options: PreprocessOptions) -> None:

@@ -132,7 +132,6 @@ def test_other_tokenizers_do_not(known: list[tokenizers.Tokenizer], path: list[A
 
 
 def test_added_tokens_are_found(tmp_path: Path) -> None:
-    """Tokens that are looked for in texts, and reach across boundaries."""
     tokenizer = trained(sorted(PATTERNS)[1])
     plain = [AddedToken("<tool_call>", normalized=False), AddedToken("quick fox", normalized=False, rstrip=True)]
     tokenizer.add_tokens(plain)

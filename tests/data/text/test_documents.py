@@ -14,13 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.text.documents import (
-    Document,
-    Fields,
-    Piece,
-    read_documents,
-    read_piece,
-)
+from megatron_ext.data.text.documents import Document, Fields, Piece, read_documents, read_piece
 from megatron_ext.data.text.sources import Source
 from megatron_ext.errors import UserError
 
@@ -59,7 +53,6 @@ BAD_LINES = [
 
 
 def read(path: Path, limit: int = 200_000) -> list[str]:
-    """Return the texts of a file, or what is wrong with them."""
     items = read_piece(Piece(Source.of(path), 0, 2**62), Fields(limit=limit))
     return [item.text if isinstance(item, Document) else item for item in items]
 
@@ -92,7 +85,6 @@ def lines(texts: list[str]) -> bytes:
 
 
 def put_parquet(path: Path, columns: dict[str, object], rows: int = 2) -> Path:
-    """`rows` rows in each row group."""
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows)
     return path
 

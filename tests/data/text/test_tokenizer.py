@@ -42,18 +42,6 @@ def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
     assert tokenizer.decode([tokenizer.eod_id]) == "<|endoftext|>"
 
 
-def test_training_repeats_itself(folder: Path, tmp_path: Path) -> None:
-    again = train_bpe(iter(TEXTS), 400, tmp_path / "new" / "folder")
-    assert again.file.read_bytes() == (folder / "tokenizer.json").read_bytes()
-    assert again.fingerprint == Tokenizer(folder).fingerprint
-    assert again.vocab_size == 400
-    assert sorted(file.name for file in again.file.parent.iterdir()) == [
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    assert train_bpe([*TEXTS, "other " * 50], 400, tmp_path).fingerprint != again.fingerprint
-
-
 def test_transformers_loads_it(folder: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
