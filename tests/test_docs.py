@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def missing_paths(page: Path, text: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in named | linked if not path.exists())
 
 
+@functools.cache
 def known_flags() -> set[str]:
     patterns = ("tools/*.py", "benchmarks/**/*.py", "docs/experiments/*.py", "megatron_ext/evaluation/flags.py")
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]

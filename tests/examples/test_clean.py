@@ -24,18 +24,9 @@ RUN += ["checkpoints/iter_0000060/manifest.json", "checkpoints/iter_0000060.ab.l
 RUN += ["checkpoints/latest_checkpointed_iteration.txt", *(f"data/{name}" for name in CORPUS)]
 SMOKE, DEMO = [f"data/smoke/{name}" for name in CORPUS], [f"runs/demo/{name}" for name in RUN]
 CACHES = [".venv/bin/python", ".pytest_cache/x", ".ruff_cache/x", ".mypy_cache/x", ".hypothesis/x"]
-OWN = [
-    "data/mine.bin",
-    "data/mine.idx",
-    "data/smoke/notes.txt",
-    "data/smoke/tokenizer/merges.txt",
-    "runs/smoke/metrics.jsonl",
-]
-OWN += [
-    "runs/long/checkpoints/iter_0000040/manifest.json",
-    "runs/demo/notes.txt",
-    "runs/demo/checkpoints/kept/manifest.json",
-]
+OWN = ["data/mine.bin", "data/smoke/notes.txt", "data/smoke/tokenizer/merges.txt", "runs/smoke/metrics.jsonl"]
+OWN += ["runs/long/checkpoints/iter_0000040/manifest.json", "runs/demo/notes.txt"]
+OWN += ["runs/demo/checkpoints/kept/manifest.json"]
 
 
 @pytest.fixture

@@ -54,12 +54,8 @@ class Wrong:
     @property
     def name(self) -> str:
         given = [*(f"{name}={value}" for name, value in self.environment.items()), " ".join(self.words)]
-        given += [f"{change.what} {change.file} {_short(str(change.value))}" for change in self.changes]
+        given += [f"{change.what} {change.file} {change.value!r}" for change in self.changes]
         return f"{self.script.removeprefix('tools/').removesuffix('.py')} {' '.join(given)}".replace(SMALL, "...")
-
-
-def _short(text: str) -> str:
-    return repr(text) if len(text) <= 90 else f"{text[:40]!r}...{text[-40:]!r} ({len(text):,})"
 
 
 def rows(script: str, before: str, text: str, after: str = "") -> Iterator[Wrong]:

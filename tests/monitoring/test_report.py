@@ -70,13 +70,9 @@ def test_the_table_holds_the_runs_numbers(tmp_path):
     assert rows["Best validation loss"] == "3.0000 at step 20"
     assert rows["Final validation loss"] == "3.1250 at step 30"
     assert rows["Final validation perplexity"] == "22.76"
-    assert rows["Completed steps"] == "30"
-    assert rows["Tokens"] == "122,880"
-    assert rows["Time in training steps"] == "15.0 s"
-    assert rows["Step time, median (5 % to 95 % of steps)"] == "0.5 s (0.5 to 0.5 s)"
-    assert rows["Median tokens/s"] == "8,192"
-    assert rows["Window, start → end"] == "32 → 496 tokens"
-    assert rows["Peak memory"] == "3.00 GiB"
+    assert (rows["Completed steps"], rows["Tokens"]) == ("30", "122,880")
+    assert (rows["Time in training steps"], rows["Median tokens/s"]) == ("15.0 s", "8,192")
+    assert (rows["Window, start → end"], rows["Peak memory"]) == ("32 → 496 tokens", "3.00 GiB")
     assert not {"First recorded step", "Loss spikes", "Time in scoring"} & rows.keys()
 
 
@@ -92,6 +88,14 @@ def test_damaged_steps_are_counted_and_left_out_of_the_stability(tmp_path):
     assert rows["Non-finite steps, left out above"] == "2"
     assert (rows["Loss spikes"], rows["Steps that changed no weight"]) == ("2", "1")
     assert rows["Volatility: mean std of loss over 10 steps"] == f"{expected.volatility:.4f}"
+
+
+def test_flops_are_compared_with_steps_at_the_last_window(tmp_path):
+    records = [
+        step_record(step, window=64 if step < 20 else 1024, flops=3e9 if step < 20 else 4e9) for step in range(40)
+    ]
+    rows = table(load_run(_write(tmp_path, records)))
+    assert rows["FLOPs saved against the last window"] == "12.5%"  # 140 instead of 160
 
 
 def test_the_table_shows_where_a_run_ran_and_how_it_ended(tmp_path):
@@ -120,10 +124,9 @@ def test_any_name_and_configuration_is_shown_as_text(tmp_path):
     assert write_comparison(folders, tmp_path / "compare.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("steps", [1, 60])
 @pytest.mark.filterwarnings("error")
-def test_short_runs_have_a_report(tmp_path, steps):
-    write_report(write_run(tmp_path, steps))
+def test_short_runs_have_a_report(tmp_path):
+    write_report(write_run(tmp_path, 1))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "lm_loss": null}\n{"step": 1}\n')
     text = write_report(tmp_path).read_text()
     assert "not evaluated" in text
@@ -169,6 +172,13 @@ def test_a_weighted_loss_is_drawn_where_it_differs(tmp_path):
     *_, weighted = _charts(_write(tmp_path / "b", records))["Training loss"].figure.data
     assert weighted.name == "b, weighted"
     np.testing.assert_allclose(weighted.y, np.ones(59))
+
+
+def test_a_long_curve_keeps_its_extremes(tmp_path):
+    records = [step_record(step, grad_norm=900.0 if step == 1234 else 1.0) for step in range(5000)]
+    (each, _) = _charts(_write(tmp_path, records))["Gradient norm before clipping"].figure.data
+    assert len(each.y) <= 1000
+    assert max(each.y) == 900.0
 
 
 def test_a_comparison_has_a_trace_and_a_column_for_each_run(tmp_path):

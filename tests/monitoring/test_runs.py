@@ -78,6 +78,13 @@ def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path)
     assert load_run(write_run(tmp_path / "plain", 3)).mixture() is None
 
 
+def test_runs_are_named_by_the_shortest_end_of_their_paths_that_differs(tmp_path):
+    folders = [write_run(tmp_path / group / "run", 1) for group in ("a", "b")]
+    assert [run.name for run in load_runs(folders)] == ["a/run", "b/run"]
+    other = write_run(tmp_path / "a" / "other", 1)
+    assert [run.name for run in load_runs([folders[0], other])] == ["run", "other"]
+
+
 def test_validation_by_length_is_sorted_by_number_and_may_begin_later(tmp_path):
     write_run(tmp_path, 3)
     later = evaluation_record(2, 3.0, by_length={"1024": 2.5, "128": 3.0})
@@ -87,10 +94,3 @@ def test_validation_by_length_is_sorted_by_number_and_may_begin_later(tmp_path):
     assert np.isnan(curves[128].values[0])
     assert curves[128].finite().steps.tolist() == [2.0]
     assert curves[128].finite().values.tolist() == [3.0]
-
-
-def test_a_half_written_last_step_is_left_out(tmp_path):
-    write_run(tmp_path, 3)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "lm_')
-    assert len(load_run(tmp_path).records) == 3

@@ -215,6 +215,14 @@ def test_refused_layouts_say_why(words: list[str], reason: str, capsys: pytest.C
     assert "memory" not in "\n".join(lines)
 
 
+def test_memory_is_the_reason_where_nothing_else_is(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--config", str(ROOT / "examples/configs/prolong/prolong_8b.yaml"), "--documents", "whole"]
+    lines = lines_of([*large, "--gpus", "2", "--gpu", "A100-40GB"], capsys, status=1)
+    (reason,) = [line for line in lines if "layouts:" in line]
+    assert "layouts: memory; the smallest needs 8" in reason
+    assert "available are 34.0 GiB (40 GiB less 15% of headroom)" in reason
+
+
 @pytest.mark.parametrize("mixture", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_written_configuration_passes_a_dry_run(
     mixture: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -129,6 +129,10 @@ def test_two_models_are_told_apart(alone: Commands, tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     verify = (TOOL, "verify", "--input", model, "--output", run, *BYTES, "--dtype", "bfloat16")
     assert alone.attempt(*verify)[0].status == 1
+    other = write_model(tmp_path / "other", "llama", vocab_size=301)
+    (done,) = alone.attempt(TOOL, "verify", "--input", other, "--output", run, *BYTES)
+    assert done.status == 2
+    assert "got models with 301 and 300 token ids" in done.stderr
 
 
 def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model: Path, tmp_path: Path) -> None:

@@ -144,18 +144,13 @@ LAYOUTS: list[list[object]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Commands:
-    return Commands(2)
-
-
-def test_two_processes_find_what_a_plain_loop_finds(pair: Commands, tmp_path: Path) -> None:
+def test_two_processes_find_what_a_plain_loop_finds(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     flags = [model, "--input", *write_texts(tmp_path), "--tokenizer", "bytes", "--lengths", 30, 64, "--stride", 21]
     documents = joined(tokens_of(source) for source in SOURCES)
     expected = {length: figures(joined(loop(model, documents, length, 21))) for length in (30, 64)}
     for layout in LAYOUTS:
-        record = evaluated(pair, tmp_path / "out", *flags, "--batch-tokens", 70, *layout)
+        record = evaluated(Commands(2), tmp_path / "out", *flags, "--batch-tokens", 70, *layout)
         for length in (30, 64):
             assert_same(found(record, length), expected[length])
 
@@ -186,11 +181,3 @@ def test_a_run_of_four_processes_and_its_export_side_by_side(
     assert abs(same["value"]) < 1e-6
     assert worse["value"] == pytest.approx(at["iter_0000001"]["loss"] - at["run"]["loss"])
     assert 0 < worse["low"] < worse["value"] < worse["high"]
-
-
-def test_windows_beyond_training_are_warned_of(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("Once upon a time")
-    flags = [stories_model, "--input", tmp_path / "text.txt", "--lengths"]
-    for length, beyond in ((512, False), (513, True)):
-        (done,) = alone.attempt(TOOL, "perplexity", *flags, length)
-        assert ("beyond the 512" in done.stderr) == beyond

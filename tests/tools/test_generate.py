@@ -39,11 +39,6 @@ def refusal(commands: Commands, *flags: object) -> str:
     return line
 
 
-@pytest.fixture(scope="module")
-def pair() -> Commands:
-    return Commands(2)
-
-
 @pytest.mark.parametrize("architecture", EACH)
 def test_greedy_text_is_that_of_transformers(alone: Commands, tmp_path: Path, architecture: str) -> None:
     """Local layers, layers without angles, scaled angles: each over a cache, two texts at a time, slots refilled."""
@@ -58,16 +53,14 @@ def test_greedy_text_is_that_of_transformers(alone: Commands, tmp_path: Path, ar
     assert len({tuple(answer) for answer in ours}) > 1
 
 
-def test_two_processes_write_what_one_writes(
-    alone: Commands, pair: Commands, stories_model: Path, tmp_path: Path
-) -> None:
+def test_two_processes_write_what_one_writes(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
     options = [*("--prompt", *PROMPTS, "--max-new-tokens", 40), "--temperature", 1.5, "--top-k", 50, "--top-p", 0.95]
     one = written(alone, stories_model, tmp_path / "one.jsonl", *options, "--batch-size", 5)
     for layout in ([], ["--tensor-model-parallel-size", 2, "--sequence-parallel"], ["--context-parallel-size", 2]):
-        assert written(pair, stories_model, tmp_path / "two.jsonl", *options, "--batch-size", 2, *layout) == one
+        assert written(Commands(2), stories_model, tmp_path / "two.jsonl", *options, "--batch-size", 2, *layout) == one
 
 
-def test_two_processes_write_with_experts_what_one_writes(alone: Commands, pair: Commands, tmp_path: Path) -> None:
+def test_two_processes_write_with_experts_what_one_writes(alone: Commands, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "mixtral", num_local_experts=4)
     options = ["--prompt", *PROMPTS, "--tokenizer", "bytes", "--max-new-tokens", 8]
     one = written(alone, model, tmp_path / "one.jsonl", *options)
@@ -76,7 +69,7 @@ def test_two_processes_write_with_experts_what_one_writes(alone: Commands, pair:
         ["--pipeline-model-parallel-size", 2],
         ["--context-parallel-size", 2, "--expert-model-parallel-size", 2],
     ):
-        assert written(pair, model, tmp_path / "two.jsonl", *options, *layout) == one
+        assert written(Commands(2), model, tmp_path / "two.jsonl", *options, *layout) == one
 
 
 def test_a_checkpoint_of_another_layout_writes_what_its_export_writes(

@@ -47,11 +47,6 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Commands:
-    return Commands(2)
-
-
-@pytest.fixture(scope="module")
 def trained(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two steps with unfrozen weights, whose short context is that of `SHORT`."""
     folder = tmp_path_factory.mktemp("trained") / "run"
@@ -191,12 +186,12 @@ LAYOUTS: dict[str, Flags] = {
 
 
 def test_layouts_store_the_same(
-    alone: Commands, pair: Commands, small_data: SmallData, models: Callable[[str], Path], tmp_path: Path
+    alone: Commands, small_data: SmallData, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     flags = [*RUN, *small_data.flags, "--context", 23, "--stride", 9, "--rows", 7, "--document-mask"]
     one = scores(alone, tmp_path / "alone", models("llama"), *flags)
     for name, layout in LAYOUTS.items():
-        assert_close(scores(pair, tmp_path / name, models("llama"), *flags, *layout), one)
+        assert_close(scores(Commands(2), tmp_path / name, models("llama"), *flags, *layout), one)
 
 
 def test_a_run_that_begins_later_needs_the_rows_from_there_on(
@@ -219,14 +214,14 @@ def test_a_run_that_begins_later_needs_the_rows_from_there_on(
 
 
 def test_our_checkpoints_and_their_export_score_alike(
-    alone: Commands, pair: Commands, trained: Trained, small_data: SmallData, tmp_path: Path
+    alone: Commands, trained: Trained, small_data: SmallData, tmp_path: Path
 ) -> None:
     """A run folder, its checkpoint under another layout, and the Hugging Face folder of the same weights."""
     flags = [*RUN, *small_data.flags, *SHORT]
     exported = scores(alone, tmp_path / "exported", trained.final, *flags)
     np.testing.assert_array_equal(scores(alone, tmp_path / "run", trained.folder, *flags), exported)
     checkpoint = trained.folder / "checkpoints" / f"iter_{STEPS:07d}"
-    assert_close(scores(pair, tmp_path / "tp", checkpoint, *flags, *LAYOUTS["TP2"]), exported)
+    assert_close(scores(Commands(2), tmp_path / "tp", checkpoint, *flags, *LAYOUTS["TP2"]), exported)
     assert_close(exported, independently(trained.final, trained.rows, 24, 10))
     assert np.abs(exported - scores(alone, tmp_path / "first", trained.initial, *flags)).max() > 1000 * TOLERANCE
     (done,) = alone.attempt(SCORE, "--checkpoint", trained.final, "--output", tmp_path / "first", *flags)

@@ -76,7 +76,6 @@ def save_arrays(**arrays: list[object]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda folder: (folder / "plan.json").unlink(), "there is no plan at"),
         (lambda folder: (folder / "plan.json").write_text("{"), "is no JSON object"),
         (lambda folder: (folder / "pieces.npy").write_bytes(b"what"), "is damaged"),
         (save_arrays(row_offsets=[0, 1, 1, 3], pieces=[[0, 0, 1]] * 3), "do not make rows"),

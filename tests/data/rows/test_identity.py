@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def test_a_score_store_serves_every_spelling_of_its_rows(folder: Path) -> None:
         weighted(folder, 2, 2, "90,10,0", **packing),
         weighted(folder, 2, 2, packing="whole_document", packing_options=("rows_per_document=1",)),
         weighted(folder, 2, 2),
+        replace(weighted(folder, 2, 2, **packing), window=WindowConfig(window_schedule="constant", document_mask=True)),
     )
     for config in others:
         with pytest.raises(UserError, match=r"store: its packing is 0.5 x whole_document .*, but this run needs "):

@@ -50,20 +50,7 @@ def known() -> list[tokenizers.Tokenizer]:
 
 
 WORDS = st.sampled_from(
-    [
-        *"ab é\u0301\u0308 \t\n\r.,'!_-(1 2Z",
-        "'s",
-        "'ll",
-        " the",
-        "fox",
-        " a b",
-        "  ",
-        "\n\n",
-        "😀",
-        "中",
-        "\u00a0",
-        "\u017f",
-    ]
+    [*"ab é\u0301\u0308 \t\n\r.,'!_-(1 2Z😀中\u00a0\u017f", "'s", "'ll", " the", "fox", " a b", "  ", "\n\n"]
 )
 
 
