@@ -15,6 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from megatron_ext.data.build.encode import load_tokenizer
+from megatron_ext.data.build.lengths import length_statistics
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.build.shards import cut
 from megatron_ext.data.text.documents import Fields
@@ -219,6 +221,21 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text('{"text": "another"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl changed while it was read"):
         list(shard.read(Fields()))
+
+
+def test_a_tokenizer_that_has_changed_is_refused() -> None:
+    with pytest.raises(UserError, match="tokenizer: bytes has changed since the work began; start again"):
+        load_tokenizer("bytes", "other fingerprint")
+
+
+def test_the_statistics_of_lengths() -> None:
+    """Lengths 1, 1, 1, 5: mean 2, m2 = (3 + 9) / 4 = 3, m3 = (-3 + 27) / 4 = 6, m4 = (3 + 81) / 4 = 21."""
+    found = length_statistics(np.array([1, 1, 1, 5]))
+    assert found is not None
+    assert (found["mean"], found["median"], found["p75"], found["max"]) == (2, 1, 2, 5)
+    assert (found["skewness"], found["kurtosis"]) == pytest.approx((6 / 3**1.5, 21 / 9 - 3))
+    assert length_statistics(np.array([3, 3]))["kurtosis"] is None  # type: ignore[index]
+    assert length_statistics(np.zeros(0, np.int64)) is None
 
 
 def test_existing_output_is_refused_before_any_work(options: PreprocessOptions) -> None:
