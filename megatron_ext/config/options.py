@@ -66,11 +66,12 @@ class ModelConfig(_Section):
     """A transformer with RoPE and grouped-query attention, with the layers of Llama or another family."""
 
     model_preset: str | None = _option(None, "a named model size; other values override it")
-    block: Literal["llama", "phi", "gemma3"] = _option(
+    block: Literal["llama", "phi", "gemma3", "olmo3"] = _option(
         "llama",
         "layer type; llama: RMSNorm and SwiGLU, no biases; phi: attention and a GELU MLP in parallel after one "
         "LayerNorm, with biases (Phi-1, Phi-1.5, Phi-2); gemma3: llama with GELU, norms also after attention and MLP "
-        "and of queries and keys, and a scaled embedding",
+        "and of queries and keys, and a scaled embedding; olmo3: llama with norms after attention and MLP instead of "
+        "before, and of all heads of the queries and keys together",
     )
     num_layers: Layers = _option(4, "transformer layers")
     hidden_size: Width = _option(128, "width of the residual stream")
@@ -84,7 +85,7 @@ class ModelConfig(_Section):
     rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary frequencies")
     rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that are rotated (phi)")
     rotary_base_local: PositiveFloat | None = _option(
-        None, "base of local layers, which are not scaled (gemma3; default: as the other layers)"
+        None, "base of local layers, which are then not scaled (default: as the other layers)"
     )
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
         "none", "how rotary frequencies are scaled beyond --rope-original-length"
@@ -164,7 +165,7 @@ class ModelConfig(_Section):
     @property
     def has_qk_norms(self) -> bool:
         """Whether queries and keys are normalized."""
-        return self.qk_layernorm or self.block == "gemma3"
+        return self.qk_layernorm or self.block in ("gemma3", "olmo3")
 
     @property
     def has_sinks(self) -> bool:

@@ -3,6 +3,7 @@
 llama   x + attention(norm(x)), then x + mlp(norm(x))
 phi     x + attention(norm(x)) + mlp(norm(x)), one norm
 gemma3  x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
+olmo3   x + norm(attention(x)), then x + norm(mlp(x))
 
 With experts, the mlp of a llama block is a router and its experts.
 """
@@ -19,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig, build_module
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import make_viewless_tensor
@@ -26,9 +28,20 @@ from torch import Tensor
 
 from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer
+from megatron_ext.engine.qk_norm import HeadsNorm
 
 # Megatron's bias-dropout-add: (training, fused) -> ((output, bias), residual, dropout) -> residual stream
 BiasDropoutAdd = Callable[[bool, bool], Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]]
+
+
+class LocalAngles(SelfAttention):
+    """Gives local layers their own rotary angles, if the model has two rotary bases."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        """Return attention's output and bias; with two bases the angles are [2 t, 1, 1, H], local layers second."""
+        if self.config.packed_two_bases:
+            rotary_pos_emb = rotary_pos_emb.chunk(2)[int(self.core_attention.local)]
+        return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
 class ParallelLayer(TransformerLayer):
@@ -64,7 +77,7 @@ class SandwichSubmodules(TransformerLayerSubmodules):
 
 
 class SandwichLayer(TransformerLayer):
-    """Normalizes the outputs of attention and the MLP, and gives local layers their own rotary base."""
+    """Normalizes the outputs of attention and the MLP."""
 
     def __init__(self, config: TransformerConfig, submodules: SandwichSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
@@ -77,12 +90,6 @@ class SandwichLayer(TransformerLayer):
         add_attention, add_mlp = vars(self)["self_attn_bda"], vars(self)["mlp_bda"]
         self.self_attn_bda = _normed(self.post_attention_norm, add_attention)
         self.mlp_bda = _normed(self.post_mlp_norm, add_mlp)
-
-    def _forward_attention(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
-        if self.config.packed_two_bases:  # angles of the other layers, then of local layers
-            local = self.self_attention.core_attention.local
-            rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[int(local)]
-        return super()._forward_attention(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
 def _normed(norm: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropoutAdd:
@@ -122,6 +129,7 @@ def layer_spec(
         norm = LayerNorm if config.normalization == "LayerNorm" else rms
         layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.self_attention.module = LocalAngles
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = core_attention
     if config.qk_layernorm:
@@ -140,7 +148,16 @@ def layer_spec(
         ):  # its fused norms would be two separate norms; checkpoints still use the name of the fused one
             attention.linear_qkv = layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
             layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if block == "gemma3":
+    if block == "olmo3":
+        attention.q_layernorm, attention.k_layernorm = (
+            ModuleSpec(module=HeadsNorm, params={"heads": heads})
+            for heads in (config.num_attention_heads, config.num_query_groups)
+        )
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+        layer.submodules.sharded_state_dict_keys_map = {}
+        if transformer_engine:
+            attention.linear_qkv = layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    if block in ("gemma3", "olmo3"):
         layer.module = SandwichLayer
         layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)
     return layer, norm

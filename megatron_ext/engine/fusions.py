@@ -10,8 +10,8 @@ Requirements in Megatron-Core 0.16.1 for the inputs used here (format "sbhd", on
     weight gradients    added to their buffer by the matrix product itself: Transformer Engine's layers, or Megatron's
                         own with Apex's extension
 
-The first two support only the Llama block: there are no such kernels for other activation functions, or for rotary
-angles of a part of a head or of two bases. Not included: norms, which are one kernel already (torch's rms_norm, or
+The first two support only the blocks llama and olmo3: there are no such kernels for other activation functions, or for
+rotary angles of a part of a head. Not included: norms, which are one kernel already (torch's rms_norm, or
 Transformer Engine's, fused with the product that follows; Megatron's `persist_layer_norm` applies to LayerNorm only);
 dropout and residual, a single addition without dropout; masked softmax and cross-entropy, which Megatron does not
 compute here.
@@ -60,7 +60,7 @@ def rotation_counts(tokens: int, width: int) -> bool:
 def fusions_here(platform: Platform, config: Config) -> Fusions:
     """Return the fusions available in this process's environment; on a CPU nothing is fused."""
     data, on_cuda = config.data, platform.device.type == "cuda"
-    plain = on_cuda and config.model.block == "llama"
+    plain = on_cuda and config.model.block in ("llama", "olmo3")
     tokens = data.micro_batch_size * data.seq_length // config.parallel.context_parallel_size
     apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return Fusions(

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel over packed batches, for the Llama, Qwen, Phi and Gemma families.
+"""Megatron-Core's GPTModel over packed batches, for the Llama, Qwen, Phi, Gemma and Olmo families.
 
 Legend: t tokens of this rank, D hidden size, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """
@@ -217,7 +217,7 @@ class PackedGPT(OwnAttention, GPTModel):
         hidden_t1D: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=torch.cat(angles, dim=-1)[:, None, None, :],
+            rotary_pos_emb=torch.cat(angles)[:, None, None, :],
             packed_seq_params=PackedCall(batch, appended),
         )
         return hidden_t1D
@@ -347,6 +347,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "llama": F.silu,
     "phi": functools.partial(F.gelu, approximate="tanh"),
     "gemma3": functools.partial(F.gelu, approximate="tanh"),
+    "olmo3": F.silu,
 }
 
 
@@ -413,7 +414,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         layernorm_zero_centered_gamma=model.block == "gemma3",
         softmax_type=model.softmax_type,
         softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
-        qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradients; Megatron sums the parts
+        # each rank has a part of their gradients; Megatron sums the parts, unless the weight itself is in parts (olmo3)
+        qk_layernorm=model.has_qk_norms and model.block != "olmo3",
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
         # None if all layers use RoPE: with a list, each layer would be compiled separately

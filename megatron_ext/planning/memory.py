@@ -31,7 +31,8 @@ class Block:
     Attributes:
         norms: number of norms of a layer.
         norm_input: bytes per number of a norm's saved input; None for e.
-        norm_outputs: number of norms whose output is kept.
+        norm_outputs: number of tensors of [t, D] kept as inputs of the attention and the MLP: outputs of norms, or with
+            norms after them (olmo3) the residual stream.
         statistics: bytes per token of a norm.
         mlp: number of tensors of [t, F / tp] that the MLP keeps; `mlp_cpu` if it is not fused.
         mlp_gradients: number of tensors of [t, F / tp] that its backward pass needs.
@@ -49,6 +50,7 @@ class Block:
 BLOCKS = {
     "llama": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_cpu=5, mlp_gradients=2),
     "phi": Block(norms=1, norm_input=None, norm_outputs=1, statistics=8, mlp=2, mlp_cpu=2, mlp_gradients=1),
+    "olmo3": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_cpu=5, mlp_gradients=2),
     "gemma3": Block(norms=4, norm_input=4, norm_outputs=2, statistics=4, mlp=5, mlp_cpu=5, mlp_gradients=2),
 }
 
@@ -292,7 +294,7 @@ def attention_bytes(config: Config, shapes: Shapes) -> int:
     if config.model.has_qk_norms:
         both = heads + key_heads
         entered = 4 * both if config.model.block == "gemma3" else sizes.e * sizes.copied_queries
-        per_token += entered * sizes.head_size + 4 * both
+        per_token += entered * sizes.head_size + 4 * (2 if config.model.block == "olmo3" else both)
     return math.ceil(sizes.e * sizes.head_size * rows + shapes.tokens * per_token)
 
 

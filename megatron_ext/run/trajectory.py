@@ -49,12 +49,14 @@ class Trajectory:
 
     def _describe(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Gemma keeps its type, because its local layers have separate angles; other models are written without
-        # local layers and layers without angles: optimizer.json records these, like the masks. Attention sinks are
-        # among the weights alone.
+        # Gemma and Olmo keep their types, because their local layers have separate angles; other models are written
+        # without local layers and layers without angles: optimizer.json records these, like the masks. Attention sinks
+        # are among the weights alone.
         plain = self.config.model
-        if plain.block != "gemma3":
-            plain = replace(plain, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
+        if plain.block not in ("gemma3", "olmo3"):
+            plain = replace(
+                plain, local_window=None, window_attn_skip_freq=None, rotary_base_local=None, no_rope_freq=None
+            )
         plain = replace(plain, softmax_type="vanilla")
         entries = hugging_face_config(plain, self.vocab_size, self.config.data.seq_length)
         entries.pop("rope_scaling", None)
@@ -87,6 +89,7 @@ class Trajectory:
             "window_mask": config.window.window_mask,
             "local_window": model.local_window,
             "window_attn_skip_freq": model.window_attn_skip_freq,
+            "rotary_base_local": model.rotary_base_local,
             "local_window_fixed": config.window.local_window_fixed,
             "rope_window_bases": model.window_bases(),
             "no_rope_freq": model.no_rope_freq,

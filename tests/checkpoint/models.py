@@ -89,6 +89,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
         },
     },
+    "olmo3": {
+        "model_type": "olmo3",
+        "head_dim": 12,
+        "sliding_window": 9,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 1000.0, **SCALED["yarn"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
     **{
         f"llama-{kind}": {
             "model_type": "llama",

@@ -25,7 +25,6 @@ CASES = """
 --on-spike skip --spike-window 0 | on_spike | --on-spike skip
 --qk-layernorm --add-qkv-bias | qk_layernorm | --qk-layernorm
 --rotary-percent 0.5 | rotary_percent | --block phi --rotary-percent 0.5
---rotary-base-local 9 --local-window 9 | rotary_base_local | --local-window 9
 --num-attention-heads 3 --num-query-groups 3 --kv-channels 32 --tensor-model-parallel-size 2 | num_attention_heads | --num-attention-heads 4 --num-query-groups 4 --kv-channels 32 --tensor-model-parallel-size 2 | 2 2
 --num-query-groups 1 --tensor-model-parallel-size 2 | num_query_groups | --num-query-groups 2 --tensor-model-parallel-size 2 | 2 2
 --ffn-hidden-size 385 --tensor-model-parallel-size 2 | ffn_hidden_size | --ffn-hidden-size 386 --tensor-model-parallel-size 2 | 2 2

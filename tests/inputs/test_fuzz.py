@@ -208,6 +208,7 @@ MORE += [
     "hidden_act",
 ]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "ministral", "smollm3", "qwen3_moe", "mixtral", "phi", "gemma3_text"]
+FAMILIES += ["olmo3"]
 ANGLES = st.dictionaries(
     st.sampled_from(["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "mscale"])
     | st.sampled_from(["original_max_position_embeddings", "attention_factor", "beta_fast", "mscale_all_dim"]),

@@ -33,6 +33,10 @@ class Layout:
 TIED = ("--no-untie-embeddings-and-output-weights",)
 QKV_BIAS = ("--add-qkv-bias",)
 GEMMA3 = ("--block", "gemma3", "--local-window", "20", "--window-attn-skip-freq", "2", "--rotary-base-local", "300")
+YARN = ("--rope-scaling", "yarn", "--rope-scaling-factor", "4", "--rope-original-length", "16")
+OLMO3 = ("--block", "olmo3", "--local-window", "20", "--window-attn-skip-freq", "4", "--rotary-base-local", "300")
+OLMO3 += YARN
+TWO_BASES = ("--local-window", "20", "--window-attn-skip-freq", "2", "--rotary-base-local", "300", *YARN)
 PHI = ("--block", "phi", "--rotary-percent", "0.5")
 QWEN3 = ("--qk-layernorm", "--kv-channels", "24")
 BALANCED = ("--moe-aux-loss-coeff", "0.1")
@@ -57,6 +61,7 @@ FAST = {
     "recompute modules tp2 sp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn layernorm mlp", 2),
     "dp2 balanced batches": Layout("--balance-batches", 2),
     "gemma3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, GEMMA3),
+    "olmo3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, OLMO3),
     "qk clip mixtral ep2": Layout(EP2, 2, (*QK_CLIP, *MIXTRAL)),
     "qwen3-moe cp2 ep2": Layout(f"{CP2} {EP2}", 2, QWEN3_MOE),
 }
@@ -106,6 +111,9 @@ SLOW = {
     "gemma3 tied pp2": Layout(PP2, 2, (*GEMMA3, *TIED)),
     "gemma3 cp2": Layout(CP2, 2, GEMMA3),
     "gemma3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, GEMMA3),
+    "olmo3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, OLMO3),
+    "olmo3 pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, OLMO3),
+    "two bases cp2": Layout(CP2, 2, TWO_BASES),
     "phi tp2": Layout(TP2, 2, PHI),
     "phi pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, PHI),
     "phi tied pp2": Layout(PP2, 2, (*PHI, *TIED)),

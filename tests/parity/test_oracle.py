@@ -161,6 +161,16 @@ CASES = [
         id="Gemma 3",
         marks=pytest.mark.slow,
     ),
+    pytest.param(
+        128,
+        [
+            *("--document-mask", "--block", "olmo3", "--local-window", "20", "--window-attn-skip-freq", "4"),
+            *("--rotary-base-local", "300", "--rope-scaling", "yarn", "--rope-scaling-factor", "4"),
+            *("--rope-original-length", "32"),
+        ],
+        id="Olmo 3",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -21,6 +21,7 @@ from megatron_ext.planning.run_plan import RunPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPERS = {"skyladder": "arXiv 2503.15450", "prolong": "arXiv 2410.02660", "token_weighting": "arXiv 2503.09202"}
+PAPERS |= {"olmo3": "arXiv 2512.13961"}
 OF_ANOTHER = {"token_weighting_longce": "arXiv 2410.23771"}
 QUICK = ("skyladder_table22_gradual_4_5", "prolong_ablation_length_512k", "token_weighting_table4_shifted_ppmi")
 SOME = (*QUICK, "prolong_8b", "skyladder_120m_8k")
@@ -182,6 +183,15 @@ SETTINGS: dict[str, dict[str, object]] = {
     **{
         rf"prolong_ablation_rope_512k_{base}: longer": STAGE_512K | {"tokens": 5 * 2**30, "rotary_base": float(base)}
         for base in ("64e6", "128e6", "256e6")
+    },
+    # Olmo 3: OLMo-core's script for the long-context stage of the 7B model, and the report's Table 11
+    r"olmo3_7b_long": {
+        "model_preset": "Olmo-3-7B", "tokens_per_step": 4 * 2**20, "train_iters": 11_921, "seq_length": 2**16,
+        "lr": 0.00020712352850360292, "min_lr": 0.0, "lr_warmup_iters": 200, "lr_decay_style": "linear",
+        "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "clip_grad": 1.0, "z_loss": 1e-5,
+        "rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_original_length": 8192, "rope_beta_fast": 32.0,
+        "rope_beta_slow": 1.0, "rotary_base": 5e5, "rotary_base_local": 5e5, "local_window": 4096,
+        "window_attn_skip_freq": 4, "document_mask": True, "shares": {"longmino": 34, "dolmino": 66},
     },
     # Token weighting: Section 4
     r"token_weighting_.*": {

@@ -12,6 +12,7 @@
     mixtral     global, or all local  there are experts, and none of the above
     phi         global                the block is Phi's
     gemma3_text global or local       the block is Gemma's
+    olmo3       global or local       the block is Olmo's
 
 Values that the other side does not support raise an error, and so do unknown entries, because they may change the
 model's results.
@@ -40,6 +41,7 @@ FAMILIES = {
     "mixtral": "MixtralForCausalLM",
     "phi": "PhiForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
 }
 # transformers' defaults that differ from ours
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -64,8 +66,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
+    "olmo3": {"sliding_window": 4096},
 }
-_BIASES = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text")  # the families that read attention_bias
+_BIASES = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "olmo3")  # the families that read attention_bias
 _QWEN = ("qwen2", "qwen3")
 _ALL_LOCAL = ("mistral", "mixtral", "qwen3_moe")  # families whose layers are all local, or all global
 # the families' names of num_experts, moe_router_topk and moe_ffn_hidden_size
@@ -74,7 +77,8 @@ _EXPERTS = {
     "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
 }
 _LAYER_TYPES = ("sliding_attention", "full_attention")
-_BLOCKS: dict[str, Literal["phi", "gemma3"]] = {"phi": "phi", "gemma3_text": "gemma3"}  # llama for the others
+# llama for the others
+_BLOCKS: dict[str, Literal["phi", "gemma3", "olmo3"]] = {"phi": "phi", "gemma3_text": "gemma3", "olmo3": "olmo3"}
 _EPSILON = {"phi": "layer_norm_eps"}  # rms_norm_eps for the others
 # entries that must have this value, the only one that our model supports
 _FIXED: dict[str, Any] = {
@@ -254,6 +258,8 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
     if family == "gemma3_text" and not types:
         period = entries.get("sliding_window_pattern", entries.get("_sliding_window_pattern", 6))
         local = [layer % period != 0 for layer in range(1, layers + 1)]
+    if family == "olmo3" and not types:
+        local = [layer % 4 != 0 for layer in range(1, layers + 1)]
     if not any(local):
         return None, None
     return window, _period(local, "layer_types whose global layers", "--window-attn-skip-freq", path)
@@ -287,6 +293,8 @@ def family_of(model: ModelConfig) -> str:
         exclusive += [("no_rope_freq", other) for other in ("add_qkv_bias", "qk_layernorm", "local_window")]
     if model.num_experts is not None:
         exclusive += [("num_experts", "window_attn_skip_freq")]
+    if model.block not in ("gemma3", "olmo3"):
+        exclusive += [("block", "rotary_base_local")]
     for one, other in exclusive:
         if getattr(model, other):
             raise UserError(
@@ -298,8 +306,9 @@ def family_of(model: ModelConfig) -> str:
             "softmax_type: got learnable, transformers has attention sinks in gpt_oss alone, whose experts are not "
             "supported; it cannot be converted"
         )
-    if model.block in ("phi", "gemma3"):
-        return "phi" if model.block == "phi" else "gemma3_text"
+    for family, block in _BLOCKS.items():
+        if model.block == block:
+            return family
     if model.no_rope_freq is not None:
         return "smollm3"
     if model.num_experts is not None:
@@ -363,7 +372,7 @@ def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
         return {}
     if family in _ALL_LOCAL:
         return {"sliding_window": model.local_window} | ({"use_sliding_window": True} if family == "qwen3_moe" else {})
-    # Gemma's configuration has a window even if no layer is local
+    # Gemma's and Olmo's configurations have a window even if no layer is local
     window: dict[str, Any] = {"sliding_window": model.local_window or 4096}
     every = model.window_attn_skip_freq if model.local_window is not None else 1
     local = [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]

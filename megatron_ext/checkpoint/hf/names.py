@@ -132,6 +132,14 @@ def _gemma(model: ModelConfig) -> bool:
     return model.block == "gemma3"
 
 
+def _olmo(model: ModelConfig) -> bool:
+    return model.block == "olmo3"
+
+
+def _post_norms(model: ModelConfig) -> bool:
+    return model.block in ("gemma3", "olmo3")
+
+
 def _not_phi(model: ModelConfig) -> bool:
     return model.block != "phi"
 
@@ -147,7 +155,12 @@ _HF_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 TABLE: tuple[Parameter, ...] = (
     Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Cut.VOCABULARY),
-    _layer(f"input_layernorm.weight {_QKV}.layer_norm_weight", "input_layernorm.weight", Cut.WHOLE),
+    _layer(
+        f"input_layernorm.weight {_QKV}.layer_norm_weight",
+        "input_layernorm.weight",
+        Cut.WHOLE,
+        lambda model: model.block != "olmo3",
+    ),
     _layer(f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias", Cut.WHOLE, _phi),
     _layer(f"{_QKV}.weight", " ".join(f"{name}.weight" for name in _HF_QKV), Cut.QKV),
     _layer(f"{_QKV}.bias", " ".join(f"{name}.bias" for name in _HF_QKV), Cut.QKV, lambda model: model.has_qkv_bias),
@@ -155,10 +168,14 @@ TABLE: tuple[Parameter, ...] = (
         _layer(
             f"self_attention.{one}_layernorm.weight",
             f"self_attn.{one}_norm.weight",
-            Cut.WHOLE,
-            lambda model: model.has_qk_norms,
+            cut,
+            of,
         )
         for one in "qk"
+        for cut, of in (
+            (Cut.WHOLE, lambda model: model.has_qk_norms and model.block != "olmo3"),
+            (Cut.ROWS, _olmo),  # a weight for each head, distributed like the heads
+        )
     ),
     _layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", Cut.ROWS, lambda model: model.has_sinks),
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS, _not_phi),
@@ -176,9 +193,9 @@ TABLE: tuple[Parameter, ...] = (
         Cut.WHOLE,
         lambda model: model.num_experts is not None,
     ),
-    _layer("post_attention_norm.weight", "post_attention_layernorm.weight", Cut.WHOLE, _gemma),
+    _layer("post_attention_norm.weight", "post_attention_layernorm.weight", Cut.WHOLE, _post_norms),
     _layer(f"pre_mlp_layernorm.weight {_FUSED_NORM}", "pre_feedforward_layernorm.weight", Cut.WHOLE, _gemma),
-    _layer("post_mlp_norm.weight", "post_feedforward_layernorm.weight", Cut.WHOLE, _gemma),
+    _layer("post_mlp_norm.weight", "post_feedforward_layernorm.weight", Cut.WHOLE, _post_norms),
     _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", Cut.GATE_UP, _dense),
     _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut.COLUMNS, _dense),
     *_experts("mlp", "gate_proj up_proj", "down_proj", lambda model: model.qk_layernorm),
@@ -253,8 +270,8 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "w1": (model.expert_width, width),
         "w2": (width, model.expert_width),
         "w3": (model.expert_width, width),
-        "q_norm": (model.head_size,),
-        "k_norm": (model.head_size,),
+        "q_norm": (model.head_size * (heads if model.block == "olmo3" else 1),),
+        "k_norm": (model.head_size * (groups if model.block == "olmo3" else 1),),
         "self_attn": (heads,),  # the sinks
     }
     if ".experts." in hugging_face_name:

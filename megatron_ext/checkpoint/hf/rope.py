@@ -20,6 +20,7 @@ from megatron_ext.rope import follows_text, settled
 
 _ALL = {"rope_type", "type", "rope_theta"}
 _PARTIAL = {"phi": 0.5}  # transformers' defaults for families with partial rotary embedding
+_TWO_BASES = {"gemma3_text": (1_000_000.0, 10_000.0), "olmo3": (500_000.0, 500_000.0)}  # of global and local layers
 _READ = {
     "default": _ALL,
     "linear": _ALL | {"factor"},
@@ -44,7 +45,7 @@ def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelC
     Raises:
         UserError: a scaling, or one of its entries, is not supported; the message names it.
     """
-    if entries["model_type"] == "gemma3_text":
+    if entries["model_type"] in _TWO_BASES:
         return _with_two_bases(model, entries, path)
     return _with_one_base(model, entries, path)
 
@@ -66,11 +67,11 @@ def _check_numbers(rope: dict[str, Any], path: Path) -> None:
 
 
 def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
-    """Read Gemma's rotary options, which differ between local and global layers; only the latter may be scaled."""
+    """Read Gemma's or Olmo's rotary options: local and global layers differ, and only the latter may be scaled."""
     nested, scaling = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
     if "type" in scaling and "rope_type" not in scaling:
         raise UserError(
-            f"checkpoint: {path} has the key 'type' in its rope_scaling, which transformers ignores in a Gemma-3; "
+            f"checkpoint: {path} has the key 'type' in its rope_scaling, which transformers ignores in such a model; "
             "name it rope_type, or remove rope_scaling"
         )
     for kind in ("full_attention", "sliding_attention"):
@@ -79,8 +80,11 @@ def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> 
                 f"checkpoint: {path} has {kind} {echo(nested[kind])} in its rope_parameters, needs an object"
             )
         _check_numbers(nested.get(kind) or {}, path)
-    theirs = {"rope_theta": entries.get("rope_theta", 1_000_000.0)} | (nested.get("full_attention") or {}) | scaling
-    local = {"rope_theta": entries.get("rope_local_base_freq", 10_000.0)} | (nested.get("sliding_attention") or {})
+    base, local_base = _TWO_BASES[entries["model_type"]]
+    if entries["model_type"] == "gemma3_text":
+        local_base = entries.get("rope_local_base_freq", local_base)
+    theirs = {"rope_theta": entries.get("rope_theta", base)} | (nested.get("full_attention") or {}) | scaling
+    local = {"rope_theta": local_base} | (nested.get("sliding_attention") or {})
     one = {name: value for name, value in entries.items() if name not in ("rope_theta", "rope_scaling")}
     model = _with_one_base(model, one | {"rope_parameters": dict(theirs)}, path)
     kinds = [angles.get("rope_type", "default") for angles in (theirs, local)]
@@ -184,7 +188,7 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
             entries["attention_factor"] = model.rope_attention_factor
     everywhere = entries | {"rope_theta": model.rotary_base}
     by_kind = {}
-    if model.block == "gemma3":
+    if model.block in ("gemma3", "olmo3"):
         own = {"rope_type": "default", "rope_theta": model.rotary_base_local}
         local = everywhere if model.rotary_base_local is None else own
         by_kind = {"rope_parameters": {"full_attention": everywhere, "sliding_attention": local}}

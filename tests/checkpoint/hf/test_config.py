@@ -15,7 +15,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
 HERE = Path("config.json")
-LOCAL = ("mistral", "ministral", "gemma3_text")
+LOCAL = ("mistral", "ministral", "gemma3_text", "olmo3")
 EPSILON = {"phi": "layer_norm_eps"}
 
 
@@ -38,13 +38,13 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
     assert ours.num_query_groups == theirs.num_key_value_heads
     assert ours.local_window == (theirs.sliding_window if family in LOCAL else None)
     assert ours.untie_embeddings_and_output_weights != theirs.tie_word_embeddings
-    if family == "gemma3_text":
+    if family in ("gemma3_text", "olmo3"):
         angles = theirs.rope_parameters
-        assert ours.rotary_base_local == angles["sliding_attention"]["rope_theta"]
+        assert (ours.rotary_base_local or ours.rotary_base) == angles["sliding_attention"]["rope_theta"]
         assert ours.rotary_base == angles["full_attention"]["rope_theta"]
         local = [ours.window_attn_skip_freq is None or n % ours.window_attn_skip_freq != 0 for n in (1, 2, 3, 4)]
         assert local == [name == "sliding_attention" for name in theirs.layer_types]
-        assert ours.query_pre_attn_scalar == theirs.query_pre_attn_scalar
+        assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
         return
     assert ours.rotary_base == theirs.rope_parameters["rope_theta"]
     no_rope = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
@@ -79,6 +79,7 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
             },
             "gemma3_text",
         ),
+        ({"block": "olmo3", "local_window": 9, "window_attn_skip_freq": 2}, "olmo3"),
         ({"hidden_size": 130, "kv_channels": 32}, "mistral"),
         ({"no_rope_freq": 3}, "smollm3"),
         ({"no_rope_freq": 1}, "smollm3"),
@@ -100,9 +101,16 @@ def test_a_model_that_no_architecture_computes(other: dict[str, Any]) -> None:
         hugging_face_config(model, 300, 128)
 
 
-def test_phi_has_no_local_layers() -> None:
-    with pytest.raises(UserError, match=r"block: got phi with local_window 9, .*cannot be converted"):
-        hugging_face_config(ModelConfig(vocab_size=300, block="phi", local_window=9), 300, 128)
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (ModelConfig(block="phi", local_window=9), "block: got phi with local_window 9"),
+        (ModelConfig(local_window=9, rotary_base_local=99.0), "block: got llama with rotary_base_local 99.0"),
+    ],
+)
+def test_local_layers_that_no_architecture_has(model: ModelConfig, text: str) -> None:
+    with pytest.raises(UserError, match=f"{text}, .*cannot be converted"):
+        hugging_face_config(model, 300, 128)
 
 
 @pytest.mark.parametrize(

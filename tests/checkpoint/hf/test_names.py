@@ -72,6 +72,7 @@ KINDS = [
     ModelConfig(qk_layernorm=True),
     ModelConfig(block="phi", rotary_percent=0.5),
     ModelConfig(block="gemma3"),
+    ModelConfig(block="olmo3"),
     ModelConfig(num_experts=3),
     ModelConfig(num_experts=4, moe_router_topk=3, moe_ffn_hidden_size=5, qk_layernorm=True),
 ]
@@ -114,7 +115,7 @@ def test_names_and_shapes_are_transformers(
 
 
 @pytest.mark.parametrize(
-    "name", ["1B", "Qwen2.5-0.5B", "Qwen3-8B", "Phi-2", "Gemma-3-1B", "Qwen3-30B-A3B", "Mixtral-8x7B"]
+    "name", ["1B", "Qwen2.5-0.5B", "Qwen3-8B", "Phi-2", "Gemma-3-1B", "Olmo-3-7B", "Qwen3-30B-A3B", "Mixtral-8x7B"]
 )
 def test_presets_are_transformers_models(name: str) -> None:
     assert_same_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"])
@@ -134,6 +135,7 @@ def test_presets_are_transformers_models(name: str) -> None:
         ("Qwen3-4B", 4_022_468_096),
         ("Qwen3-8B", 8_190_735_360),
         ("Gemma-3-1B", 999_885_952),
+        ("Olmo-3-7B", 7_298_011_136),
         ("Qwen3-30B-A3B", 30_532_122_624),
         ("Mixtral-8x7B", 46_702_792_704),
         ("Phi-2", 2_779_683_840),
@@ -225,6 +227,7 @@ def test_join_undoes_shard(
     tp: int, groups: int, share: int, half_head: int, ffn: int, vocabulary: int, unit: int, width: int
 ) -> None:
     model = ModelConfig(
+        block="olmo3",  # whose norms of queries and keys can be distributed
         num_layers=1,
         hidden_size=width * tp,
         ffn_hidden_size=ffn * tp,

@@ -51,6 +51,8 @@ OTHERS = {
     "Phi": (PHI, 1, 1),
     "Phi, mlp": (f"{PHI} {AGAIN} mlp", 1, 1),
     "Gemma 3": ("--block gemma3", 1, 1),
+    "Olmo 3": ("--block olmo3", 1, 1),
+    "Olmo 3, tensor, sequence": (f"--block olmo3 --num-query-groups 32 {TENSOR}", 2, 1),
     "experts, pipeline of 2": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2, 4),
     "experts of 2, tensor, sequence": (f"{EP2} {TENSOR}", 4, 1),
     "experts of 2, exchange": (f"{EP2} --context-parallel-size 2", 2, 1),
