@@ -11,14 +11,9 @@ from megatron_ext.config.options import GradientSharing
 NOTHING, EVERYTHING = GradientSharing(False, False, False), GradientSharing(True, True, True)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 64])
-def test_a_cpu_shares_nothing_unasked(replicas: int) -> None:
-    assert ParallelConfig().gradient_sharing(False, replicas) == NOTHING
-
-
-@pytest.mark.parametrize(("replicas", "sharing"), [(1, NOTHING), (2, EVERYTHING), (64, EVERYTHING)])
-def test_several_ranks_on_cuda_share_everything(replicas: int, sharing: GradientSharing) -> None:
-    assert ParallelConfig().gradient_sharing(True, replicas) == sharing
+def test_unasked_several_ranks_on_cuda_share_everything_and_a_cpu_nothing() -> None:
+    found = [ParallelConfig().gradient_sharing(on_cuda, replicas) for on_cuda in (False, True) for replicas in (1, 64)]
+    assert found == [NOTHING, NOTHING, NOTHING, EVERYTHING]
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])

@@ -27,7 +27,7 @@ SMALL = (
 class Change:
     """A change to a copy of valid files: `what` names one of those in world.py, `value` is the new content."""
 
-    what: Literal["write", "patch", "seal", "cut", "remove", "link", "put"]
+    what: Literal["write", "patch", "seal", "cut", "remove", "put"]
     file: str
     value: Any = None
 
@@ -276,6 +276,7 @@ nowhere | name: got nowhere, which is none of the
  | required: recipe, --output
 {w}/nowhere.yaml --output {out}/x.yaml | nowhere.yaml
 {w}/good.yaml#x --output {out}/x.yaml | this file is a single run
+{w}/good.yaml --output {w}/text.txt | text.txt, which exists
 {w}/good.yaml --output {w}/text.txt/x.yaml | text.txt
 """,
     "tools/gather_corpus.py": """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -35,10 +36,10 @@ def test_wrong_input_is_a_short_error(wrong: Wrong, world: Path, tmp_path: Path)
     places = {"{w}": world, "{in}": tmp_path / "in", "{out}": tmp_path / "out"}
     commands = Commands(folder=tmp_path, environment=wrong.environment)  # none needs the repository's folder
     running = commands.start(wrong.script, *(placed(word, places) for word in wrong.words))
-    (process,) = running.processes
-    if process is not None and process.is_running():
-        limit = process.memory_info().vms + MEMORY
-        process.rlimit(psutil.RLIMIT_AS, (limit, limit))
+    for process in filter(None, running.processes):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+            limit = process.memory_info().vms + MEMORY
+            process.rlimit(psutil.RLIMIT_AS, (limit, limit))
     (done,) = running.finish(timeout_s=60)
     lines = done.stderr.splitlines()
     (begin,) = (number for number, line in enumerate(lines) if line.startswith("error: "))

@@ -34,9 +34,7 @@ def make(world: Path, tool: Tool) -> None:
         tool: runs a command, which must succeed: `tool(script, word, ...)`.
     """
     world.mkdir(parents=True)
-    (world / "empty").mkdir()
     (world / "empty.txt").touch()
-    (world / "latin.txt").write_bytes(b"caf\xe9 " * 20)
     (world / "text.txt").write_text("It was a bright cold day in April.\n" * 20)
     texts = [f"{number}: " + "the clocks were striking thirteen " * (number % 7 + 1) for number in range(60)]
     (world / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -102,6 +100,3 @@ def change_file(path: Path, change: Change) -> None:
             path.write_bytes(content[:place] + raw + content[place + len(raw) :])
         case "remove":
             path.unlink()
-        case "link":
-            path.unlink(missing_ok=True)
-            path.symlink_to(value)

@@ -47,13 +47,18 @@ class FakeMlflow:
         self.ended += 1
 
 
-def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SOURCES = {"corpus (1)": 1, "corpus [1]": 2, "../a//b": 3, "/": 4, "books": 5, "x" * 300: 6, "x" * 299: 7, "π": 8}
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run_with_names_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = FakeMlflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     logging = LoggingConfig(tensorboard=False, mlflow_experiment="windows")
     for first in (0, 2):
         with MetricsWriter(tmp_path, resume_step=first, logging=logging, config={"a": {"b": 1}}) as writer:
-            writer.step(step_record(first))
+            writer.step(step_record(first, source_rows=SOURCES))
             writer.evaluation(evaluation_record(first + 1, 3.0, by_length={64: 3.5}))
     assert (mlflow.experiment, mlflow.runs, mlflow.ended) == ("windows", [None, "new"], 2)
     assert mlflow.artifacts == ["config.yaml"]
@@ -61,18 +66,6 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path, monkeypatc
     assert steps == [0, 1, 2, 3]
     assert mlflow.metrics[0][1]["train/lm_loss"] == step_record(0)["lm_loss"]
     assert mlflow.metrics[1][1]["validation/by_length/64"] == 3.5
-
-
-SOURCES = {"corpus (1)": 1, "corpus [1]": 2, "../a//b": 3, "/": 4, "books": 5, "x" * 300: 6, "x" * 299: 7, "π": 8}
-
-
-def test_mlflow_gets_names_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = FakeMlflow()
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    with MetricsWriter(
-        tmp_path, resume_step=0, logging=LoggingConfig(tensorboard=False, mlflow_experiment="x")
-    ) as writer:
-        writer.step(step_record(0, source_rows=SOURCES))
     shown = {name: value for name, value in mlflow.metrics[0][1].items() if name.startswith("train/source_rows/")}
     assert sorted(shown.values()) == sorted(SOURCES.values())  # no two are one
     assert shown["train/source_rows/books"] == 5

@@ -45,13 +45,6 @@ def epoch(plan: PackingPlan, lengths: list[int]) -> Counter[int]:
     return input_tokens([rows.row(sample) for sample in range(plan.rows)])
 
 
-@pytest.mark.parametrize("policy", ["carry_over", "best_fit"])
-@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
-@settings(max_examples=80, deadline=None)
-def test_every_token_exactly_once(policy: str, lengths: list[int], row_length: int, seed: int) -> None:
-    assert epoch(build(policy, lengths, row_length, seed), lengths) == Counter(tokens_of(lengths))
-
-
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
 @settings(max_examples=80, deadline=None)
 def test_random_is_the_first_epoch_of_the_row_dataset(lengths: list[int], row_length: int, seed: int) -> None:
