@@ -37,6 +37,7 @@ CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
         (["triton"], "llama", (True, False, False)),
         (["triton", "fused_weight_gradient_mlp_cuda"], "llama", (True, False, True)),
         (["triton", "te"], "llama", (True, True, True)),
+        (["triton", "te"], "olmo3", (True, True, True)),
         (["triton", "te"], "phi", (False, False, True)),
     ],
 )

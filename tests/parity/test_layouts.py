@@ -113,6 +113,7 @@ SLOW = {
     "gemma3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, GEMMA3),
     "olmo3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, OLMO3),
     "olmo3 pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, OLMO3),
+    "olmo3 compile tp2": Layout(f"{TP2} --compile", 2, OLMO3),
     "two bases cp2": Layout(CP2, 2, TWO_BASES),
     "phi tp2": Layout(TP2, 2, PHI),
     "phi pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, PHI),
