@@ -131,12 +131,13 @@ def layer_spec(
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = LocalAngles
     attention = layer.submodules.self_attention.submodules
+    mlp = getattr(layer.submodules.mlp, "keywords", vars(layer.submodules.mlp))["submodules"]  # 0.18: a partial
     attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     if config.num_moe_experts is not None:
         layer.module = ExpertLayer
-        layer.submodules.mlp.submodules.router = BalancedRouter
+        mlp.router = BalancedRouter
         layer.submodules.sharded_state_dict_keys_map = {
             old: new for old, new in layer.submodules.sharded_state_dict_keys_map.items() if old == "input_layernorm."
         }  # no layer fuses the other norm with a matrix
@@ -146,7 +147,7 @@ def layer_spec(
         if (
             transformer_engine
         ):  # its fused norms would be two separate norms; checkpoints still use the name of the fused one
-            attention.linear_qkv = layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
             layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if block == "olmo3":
         attention.q_layernorm, attention.k_layernorm = (
