@@ -46,8 +46,8 @@ def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
     angles_th = positions_t.to(torch.float64)[:, None] * inverse_frequencies_h[None]
     # reduced modulo 2 pi in float64, because float32 has too few digits
     angles_th -= (angles_th / (2 * math.pi)).round_() * (2 * math.pi)
-    turned_th = angles_th.to(torch.float32)
-    return torch.cat((turned_th, turned_th), dim=-1)
+    reduced_th = angles_th.to(torch.float32)
+    return torch.cat((reduced_th, reduced_th), dim=-1)
 
 
 def model_frequencies(model: ModelConfig, row_length: int, base: float | None = None) -> Tensor:

@@ -57,7 +57,7 @@ class _Storage:
     reference: weakref.ref[torch.UntypedStorage]
 
 
-class Ledger:
+class AllocationTracker:
     """Tracks the storages of one device."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_ext.run.rehearsal.collectives import Collectives
 from megatron_ext.run.rehearsal.kernels import KERNELS
-from megatron_ext.run.rehearsal.memory import Ledger, Part
+from megatron_ext.run.rehearsal.memory import AllocationTracker, Part
 from megatron_ext.run.rehearsal.sites import Sites
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, device: str, sites: Sites, collectives: Collectives) -> None:
         super().__init__()
         self.device, self.sites = device, sites
-        self.ledger = Ledger()
+        self.allocations = AllocationTracker()
         self.collectives = collectives
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], npt.NDArray[Any]]] = {}
@@ -81,7 +81,7 @@ class Meter(TorchDispatchMode):
 
         def resize_(resized: torch.UntypedStorage, size: int) -> Any:
             done = resize(resized, size)
-            self.ledger.resize(resized, self.sites.describe()[1])
+            self.allocations.resize(resized, self.sites.describe()[1])
             return done
 
         storage.resize_ = resize_
@@ -100,7 +100,7 @@ class Meter(TorchDispatchMode):
         self.host_syncs: Counter[tuple[str, str]] = Counter()  # by (cause, line)
         self.ops_without_flops: Counter[str] = Counter()  # custom operators without a formula
         self.collectives.groups.clear()
-        self.ledger.reset_peak()
+        self.allocations.reset_peak()
 
     def note_sync(self, what: str) -> None:
         """Count a host synchronization."""
@@ -137,8 +137,8 @@ class Meter(TorchDispatchMode):
         here = [one for one in tree_leaves(out) if isinstance(one, Tensor) and one.device.type == self.device]
         for tensor in here:
             storage = tensor.untyped_storage()
-            if not self.ledger.knows(storage):
-                self.ledger.add(storage, *self.sites.describe())
+            if not self.allocations.knows(storage):
+                self.allocations.add(storage, *self.sites.describe())
         if func.namespace != "c10d" and here and not func.is_view and packet not in (aten.detach, aten.empty):
             self.launches[self._place()] += 1
         name = f"{func.namespace}::{func._opname}"
@@ -146,7 +146,7 @@ class Meter(TorchDispatchMode):
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
             self.flops[name] += KERNELS[name].flops(self.pairs_of, named | kwargs)
             if scratch := KERNELS[name].scratch(named | kwargs):
-                self.ledger.transient(scratch, Part.OTHER, f"{name}, scratch")
+                self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
         elif packet in flop_registry:
             if here or (out is None and any(map(self._counts, args))):  # None: added to an argument
                 self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)

@@ -244,11 +244,11 @@ def _label(stepper: Stepper, meter: Meter) -> None:
     for chunk in stepper.model:
         meter.sites.name(chunk)
         for parameter in chunk.parameters():
-            meter.ledger.label(parameter.untyped_storage(), Part.WEIGHTS)
-            meter.ledger.label(parameter.main_grad.untyped_storage(), Part.GRADIENTS)
+            meter.allocations.label(parameter.untyped_storage(), Part.WEIGHTS)
+            meter.allocations.label(parameter.main_grad.untyped_storage(), Part.GRADIENTS)
     stepper.optimizer.step()
     stepper.optimizer.zero_grad()
-    meter.ledger.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
+    meter.allocations.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class _StepRunner:
         if meter.device == "cpu":  # its batches are made on the device
             for tensor in (value for batch in step.train for value in vars(batch).values()):
                 if isinstance(tensor, Tensor):
-                    meter.ledger.add(tensor.untyped_storage(), Part.OTHER, "batches")
+                    meter.allocations.add(tensor.untyped_storage(), Part.OTHER, "batches")
         fault = None
         gc.collect()
         gc.disable()  # garbage in reference cycles counts until the end of the step
@@ -290,7 +290,7 @@ class _StepRunner:
                 self.stepper.launch(step)
             except Exception as error:
                 fault = _fault(error)
-        before = meter.ledger.total
+        before = meter.allocations.total
         gc.enable()
         gc.collect()
         return Step(
@@ -298,10 +298,10 @@ class _StepRunner:
             segments=sum(batch.layout.segments for batch in step.train),
             microbatches=microbatches,
             measured=microbatches,
-            memory={part.value: size for part, size in meter.ledger.peak.parts.items()},
-            cycles=before - meter.ledger.total,
-            peak_at=meter.ledger.peak.site,
-            live_allocations=meter.ledger.peak.live_allocations,
+            memory={part.value: size for part, size in meter.allocations.peak.parts.items()},
+            cycles=before - meter.allocations.total,
+            peak_at=meter.allocations.peak.site,
+            live_allocations=meter.allocations.peak.live_allocations,
             flops=dict(meter.flops),
             collectives={name: dataclasses.asdict(calls) for name, calls in meter.collectives.groups.items()},
             launches=dict(meter.launches),
@@ -355,9 +355,9 @@ class _StepRunner:
         if self.meter.device == "cpu":
             return sum(value.nbytes for value in vars(batch).values() if isinstance(value, Tensor))
         with self.mode, self.meter:
-            before = self.meter.ledger.total
+            before = self.meter.allocations.total
             moved = batch.to(self.stepper.platform.device)
-            size = self.meter.ledger.total - before
+            size = self.meter.allocations.total - before
             del moved
         return size
 
