@@ -157,7 +157,7 @@ def layer_spec(
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
         layer.submodules.sharded_state_dict_keys_map = {}
         if transformer_engine:
-            attention.linear_qkv = layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
     if block in ("gemma3", "olmo3"):
         layer.module = SandwichLayer
         layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)
