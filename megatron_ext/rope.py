@@ -185,7 +185,9 @@ def _kept_by_yarn(model: ModelConfig) -> Tensor:
     def pair_with(turns: float) -> float:
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
 
-    low = max(math.floor(pair_with(model.rope_beta_fast)), 0)
-    high = min(math.ceil(pair_with(model.rope_beta_slow)), size - 1)
+    low, high = pair_with(model.rope_beta_fast), pair_with(model.rope_beta_slow)
+    if model.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     pairs = torch.arange(size // 2, dtype=torch.float64)
     return 1 - ((pairs - low) / (high - low or 0.001)).clamp(0, 1)

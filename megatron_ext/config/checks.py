@@ -37,6 +37,7 @@ SCALING_READS: dict[str, tuple[str, ...]] = {
         "rope_original_length",
         "rope_beta_fast",
         "rope_beta_slow",
+        "rope_truncate",
         "rope_attention_factor",
     ),
     "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
@@ -128,7 +129,12 @@ ROPE: list[Rule] = [
 EXPERTS: list[Rule] = [
     *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
                "moe_router_load_balancing_type", "num_experts"),
-    ("num_experts", lambda o: o.num_experts and o.block != "llama", " with block {block}, needs --block llama"),
+    ("num_experts", lambda o: o.num_experts and o.block not in ("llama", "gpt_oss"),
+     " with block {block}, needs --block llama or gpt_oss"),
+    ("num_experts", lambda o: o.block == "gpt_oss" and not o.num_experts, ", block gpt_oss needs experts"),
+    ("tensor_model_parallel_size", lambda o: o.block == "gpt_oss" and o.tp > 1,
+     " with block gpt_oss, needs 1: Megatron does not distribute experts with biases; use "
+     "--expert-model-parallel-size"),
     *_excludes("add_qkv_bias no_rope_freq compile tp_comm_overlap cpu_offloading optimizer_cpu_offload fp8_format",
                "num_experts"),
     ("moe_router_topk", lambda o: o.num_experts and not 2 <= o.moe_router_topk <= o.num_experts,

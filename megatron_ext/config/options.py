@@ -66,12 +66,13 @@ class ModelConfig(_Section):
     """A transformer with RoPE and grouped-query attention, with the layers of Llama or another family."""
 
     model_preset: str | None = _option(None, "a named model size; other values override it")
-    block: Literal["llama", "phi", "gemma3", "olmo3"] = _option(
+    block: Literal["llama", "phi", "gemma3", "olmo3", "gpt_oss"] = _option(
         "llama",
         "layer type; llama: RMSNorm and SwiGLU, no biases; phi: attention and a GELU MLP in parallel after one "
         "LayerNorm, with biases (Phi-1, Phi-1.5, Phi-2); gemma3: llama with GELU, norms also after attention and MLP "
         "and of queries and keys, and a scaled embedding; olmo3: llama with norms after attention and MLP instead of "
-        "before, and of all heads of the queries and keys together",
+        "before, and of all heads of the queries and keys together; gpt_oss: llama with attention sinks, biases in "
+        "attention, router and experts, and a clamped SwiGLU",
     )
     num_layers: Layers = _option(4, "transformer layers")
     hidden_size: Width = _option(128, "width of the residual stream")
@@ -104,6 +105,9 @@ class ModelConfig(_Section):
         32.0, "yarn: frequencies with more rotations than this in the original length are not scaled"
     )
     rope_beta_slow: PositiveFloat = _option(1.0, "yarn: frequencies with fewer rotations than this are scaled fully")
+    rope_truncate: bool = _option(
+        True, "yarn: round the ends of the ramp between both kinds to whole pairs (gpt_oss: no)"
+    )
     rope_attention_factor: PositiveFloat | None = _option(
         None, "yarn: factor of rotated queries and keys (default 0.1 ln rope_scaling_factor + 1)"
     )
@@ -170,12 +174,12 @@ class ModelConfig(_Section):
     @property
     def has_sinks(self) -> bool:
         """Whether query heads have attention sinks."""
-        return self.softmax_type == "learnable"
+        return self.softmax_type == "learnable" or self.block == "gpt_oss"
 
     @property
     def has_qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
-        return self.add_qkv_bias or self.block == "phi"
+        return self.add_qkv_bias or self.block in ("phi", "gpt_oss")
 
     def has_rope(self, layer_number: int) -> bool:
         """Return whether a layer, counted from 1, applies RoPE."""

@@ -5,7 +5,7 @@ phi     x + attention(norm(x)) + mlp(norm(x)), one norm
 gemma3  x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
 olmo3   x + norm(attention(x)), then x + norm(mlp(x))
 
-With experts, the mlp of a llama block is a router and its experts.
+With experts, the mlp of a llama or gpt_oss block is a router and its experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
-from megatron_ext.engine.experts import BalancedRouter, ExpertLayer
+from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
 from megatron_ext.engine.qk_norm import HeadsNorm
 
 # Megatron's bias-dropout-add: (training, fused) -> ((output, bias), residual, dropout) -> residual stream
@@ -138,6 +138,8 @@ def layer_spec(
     if config.num_moe_experts is not None:
         layer.module = ExpertLayer
         mlp.router = BalancedRouter
+        if config.add_bias_linear and not transformer_engine:
+            mlp.experts.submodules.linear_fc2 = ExpertOutput
         layer.submodules.sharded_state_dict_keys_map = {
             old: new for old, new in layer.submodules.sharded_state_dict_keys_map.items() if old == "input_layernorm."
         }  # no layer fuses the other norm with a matrix

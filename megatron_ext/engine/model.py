@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel over packed batches, for the Llama, Qwen, Phi, Gemma and Olmo families.
+"""Megatron-Core's GPTModel over packed batches, for the Llama, Qwen, Phi, Gemma, Olmo and gpt-oss families.
 
 Legend: t tokens of this rank, D hidden size, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """
@@ -348,7 +348,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "phi": functools.partial(F.gelu, approximate="tanh"),
     "gemma3": functools.partial(F.gelu, approximate="tanh"),
     "olmo3": F.silu,
+    "gpt_oss": lambda gate: gate * torch.sigmoid(1.702 * gate),
 }
+# gpt-oss: the gate is clamped from above, up on both sides, and the product is gate * (up + 1)
+_CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -409,10 +412,11 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.block != "phi",
         activation_func=_ACTIVATIONS[model.block],
-        add_bias_linear=model.block == "phi",
+        **(_CLAMPED if model.block == "gpt_oss" else {}),
+        add_bias_linear=model.block in ("phi", "gpt_oss"),
         add_qkv_bias=model.add_qkv_bias,
         layernorm_zero_centered_gamma=model.block == "gemma3",
-        softmax_type=model.softmax_type,
+        softmax_type="learnable" if model.has_sinks else "vanilla",
         softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
         # each rank has a part of their gradients; Megatron sums the parts, unless the weight itself is in parts (olmo3)
         qk_layernorm=model.has_qk_norms and model.block != "olmo3",

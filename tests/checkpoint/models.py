@@ -79,6 +79,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi-tied": PHI | {"head_dim": 20, "partial_rotary_factor": 0.4, "tie_word_embeddings": True},
     "phi-yarn": PHI
     | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, **SCALED["yarn"]}},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 12,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "sliding_window": 9,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "truncate": False, **SCALED["yarn"]},
+    },
     "gemma3": GEMMA3 | {"layer_types": LOCAL_GLOBAL},
     "gemma3-global": GEMMA3 | {"layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 5},
     "gemma3-scaled": GEMMA3

@@ -83,12 +83,14 @@ CASES = """
 --vocab-size none | vocab_size | --vocab-size none --tokenizer-model t
 --save-interval 5 | save_interval | --save-interval 5 --save s
 --eval-lengths 64 0 | eval_lengths | --eval-lengths 64 1
+--block gpt_oss | num_experts | --block gpt_oss --num-experts 4
 ## --num-experts 4
 --moe-router-topk 5 | moe_router_topk | --moe-router-topk 4
 --block phi | num_experts |
 --add-qkv-bias | add_qkv_bias | --qk-layernorm
 --tensor-model-parallel-size 2 | sequence_parallel | --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --moe-ffn-hidden-size 33 --sequence-parallel --tensor-model-parallel-size 2 | moe_ffn_hidden_size | --moe-ffn-hidden-size 34 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
+--block gpt_oss --sequence-parallel --tensor-model-parallel-size 2 | tensor_model_parallel_size | --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --expert-model-parallel-size 4 | expert_model_parallel_size | --expert-model-parallel-size 4 --context-parallel-size 2 | 2 4
 --moe-aux-loss-coeff 0.1 --token-weighting frozen --score-store s --loss-denominator weights | loss_denominator | --token-weighting frozen --score-store s --loss-denominator weights
 --bf16 --fp8-format hybrid | fp8_format | --bf16

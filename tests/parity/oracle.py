@@ -89,7 +89,9 @@ def repeat(
         optimizer.step()
     tied = model.config.tie_word_embeddings
     final = {k: v.detach() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
-    apart = {k: v.numpy() for k, v in _experts_apart(final, _names_of_experts(model.config)).items()}
+    gpt_oss = model.config.model_type == "gpt_oss"
+    weights = _unstacked(final) if gpt_oss else _experts_apart(final, _names_of_experts(model.config))
+    apart = {k: v.numpy() for k, v in weights.items()}
     return Repeated(losses, trained_on, norms, apart, token_weights, short_losses, balances)
 
 
@@ -159,8 +161,10 @@ def _model(trajectory: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(trajectory)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     loaded = {k: torch.from_numpy(v) for k, v in load_file(trajectory / "initial.safetensors").items()}
-    initial = _experts_together(loaded, _names_of_experts(config))
-    if any(name.endswith(".sinks") for name in initial):  # attention as in gpt-oss
+    initial = (
+        _stacked(loaded) if config.model_type == "gpt_oss" else _experts_together(loaded, _names_of_experts(config))
+    )
+    if config.model_type != "gpt_oss" and any(name.endswith(".sinks") for name in initial):  # attention as in gpt-oss
         ALL_ATTENTION_FUNCTIONS.register("with_sinks", eager_attention_forward)
         model.config._attn_implementation = "with_sinks"
         for layer in model.model.layers:
@@ -213,9 +217,56 @@ def _experts_apart(weights: dict[str, torch.Tensor], names: tuple[str, str, str,
     return found
 
 
+def _stacked_name(name: str) -> str:
+    """The tensor of gpt-oss that holds an expert's matrix or bias; other names are unchanged."""
+    layer, marker, rest = name.partition(".mlp.experts.")
+    if not marker:
+        return name
+    _, matrix, kind = rest.split(".")
+    both = "down_proj" if matrix == "down_proj" else "gate_up_proj"
+    return f"{layer}{marker}{both}" + ("_bias" if kind == "bias" else "")
+
+
+def _stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights as gpt-oss holds them: matrices [experts, inputs, outputs], outputs of gate and up by turns."""
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    for name, weight in weights.items():
+        if (whole := _stacked_name(name)) == name:
+            found[name] = weight
+        else:
+            number, matrix, _ = name.partition(".mlp.experts.")[2].split(".")
+            experts.setdefault(whole, {})[int(number), matrix] = weight.movedim(0, -1)
+    for whole, parts in experts.items():
+        numbers = sorted({number for number, _ in parts})
+        if "down" in whole:
+            each = [parts[number, "down_proj"] for number in numbers]
+        else:
+            pairs = [[parts[number, matrix] for matrix in ("gate_proj", "up_proj")] for number in numbers]
+            each = [torch.stack(pair, dim=-1).flatten(-2) for pair in pairs]
+        found[whole] = torch.stack(each)
+    return found
+
+
+def _unstacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with a name for each expert."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        layer, marker, rest = name.partition(".mlp.experts.")
+        if not marker:
+            found[name] = weight
+            continue
+        kind = "bias" if rest.endswith("_bias") else "weight"
+        for expert, part in enumerate(weight):
+            gate_up = {"gate_proj": part[..., ::2], "up_proj": part[..., 1::2]}
+            for matrix, own in (gate_up if "gate_up" in rest else {"down_proj": part}).items():
+                found[f"{layer}{marker}{expert}.{matrix}.{kind}"] = own.movedim(-1, 0)
+    return found
+
+
 def _optimizer(model: Any, options: dict[str, Any]) -> torch.optim.AdamW:
     parameters = dict(model.named_parameters())
-    without = set(options["no_decay"])
+    without = {_stacked_name(name) for name in options["no_decay"]}
     assert without < parameters.keys()
     groups = [
         {"params": [p for n, p in parameters.items() if n not in without], "weight_decay": options["weight_decay"]},

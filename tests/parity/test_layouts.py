@@ -42,6 +42,8 @@ QWEN3 = ("--qk-layernorm", "--kv-channels", "24")
 BALANCED = ("--moe-aux-loss-coeff", "0.1")
 MIXTRAL = ("--num-experts", "4", "--moe-ffn-hidden-size", "96", *BALANCED)
 QWEN3_MOE = (*QWEN3, "--num-experts", "6", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "40", *BALANCED)
+SINKS = ("--softmax-type", "learnable")
+GPT_OSS = ("--block", "gpt_oss", *MIXTRAL, "--local-window", "20", "--window-attn-skip-freq", "2")
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
@@ -115,6 +117,8 @@ SLOW = {
     "olmo3 pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, OLMO3),
     "olmo3 compile tp2": Layout(f"{TP2} --compile", 2, OLMO3),
     "two bases cp2": Layout(CP2, 2, TWO_BASES),
+    "attention sinks tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, SINKS),
+    "gpt-oss cp2 ep2 recompute modules": Layout(f"{CP2} {EP2} {MODULES} core_attn mlp", 2, GPT_OSS),
     "phi tp2": Layout(TP2, 2, PHI),
     "phi pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, PHI),
     "phi tied pp2": Layout(PP2, 2, (*PHI, *TIED)),
@@ -186,8 +190,9 @@ def assert_same_training(run: RunResult, reference: RunResult, layout: Layout) -
         assert run.series(key) == reference.series(key), key
     if not {"--micro-batch-size", "--balance-batches"} & set(layout.flags.split()):  # others have another first one
         assert_same_attention(run, reference)
-    # unfrozen weights are made of differences of losses, which double the rounding
-    assert max(errors.values()) <= (2 * TOLERANCE if "weight_std" in run.metrics[0] else TOLERANCE), (errors, worst)
+    # rounding doubles: unfrozen weights are differences of losses, gradients of sinks are sums of terms that cancel
+    doubled = "weight_std" in run.metrics[0] or layout.model == SINKS
+    assert max(errors.values()) <= (2 * TOLERANCE if doubled else TOLERANCE), (errors, worst)
 
 
 def assert_same_attention(run: RunResult, reference: RunResult) -> None:

@@ -138,6 +138,16 @@ CASES = [
     pytest.param(
         128,
         [
+            *("--document-mask", "--block", "gpt_oss", "--num-experts", "4", "--moe-router-topk", "3"),
+            *("--moe-aux-loss-coeff", "0.1", "--kv-channels", "24", "--local-window", "20"),
+            *("--window-attn-skip-freq", "2", "--rope-scaling", "yarn", "--rope-scaling-factor", "4"),
+            *("--rope-original-length", "32", "--no-rope-truncate"),
+        ],
+        id="gpt-oss",
+    ),
+    pytest.param(
+        128,
+        [
             *("--document-mask", "--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-aux-loss-coeff", "0.1"),
             *("--qk-layernorm", "--moe-router-topk", "3"),
         ],

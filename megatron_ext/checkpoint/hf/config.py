@@ -13,6 +13,7 @@
     phi         global                the block is Phi's
     gemma3_text global or local       the block is Gemma's
     olmo3       global or local       the block is Olmo's
+    gpt_oss     global or local       the block is gpt-oss's
 
 Values that the other side does not support raise an error, and so do unknown entries, because they may change the
 model's results.
@@ -42,6 +43,7 @@ FAMILIES = {
     "phi": "PhiForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 # transformers' defaults that differ from ours
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -67,6 +69,23 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "olmo3": {"sliding_window": 4096},
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
 _BIASES = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "olmo3")  # the families that read attention_bias
 _QWEN = ("qwen2", "qwen3")
@@ -75,10 +94,16 @@ _ALL_LOCAL = ("mistral", "mixtral", "qwen3_moe")  # families whose layers are al
 _EXPERTS = {
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
 }
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 # llama for the others
-_BLOCKS: dict[str, Literal["phi", "gemma3", "olmo3"]] = {"phi": "phi", "gemma3_text": "gemma3", "olmo3": "olmo3"}
+_BLOCKS: dict[str, Literal["phi", "gemma3", "olmo3", "gpt_oss"]] = {
+    "phi": "phi",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo3",
+    "gpt_oss": "gpt_oss",
+}
 _EPSILON = {"phi": "layer_norm_eps"}  # rms_norm_eps for the others
 # entries that must have this value, the only one that our model supports
 _FIXED: dict[str, Any] = {
@@ -91,6 +116,7 @@ _FIXED: dict[str, Any] = {
 _FIXED_OF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "mixtral": {"router_jitter_noise": 0.0},
+    "gpt_oss": {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "phi": {"hidden_act": "gelu_new", "qk_layernorm": False},
     "gemma3_text": {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -108,6 +134,7 @@ _SILENT = {
     *("chunk_size_feed_forward", "attention_bias"),  # the latter only in families that do not read it
     *("resid_pdrop", "embd_pdrop", "cache_implementation"),  # training dropout: --hidden-dropout
     *("router_aux_loss_coef", "output_router_logits"),  # training only: --moe-aux-loss-coeff
+    *("experts_per_token", "initial_context_length"),  # gpt-oss: other names of entries that are there, too
 }
 
 
@@ -260,6 +287,8 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
         local = [layer % period != 0 for layer in range(1, layers + 1)]
     if family == "olmo3" and not types:
         local = [layer % 4 != 0 for layer in range(1, layers + 1)]
+    if family == "gpt_oss" and not types:
+        local = [layer % 2 != 0 for layer in range(1, layers + 1)]
     if not any(local):
         return None, None
     return window, _period(local, "layer_types whose global layers", "--window-attn-skip-freq", path)
@@ -291,7 +320,7 @@ def family_of(model: ModelConfig) -> str:
     exclusive = [("block", "local_window")] if model.block == "phi" else []
     if model.no_rope_freq is not None:
         exclusive += [("no_rope_freq", other) for other in ("add_qkv_bias", "qk_layernorm", "local_window")]
-    if model.num_experts is not None:
+    if model.num_experts is not None and model.block != "gpt_oss":
         exclusive += [("num_experts", "window_attn_skip_freq")]
     if model.block not in ("gemma3", "olmo3"):
         exclusive += [("block", "rotary_base_local")]
@@ -301,14 +330,14 @@ def family_of(model: ModelConfig) -> str:
                 f"{one}: got {getattr(model, one)} with {other} {getattr(model, other)}, "
                 "transformers has no architecture with both; it cannot be converted"
             )
-    if model.has_sinks:
-        raise UserError(
-            "softmax_type: got learnable, transformers has attention sinks in gpt_oss alone, whose experts are not "
-            "supported; it cannot be converted"
-        )
     for family, block in _BLOCKS.items():
         if model.block == block:
             return family
+    if model.has_sinks:
+        raise UserError(
+            f"softmax_type: got learnable with block {model.block}, transformers has attention sinks in gpt_oss alone; "
+            "it cannot be converted"
+        )
     if model.no_rope_freq is not None:
         return "smollm3"
     if model.num_experts is not None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ from megatron_ext.checkpoint.folders import NAME_IT, folder_name, point, with_of
 from megatron_ext.checkpoint.hf.auxiliary import copy_files, has_tokenizer, tokenizer_folder, write_config
 from megatron_ext.checkpoint.hf.folder import DTYPES, INDEX, SINGLE, HuggingFaceTensors, read_config, read_model_config
 from megatron_ext.checkpoint.hf.names import Parameter, Place, full_shape, join, parameters_of, rows_of
+from megatron_ext.checkpoint.hf.stacked import is_stacked, name_in_files, stack
 from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.tensors import Shard, Stored, write
@@ -161,9 +164,10 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     places.sort(key=lambda one: one[1][0] if one[1] else -1 if "embed" in one[0].megatron[0] else model.num_layers)
     _check_tensors(stored, places, model)
     dtypes = {name: stored.tensors[row.checkpoint(place)].dtype for row, place in places for name in row.names(place)}
-    sizes = {
-        name: math.prod(full_shape(name, model, _vocab_size(model))) * dtype.itemsize for name, dtype in dtypes.items()
-    }
+    stacks, sizes = model.block == "gpt_oss", Counter[str]()
+    for name, dtype in dtypes.items():
+        shape = full_shape(name, model, _vocab_size(model))
+        sizes[name_in_files(name, stacks)] += math.prod(shape) * dtype.itemsize
     files = split(sizes, max_shard_bytes)
     with _new_folder(output) as folder:
         try:
@@ -173,10 +177,18 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         write_config(folder, model, run.length, next(iter(dtypes.values())), tokens)
         if tokens is not None:
             copy_files(tokens, folder)
-        tensors = (
-            tensor.contiguous()
+        joined = (
+            named
             for row, place in places
-            for tensor in join(row, [stored.read(row.checkpoint(place))], model, _vocab_size(model))
+            for named in zip(
+                row.names(place),
+                join(row, [stored.read(row.checkpoint(place))], model, _vocab_size(model)),
+                strict=True,
+            )
+        )
+        tensors = (
+            stack(name, [tensor for _, tensor in same]) if is_stacked(name) else next(same)[1].contiguous()
+            for name, same in groupby(joined, lambda named: name_in_files(named[0], stacks))
         )
         for file, names in files.items():
             save_file({name: next(tensors) for name in names}, folder / file, metadata={"format": "pt"})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.hf.config import model_config
 from megatron_ext.checkpoint.hf.names import all_names, full_shape
+from megatron_ext.checkpoint.hf.stacked import ExpertTensor, expert_tensors, is_stacked
 from megatron_ext.checkpoint.manifest import check_inside, is_transient
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo, first_line
@@ -98,12 +99,15 @@ class HuggingFaceTensors:
         missing = sorted({name for name in self._files.values() if not (folder / name).is_file()})
         if missing:
             raise UserError(f"checkpoint: {folder} lacks {missing[0]}, which its index names; download it again")
+        self._experts: dict[str, ExpertTensor] = {}
+        for name in filter(is_stacked, self._files):
+            self._experts |= {expert.name: expert for expert in expert_tensors(name, self.described(name)[0][0])}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter([*(name for name in self._files if not is_stacked(name)), *self._experts])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self._experts or (name in self._files and not is_stacked(str(name)))
 
     def read(self, name: str) -> Tensor:
         """Read a tensor, on the CPU.
@@ -111,6 +115,8 @@ class HuggingFaceTensors:
         Raises:
             UserError: it is missing.
         """
+        if name in self._experts:
+            return self.rows(name, 0, self.described(name)[0][0])
         with self._file_of(name) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -121,15 +127,17 @@ class HuggingFaceTensors:
         Raises:
             UserError: it is missing, or its dtype is not a floating-point type of 16 to 64 bits.
         """
-        with self._file_of(name) as file:
-            entry = file.get_slice(name)
+        expert = self._experts.get(name)
+        stored = name if expert is None else expert.stacked
+        with self._file_of(stored) as file:
+            entry = file.get_slice(stored)
             shape, word = tuple(entry.get_shape()), entry.get_dtype()
         if word not in _BY_WORD:
             raise UserError(
                 f"checkpoint: {name} in {self.folder} has type {word}, needs one of {', '.join(_BY_WORD)}; "
                 "use the model before its quantisation"
             )
-        return shape, _BY_WORD[word]
+        return shape if expert is None else expert.shape(shape), _BY_WORD[word]
 
     def check(self, model: ModelConfig, vocab_size: int) -> None:
         """Check that the folder's tensors are exactly the model's.
@@ -169,6 +177,9 @@ class HuggingFaceTensors:
 
     def rows(self, name: str, first: int, last: int, columns: slice | None = None) -> Tensor:
         """Read rows `first` to `last` (exclusive) of a tensor; optionally only some columns of a matrix."""
+        if (expert := self._experts.get(name)) is not None:
+            with self._file_of(expert.stacked) as file:
+                return expert.rows(file.get_slice(expert.stacked), first, last, columns or slice(None))
         with self._file_of(name) as file:
             part = file.get_slice(name)
             tensor: Tensor = part[first:last] if columns is None else part[first:last, columns]

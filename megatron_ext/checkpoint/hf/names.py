@@ -107,7 +107,9 @@ def _layer(megatron: str, hugging_face: str, cut: Cut, of: Predicate = lambda mo
     )
 
 
-def _experts(module: str, gate_up: str, down: str, family: Predicate) -> tuple[Parameter, Parameter, Parameter]:
+def _experts(
+    module: str, gate_up: str, down: str, family: Predicate, router: str = "gate"
+) -> tuple[Parameter, Parameter, Parameter]:
     """Return the rows of a router and its experts, with a family's names of the module and its matrices."""
 
     def of(model: ModelConfig) -> bool:
@@ -118,7 +120,7 @@ def _experts(module: str, gate_up: str, down: str, family: Predicate) -> tuple[P
     )
     matrices = " ".join(f"{module}.experts.{{e}}.{name}.weight" for name in gate_up.split())
     return (
-        _layer("mlp.router.weight", f"{module}.gate.weight", Cut.WHOLE, of),
+        _layer("mlp.router.weight", f"{module}.{router}.weight", Cut.WHOLE, of),
         _layer(first, matrices, Cut.GATE_UP, of),
         _layer(second, f"{module}.experts.{{e}}.{down}.weight", Cut.COLUMNS, of),
     )
@@ -138,6 +140,10 @@ def _olmo(model: ModelConfig) -> bool:
 
 def _post_norms(model: ModelConfig) -> bool:
     return model.block in ("gemma3", "olmo3")
+
+
+def _gpt_oss(model: ModelConfig) -> bool:
+    return model.block == "gpt_oss"
 
 
 def _not_phi(model: ModelConfig) -> bool:
@@ -181,6 +187,7 @@ TABLE: tuple[Parameter, ...] = (
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS, _not_phi),
     _layer("self_attention.linear_proj.weight", "self_attn.dense.weight", Cut.COLUMNS, _phi),
     _layer("self_attention.linear_proj.bias", "self_attn.dense.bias", Cut.WHOLE, _phi),
+    _layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", Cut.WHOLE, _gpt_oss),
     _layer(
         f"pre_mlp_layernorm.weight {_FUSED_NORM}",
         "post_attention_layernorm.weight",
@@ -199,7 +206,22 @@ TABLE: tuple[Parameter, ...] = (
     _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", Cut.GATE_UP, _dense),
     _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut.COLUMNS, _dense),
     *_experts("mlp", "gate_proj up_proj", "down_proj", lambda model: model.qk_layernorm),
-    *_experts("block_sparse_moe", "w1 w3", "w2", lambda model: not model.qk_layernorm),
+    *_experts("block_sparse_moe", "w1 w3", "w2", lambda model: not model.qk_layernorm and not _gpt_oss(model)),
+    # in files all experts of a layer are one tensor (stacked.py)
+    *_experts("mlp", "gate_proj up_proj", "down_proj", _gpt_oss, router="router"),
+    _layer("mlp.router.bias", "mlp.router.bias", Cut.WHOLE, _gpt_oss),
+    _layer(
+        "mlp.experts.local_experts.{e}.linear_fc1.bias mlp.experts.linear_fc1.bias{e}",
+        "mlp.experts.{e}.gate_proj.bias mlp.experts.{e}.up_proj.bias",
+        Cut.GATE_UP,
+        _gpt_oss,
+    ),
+    _layer(
+        "mlp.experts.local_experts.{e}.linear_fc2.bias mlp.experts.linear_fc2.bias{e}",
+        "mlp.experts.{e}.down_proj.bias",
+        Cut.WHOLE,
+        _gpt_oss,
+    ),
     _layer("mlp.linear_fc1.weight", "mlp.fc1.weight", Cut.ROWS, _phi),
     _layer("mlp.linear_fc1.bias", "mlp.fc1.bias", Cut.ROWS, _phi),
     _layer("mlp.linear_fc2.weight", "mlp.fc2.weight", Cut.COLUMNS, _phi),
@@ -218,7 +240,7 @@ TABLE: tuple[Parameter, ...] = (
 
 
 _LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+")
-_EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$")
+_EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
 
 @cache
@@ -267,6 +289,7 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "fc1": (model.ffn_hidden_size, width),
         "fc2": (width, model.ffn_hidden_size),
         "gate": (model.num_experts or 0, width),
+        "router": (model.num_experts or 0, width),
         "w1": (model.expert_width, width),
         "w2": (width, model.expert_width),
         "w3": (model.expert_width, width),
@@ -386,6 +409,7 @@ def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters used per token: with experts, only those of the token's experts."""
     if model.num_experts is None:
         return count_parameters(model, vocab_size)
+    router_row = model.hidden_size + int(_gpt_oss(model))
     return count_parameters(replace(model, num_experts=model.moe_router_topk), vocab_size) + (
-        (model.num_experts - model.moe_router_topk) * model.hidden_size * model.num_layers  # other router rows
+        (model.num_experts - model.moe_router_topk) * router_row * model.num_layers  # other router rows
     )

@@ -116,7 +116,7 @@ def _with_one_base(model: ModelConfig, entries: dict[str, Any], path: Path) -> M
             f"checkpoint: {path} has rope_type {echo(scaling)}, needs one of {', '.join(_READ)}; use another model"
         )
     for name, value in rope.items():
-        fixed = _FIXED.get(name, value)
+        fixed = value if scaling == "yarn" else _FIXED.get(name, value)
         if name not in _READ[scaling] | set(_FIXED) and value is not None:
             raise UserError(
                 f"checkpoint: {path} has {name} {echo(value)} in its rope_parameters, which {scaling} does not read"
@@ -159,6 +159,7 @@ def _scaled(
         model,
         rope_beta_fast=float(rope.get("beta_fast") or 32),
         rope_beta_slow=float(rope.get("beta_slow") or 1),
+        rope_truncate=rope.get("truncate") is not False,
         rope_attention_factor=None if attention is None else float(attention),
     )
 
@@ -184,6 +185,8 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
         entries |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
     if scaling == "yarn":
         entries |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
+        if not model.rope_truncate:
+            entries["truncate"] = False
         if model.rope_attention_factor is not None:
             entries["attention_factor"] = model.rope_attention_factor
     everywhere = entries | {"rope_theta": model.rotary_base}

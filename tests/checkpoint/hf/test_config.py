@@ -15,7 +15,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
 HERE = Path("config.json")
-LOCAL = ("mistral", "ministral", "gemma3_text", "olmo3")
+LOCAL = ("mistral", "ministral", "gemma3_text", "olmo3", "gpt_oss")
 EPSILON = {"phi": "layer_norm_eps"}
 
 
@@ -47,6 +47,8 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
         assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
         return
     assert ours.rotary_base == theirs.rope_parameters["rope_theta"]
+    assert ours.rope_scaling_factor == theirs.rope_parameters.get("factor", 1.0)
+    assert ours.rope_truncate == theirs.rope_parameters.get("truncate", True)
     no_rope = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
     assert [ours.has_rope(layer) for layer in range(1, ours.num_layers + 1)] == [bool(one) for one in no_rope]
 
@@ -80,6 +82,20 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
             "gemma3_text",
         ),
         ({"block": "olmo3", "local_window": 9, "window_attn_skip_freq": 2}, "olmo3"),
+        ({"block": "gpt_oss", "num_experts": 4}, "gpt_oss"),
+        (
+            {
+                "block": "gpt_oss",
+                "num_experts": 4,
+                "local_window": 9,
+                "window_attn_skip_freq": 2,
+                "rope_scaling": "yarn",
+                "rope_scaling_factor": 4.0,
+                "rope_original_length": 32,
+                "rope_truncate": False,
+            },
+            "gpt_oss",
+        ),
         ({"hidden_size": 130, "kv_channels": 32}, "mistral"),
         ({"no_rope_freq": 3}, "smollm3"),
         ({"no_rope_freq": 1}, "smollm3"),
@@ -113,6 +129,11 @@ def test_local_layers_that_no_architecture_has(model: ModelConfig, text: str) ->
         hugging_face_config(model, 300, 128)
 
 
+def test_attention_sinks_are_those_of_gpt_oss() -> None:
+    with pytest.raises(UserError, match=r"softmax_type: got learnable with block llama, .*cannot be converted"):
+        hugging_face_config(ModelConfig(vocab_size=300, softmax_type="learnable"), 300, 128)
+
+
 @pytest.mark.parametrize(
     ("family", "name", "more"),
     [
@@ -140,6 +161,8 @@ def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, A
         ("llama", {"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, this model has None only"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0, this model has 7.0 only"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ("qwen2-local", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types whose global"),
         ("ministral", {"layer_types": ["chunked_attention", "full_attention"] * 2}, "layer_types"),
     ],

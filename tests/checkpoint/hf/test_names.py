@@ -26,6 +26,7 @@ from megatron_ext.checkpoint.hf.names import (
     join,
     parameters_of,
 )
+from megatron_ext.checkpoint.hf.stacked import expert_tensors
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.presets import PRESETS
 
@@ -47,6 +48,13 @@ def apart(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig) -> Itera
     )
     for name, tensor in parameters:
         layer, _, rest = name.partition(".mlp.")
+        if model.block == "gpt_oss" and rest.startswith("experts."):
+            for expert in expert_tensors(name, len(tensor)):
+                yield expert.name, expert.shape(tensor.shape)
+            continue
+        if model.block == "gpt_oss":
+            yield name, tuple(tensor.shape)
+            continue
         if rest not in ("experts.gate_up_proj", "experts.down_proj"):
             renamed = f"{layer}.{module}.gate.weight" if rest == "gate.weight" else name
             yield renamed, tuple(tensor.shape)
@@ -75,6 +83,7 @@ KINDS = [
     ModelConfig(block="olmo3"),
     ModelConfig(num_experts=3),
     ModelConfig(num_experts=4, moe_router_topk=3, moe_ffn_hidden_size=5, qk_layernorm=True),
+    ModelConfig(block="gpt_oss", num_experts=3),
 ]
 
 

@@ -68,7 +68,6 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], length: int
     ("rope", "text"),
     [
         ({"rope_type": "longrope", "factor": 2.0}, "rope_type 'longrope', needs one of default, linear, dynamic"),
-        (YARN | {"truncate": False}, "truncate False, this model has True only"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, this model has 1.0 only"),
         ({"mrope_section": [2, 1, 1]}, "mrope_section [2, 1, 1] in its rope_parameters, which default does not read"),
         ({"full_attention": {"rope_theta": 1e4}}, "full_attention"),
