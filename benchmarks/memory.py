@@ -113,7 +113,7 @@ class Measure:
         """Return the bytes that all layers keep of one micro-batch."""
         (chunk,) = unwrap(self.model)
         for layer in chunk.decoder.layers:
-            layer.self_attention.core_attention.backend = lambda q, k, v, call, scale: FlashLike.apply(q, k, v)
+            layer.self_attention.core_attention.backend = lambda q, k, v, *unused: FlashLike.apply(q, k, v)
         batch = self.batches.train[0].to(self.platform.device)
         return kept_by(lambda: self._hidden(chunk, batch), self.known)
 

@@ -220,9 +220,9 @@ def events_of(rank: int) -> list[str]:
     share = plan(LAYOUTS["documents"], 2, "contiguous")
     call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, Traffic(), parts=2), Scheme.EXCHANGE)
 
-    def logged_attend(query: Tensor, key: Tensor, value: Tensor, part: AttentionCall, scale: float) -> Tensor:
+    def logged_attend(query: Tensor, key: Tensor, value: Tensor, part: AttentionCall, *rest: Any) -> Tensor:
         seen.append(f"attend {len(query)}")
-        out = attend(query, key, value, part, scale)
+        out = attend(query, key, value, part, *rest)
         out.register_hook(lambda grad: seen.append(f"back {len(grad)}"))
         return out
 
