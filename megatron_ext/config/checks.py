@@ -296,6 +296,10 @@ SPEED: list[Rule] = [
     ("recompute_modules", lambda o: "mlp" in o.recompute_modules and o.block == "phi" and o.fp8_format,
      " with block phi and fp8_format, would recompute without fp8; use --recompute-granularity full"),
     *_excludes("compile cpu_offloading", "recompute_granularity"),
+    ("mlp_block_tokens", lambda o: o.mlp_block_tokens and "mlp" in o.recompute_modules,
+     " with recompute_modules mlp; it recomputes the MLP by itself, leave mlp out"),
+    *(rule for other in ("num_experts", "compile", "cpu_offloading", "fp8_format", "tp_comm_overlap")
+      for rule in _excludes("mlp_block_tokens", other)),
     *_excludes("cpu_offloading", "compile"),
     *_requires("cpu_offloading_num_layers", "cpu_offloading"),
     ("cpu_offloading", lambda o: o.cpu_offloading and o.pp > 1,

@@ -259,6 +259,9 @@ class ParallelConfig(_Section):
     recompute_num_layers: PositiveInt = _option(
         1, "layers per recomputed group (uniform), or recomputed layers (block)"
     )
+    mlp_block_tokens: PositiveInt | None = _option(
+        None, "compute the MLP in blocks of this many tokens, each recomputed in the backward pass (default: at once)"
+    )
     cpu_offloading: bool = _option(False, "keep activations of some layers in host memory (Transformer Engine)")
     cpu_offloading_num_layers: PositiveInt | None = _option(None, "number of those layers (default: all but one)")
     compile: bool = _option(False, "torch.compile the layers except attention, for small models")
@@ -299,8 +302,11 @@ class ParallelConfig(_Section):
 
     @property
     def recomputed_modules(self) -> tuple[RecomputeModule, ...]:
-        """The modules that `selective` recomputes: as given, or attention only."""
-        return self.recompute_modules or ("core_attn",)
+        """The modules of each layer that are recomputed, in addition to the layers that `full` recomputes."""
+        blockwise: tuple[RecomputeModule, ...] = ("mlp",) if self.mlp_block_tokens is not None else ()
+        if self.recompute_granularity != "selective":
+            return blockwise
+        return (self.recompute_modules or ("core_attn",)) + blockwise
 
     def offloaded_layers(self, num_layers: int) -> int:
         """Return the number of layers whose activations are offloaded; those of the last layer are needed at once."""

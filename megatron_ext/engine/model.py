@@ -32,7 +32,7 @@ from megatron_ext.attention.choice import select
 from megatron_ext.attention.interface import Attend
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
-from megatron_ext.engine import compat, te_options
+from megatron_ext.engine import blockwise_mlp, compat, te_options
 from megatron_ext.engine.blocks import layer_spec
 from megatron_ext.engine.compat import OwnAttention
 from megatron_ext.engine.experts import LoadBalance
@@ -309,6 +309,9 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
             entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
             vp_stage=vp_stage,
         )
+        if config.parallel.mlp_block_tokens is not None:
+            for layer in chunk.decoder.layers:
+                blockwise_mlp.install(layer.mlp, config.parallel.mlp_block_tokens)
         if config.parallel.compile:
             _compile(chunk)
         chunks.append(chunk.to(platform.device))
@@ -392,7 +395,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     recompute: dict[str, Any] = {"recompute_granularity": parallel.recompute_granularity}
     if parallel.recompute_granularity == "selective":
         compat.install_recompute()
-        recompute |= {"recompute_modules": list(parallel.recomputed_modules)}
+        recompute |= {"recompute_modules": list(parallel.recompute_modules or ("core_attn",))}
     if parallel.recompute_granularity == "full":
         recompute |= {
             "recompute_method": parallel.recompute_method,

@@ -191,7 +191,7 @@ class _Sizes:
 
     Attributes:
         rotated: the fraction of layers with RoPE.
-        again: the recomputed modules of a layer; () under full recomputation.
+        again: the recomputed modules of a layer, in addition to full recomputation.
         stream: bytes of the residual stream between two layers, e t D / s.
         whole: the same gathered over tensor-parallel ranks, e t D.
         inner: bytes of [t, F / tp].
@@ -205,7 +205,7 @@ class _Sizes:
         self.heads, self.key_heads = model.num_attention_heads // self.tp, max(model.num_query_groups // self.tp, 1)
         self.head_size = model.head_size
         self.rotated = sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers
-        self.again = parallel.recomputed_modules if parallel.recompute_granularity == "selective" else ()
+        self.again = parallel.recomputed_modules
         self.stream = self.t * model.hidden_size * self.e // self.s
         self.whole = self.stream * self.s
         self.inner = self.e * self.t * model.ffn_hidden_size // self.tp
@@ -368,7 +368,13 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes)
         group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
         recomputed = group * max(layer_bytes(config, shapes) for shapes in of_kinds)
     mlp, freed = _mlp_backward(config, sizes), 2 * sizes.stream
-    if "mlp" in sizes.again:
+    if parallel.mlp_block_tokens is not None:
+        # of a block: the MLP; and the gradients of the input, and of the weights: the sum and those of the block
+        block = min(parallel.mlp_block_tokens / sizes.t, 1)
+        mlp = math.ceil(block * (mlp + _mlp_bytes(config, sizes) + sizes.stream)) + sizes.stream
+        matrices = 2 if config.model.block == "phi" else 3
+        mlp += (4 + sizes.e) * matrices * config.model.hidden_size * config.model.ffn_hidden_size // sizes.tp
+    elif "mlp" in sizes.again:
         mlp += _mlp_bytes(config, sizes) + sizes.stream
     else:
         freed += _mlp_bytes(config, sizes)

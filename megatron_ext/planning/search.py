@@ -19,6 +19,7 @@ from megatron_ext.planning.memory import HEADROOM, estimate
 from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, step_time, work_of
 
+MLP_BLOCK_TOKENS = 16384  # enough for products to run at full speed
 MOMENTS = 12  # number of schedule points whose windows are timed
 # all activations kept
 _KEPT: dict[str, Any] = {
@@ -26,6 +27,7 @@ _KEPT: dict[str, Any] = {
     "recompute_modules": (),
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
+    "mlp_block_tokens": None,
     "cpu_offloading": False,
     "cpu_offloading_num_layers": None,
 }
@@ -113,6 +115,7 @@ class Layout:
         if parallel.recompute_granularity:
             whole = parallel.recompute_granularity == "full"
             words += ["recompute" if whole else f"recompute {' '.join(parallel.recomputed_modules)}"]
+        words += ["MLP in blocks"] if parallel.mlp_block_tokens else []
         return ", ".join(words)
 
 
@@ -231,7 +234,11 @@ def with_less_kept(config: Config) -> Iterator[Config]:
         {"recompute_granularity": "selective", "recompute_modules": modules}
         for modules in (("core_attn",), ("layernorm",), ("mlp",), ("mlp", "layernorm"))
     ]
-    for choice in (*choices, {"recompute_granularity": "full"}):
+    choices += [{"recompute_granularity": "full"}]
+    blockwise: dict[str, Any] = {"mlp_block_tokens": MLP_BLOCK_TOKENS}
+    if not (config.model.num_experts or config.training.fp8_format or config.parallel.tp_comm_overlap):
+        choices += [choices[1] | blockwise, choices[-1] | blockwise]
+    for choice in choices:
         yield replace(config, parallel=replace(config.parallel, **_KEPT | choice))
 
 

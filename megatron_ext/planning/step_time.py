@@ -124,7 +124,7 @@ class Work:
         fp8: whether products use FP8; attention and the output layer stay in bf16.
         attention_backend: a value of --attention-backend.
         recompute: the fraction of the layers with full recomputation.
-        recompute_modules: the recomputed modules of each layer.
+        recompute_modules: the modules of each layer that are recomputed in addition.
     """
 
     model: ModelConfig
@@ -370,7 +370,7 @@ def _recomputed(work: Work) -> Layer:
         expert_tensor=mlp,
         experts=mlp,
     )
-    return Layer(**{name: max(work.recompute, share) for name, share in vars(parts).items()})
+    return Layer(**{name: work.recompute + share for name, share in vars(parts).items()})
 
 
 def _attention_parameters(model: ModelConfig) -> int:
@@ -437,7 +437,7 @@ def work_of(
         ep=parallel.expert_model_parallel_size,
         attention_backend=parallel.attention_backend,
         recompute=recompute,
-        recompute_modules=parallel.recomputed_modules if parallel.recompute_granularity == "selective" else (),
+        recompute_modules=parallel.recomputed_modules,
     )
 
 

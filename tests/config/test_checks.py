@@ -41,6 +41,8 @@ CASES = """
 --overlap-param-gather --overlap-grad-reduce | overlap_param_gather | --overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer
 --recompute-modules mlp layernorm | recompute_modules | --recompute-modules mlp layernorm --recompute-granularity selective
 --compile --recompute-granularity full | compile | --compile
+--mlp-block-tokens 64 --recompute-granularity selective --recompute-modules mlp | mlp_block_tokens | --mlp-block-tokens 64 --recompute-granularity selective --recompute-modules layernorm
+--mlp-block-tokens 64 --num-experts 4 | mlp_block_tokens | --mlp-block-tokens 64
 --cpu-offloading-num-layers 2 | cpu_offloading_num_layers | --cpu-offloading-num-layers 2 --cpu-offloading
 --tp-comm-overlap --bf16 | tp_comm_overlap | --tp-comm-overlap --bf16 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --fp8-format hybrid | fp8_format | --bf16 --fp8-format hybrid
