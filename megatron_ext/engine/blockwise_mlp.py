@@ -64,6 +64,7 @@ class _Blocks(torch.autograd.Function):
                     sums[number] = part
                 else:
                     sums[number] = sums[number].float().add_(part)
+            del parts, part  # before the next block's are computed
         return None, None, None, grad_hidden_t1D, *(
             total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)
         )

@@ -372,6 +372,7 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes)
         # of a block: the MLP; and the gradients of the input, and of the weights: the sum and those of the block
         block = min(parallel.mlp_block_tokens / sizes.t, 1)
         mlp = math.ceil(block * (mlp + _mlp_bytes(config, sizes) + sizes.stream)) + sizes.stream
+        mlp += math.ceil((1 - block) * sizes.whole) if sizes.s > 1 else 0  # attention's gather buffer stays
         matrices = 2 if config.model.block == "phi" else 3
         mlp += (4 + sizes.e) * matrices * config.model.hidden_size * config.model.ffn_hidden_size // sizes.tp
     elif "mlp" in sizes.again:
