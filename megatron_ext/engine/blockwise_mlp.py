@@ -1,4 +1,4 @@
-"""Compute an MLP in blocks of tokens, so that its inner activations never exist for all tokens (ALST, arXiv 2506.13996).
+"""Compute an MLP in blocks of tokens: its inner activations never exist for all tokens (ALST, arXiv 2506.13996).
 
 The MLP works token by token. Forward keeps only its input; backward recomputes one block at a time and adds the blocks'
 weight gradients in float32.
@@ -65,6 +65,10 @@ class _Blocks(torch.autograd.Function):
                 else:
                     sums[number] = sums[number].float().add_(part)
             del parts, part  # before the next block's are computed
-        return None, None, None, grad_hidden_t1D, *(
-            total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)
+        return (
+            None,
+            None,
+            None,
+            grad_hidden_t1D,
+            *(total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)),
         )
