@@ -49,7 +49,7 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_t1D,) = ctx.saved_tensors
         grad_t1D, grad_hidden_t1D = grads[0], torch.empty_like(hidden_t1D)
-        sums: list[Tensor | None] = [None] * len(ctx.weights)
+        sums: list[Tensor] = []
         for own_b1D, grad_b1D, hidden_b1D in zip(
             *(x.split(ctx.rows) for x in (grad_hidden_t1D, grad_t1D, hidden_t1D)), strict=True
         ):
@@ -58,17 +58,11 @@ class _Blocks(torch.autograd.Function):
                 out_b1D = ctx.mlp(input_b1D)[0]
             own, *parts = torch.autograd.grad(out_b1D, (input_b1D, *ctx.weights), grad_b1D)
             own_b1D.copy_(own)
-            for number, (part, weight) in enumerate(zip(parts, ctx.weights, strict=True)):
-                # Transformer Engine adds a matrix's gradient to its buffer by itself and returns a placeholder
-                if sums[number] is None or getattr(weight, "grad_added_to_main_grad", False):
-                    sums[number] = part
-                else:
-                    sums[number] = sums[number].float().add_(part)
-            del parts, part  # before the next block's are computed
-        return (
-            None,
-            None,
-            None,
-            grad_hidden_t1D,
-            *(total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)),
-        )
+            # Transformer Engine adds a matrix's gradient to its buffer by itself and returns a placeholder
+            sums = [
+                part if getattr(weight, "grad_added_to_main_grad", False) else total.float().add_(part)
+                for total, part, weight in zip(sums, parts, ctx.weights, strict=True)
+            ] if sums else parts  # fmt: skip
+            del parts  # before those of the next block are computed
+        grad_weights = [total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)]
+        return None, None, None, grad_hidden_t1D, *grad_weights
