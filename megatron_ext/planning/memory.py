@@ -51,7 +51,7 @@ BLOCKS = {
     "llama": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_cpu=5, mlp_gradients=2),
     "phi": Block(norms=1, norm_input=None, norm_outputs=1, statistics=8, mlp=2, mlp_cpu=2, mlp_gradients=1),
     "olmo3": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_cpu=5, mlp_gradients=2),
-    "gpt_oss": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=7, mlp_cpu=7, mlp_gradients=2),
+    "gpt_oss": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=8, mlp_cpu=8, mlp_gradients=2),
     "gemma3": Block(norms=4, norm_input=4, norm_outputs=2, statistics=4, mlp=5, mlp_cpu=5, mlp_gradients=2),
 }
 

@@ -54,6 +54,8 @@ OTHERS = {
     "Phi": (PHI, 1, 1),
     "Phi, mlp": (f"{PHI} {AGAIN} mlp", 1, 1),
     "Gemma 3": ("--block gemma3", 1, 1),
+    "attention sinks": ("--softmax-type learnable", 1, 1),
+    "gpt-oss": (f"--block gpt_oss {EXPERTS}", 1, 1),
     "Olmo 3": ("--block olmo3", 1, 1),
     "Olmo 3, tensor, sequence": (f"--block olmo3 --num-query-groups 32 {TENSOR}", 2, 1),
     "experts, pipeline of 2": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2, 4),
