@@ -43,7 +43,7 @@ def cases() -> Iterator[tuple[benchmark.Case, bool]]:
     yield benchmark.Case("deterministic", segments, segments, head_size=128), True
 
 
-def compile_call(attend: Attend, case: benchmark.Case) -> None:
+def compile_call(attend: Attend, case: benchmark.Case, *, sinks: bool = False) -> None:
     """Run a call forward and backward, and check the shapes of its results."""
 
     def rows(cu_seqlens: np.ndarray, heads: int) -> Tensor:
@@ -55,10 +55,12 @@ def compile_call(attend: Attend, case: benchmark.Case) -> None:
     borders = tuple(torch.empty(len(case.cu_seqlens_q), dtype=torch.int32, device=CUDA) for _ in range(2))
     call = replace(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), borders=borders)
     part = query.chunk(2, dim=1)[1] if case.strided else query
-    out = attend(part, key, value, call, case.head_size**-0.5)
+    sink = torch.empty(case.heads, dtype=torch.bfloat16, device=CUDA, requires_grad=True) if sinks else None
+    out = attend(part, key, value, call, case.head_size**-0.5, sink)
     assert (out.shape, out.dtype) == (part.shape, torch.bfloat16)
-    gradients = torch.autograd.grad(out, [query, key, value], torch.empty_like(out))
-    assert [x.shape for x in gradients] == [x.shape for x in (query, key, value)]
+    leaves = [x for x in (query, key, value, sink) if x is not None]
+    gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert [x.shape for x in gradients] == [x.shape for x in leaves]
 
 
 def main() -> None:
@@ -68,6 +70,8 @@ def main() -> None:
         with FakeTensorMode():
             compile_call(named, case)
             compile_call(auto, case)
+            if case.name.startswith("4 heads"):
+                compile_call(named, case, sinks=True)
         print("compiled:", case.name, *auto.logged, sep="\t", flush=True)
 
 
