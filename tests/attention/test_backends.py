@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from attention.kernels import call_of, inputs_of
-from megatron_ext.attention import choice, reference
+from attention.kernels import call_of
+from megatron_ext.attention import reference
 from megatron_ext.attention.backends import BACKENDS, Backend
 from megatron_ext.attention.choice import PerCall, select
 from megatron_ext.attention.interface import AttentionCall
@@ -28,12 +25,6 @@ def test_the_choice_on_a_cpu_attends(name: str) -> None:
     out = select(name, CPU, torch.float32, 4)(query, key, value, call, 0.3)
     wanted = reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, 0.3)
     torch.testing.assert_close(out, wanted, rtol=0, atol=0)
-
-
-def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="megatron_ext"):
-        select("auto", CPU, torch.float32, 64)
-    assert [record.getMessage() for record in caplog.records] == ["attention backend: reference on cpu"]
 
 
 @pytest.mark.parametrize(
@@ -66,13 +57,6 @@ def test_refusals_name_the_remedy(
 
 ALL = tuple(backend.name for backend in BACKENDS if backend.name != "reference")
 FA2 = ("torch_varlen", "flash_attn")
-
-
-def test_on_cuda_auto_never_takes_the_reference() -> None:
-    found = select("auto", CUDA, torch.bfloat16, 128)
-    assert isinstance(found, PerCall)
-    assert "torch_varlen" in found.available
-    assert "reference" not in found.available
 
 
 def name_of(lengths: list[tuple[int, int]], left_window: int | None, available: tuple[str, ...], heads: int = 8) -> str:
@@ -121,23 +105,6 @@ def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int
         f"attention_backend: torch_varlen cannot count {rows + 1} queries in 1 segments with {heads} heads of {size}; "
         "use --attention-backend auto, or share heads or tokens over more ranks"
     )
-
-
-def test_each_backend_is_logged_at_its_first_call(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for backend in BACKENDS:
-        stand_in = replace(backend, kernel=lambda query, *unused: query)
-        monkeypatch.setitem(choice.BY_NAME, backend.name, stand_in)
-    attend = PerCall((*FA2, "triton_packed"))
-    with caplog.at_level(logging.INFO, logger="megatron_ext"):
-        for lengths in ([(3, 3)] * 2, [(4, 4)], [(130, 130)], [(131, 131)]):
-            call = call_of(lengths)
-            attend(*inputs_of(call)[:3], call, 1.0)
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention: triton_packed (first call: 2 segments of at most 3 queries and 3 keys)",
-        "attention: torch_varlen (first call: 1 segments of at most 130 queries and 130 keys)",
-    ]
 
 
 def test_a_card_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

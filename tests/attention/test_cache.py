@@ -43,19 +43,6 @@ def test_pieces_of_texts_see_what_whole_texts_see(left_window: int | None) -> No
         torch.testing.assert_close(torch.cat(out[text]), whole)
 
 
-def test_layers_are_kept_apart() -> None:
-    cache = KeyValueCache(slots=1, capacity=3)
-    key = torch.randn(2, G, H)
-    first = cache.append([0], [2])
-    first.extend(1, key, key + 1)
-    first.extend(2, key + 2, key + 3)
-    after = cache.append([0], [1])
-    for layer, keys, values in ((1, key, key + 1), (2, key + 2, key + 3)):
-        seen = after.extend(layer, key[:1], key[:1])
-        torch.testing.assert_close(seen[0], torch.cat([keys, key[:1]]))
-        torch.testing.assert_close(seen[1], torch.cat([values, key[:1]]))
-
-
 def test_a_text_is_continued_in_several_ways() -> None:
     """What follows the tokens that are kept stands where the forgotten ones stood, and sees those before alone."""
     cache = KeyValueCache(slots=2, capacity=5)

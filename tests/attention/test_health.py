@@ -166,16 +166,3 @@ def test_the_sample_depends_on_seed_and_step_alone() -> None:
     assert sample_queries(1, 2, 100, 10).tolist() != sample_queries(2, 2, 100, 10).tolist()
     assert sample_queries(1, 2, 7, 10).tolist() == list(range(7))
     assert len(set(sample_queries(2**64 - 1, 0, 100, 50).tolist())) == 50
-
-
-def test_a_layer_that_is_computed_again_counts_once_and_leaves_no_graph() -> None:
-    masks, (query, key) = masks_of("grid"), draw()
-    tokens = np.arange(2 * LENGTH)
-    probe = Probe(SampledQueries.of(tokens, masks, [tokens], 0), ALONE)
-    probe.observe(3, False, query.requires_grad_(), key.requires_grad_(), SCALE)
-    _, first = probe.measured()
-    probe.observe(3, False, 2 * query, key, SCALE)
-    layers, again = probe.measured()
-    assert layers == [3]
-    assert torch.equal(first, again)
-    assert not first.requires_grad

@@ -100,7 +100,7 @@ def test_one_process_alone() -> None:
 
 
 def test_two_processes() -> None:
-    seeds = list(range(16))
+    seeds = list(range(40))
     ranks = call(of_rank, 2, seeds, False)
     check(seeds, ranks)
     assert any(sent for *_, sent in ranks[0])
@@ -140,17 +140,3 @@ def test_tensors_of_other_tokens_are_refused() -> None:
     query, key, value = torch.zeros(12, 4, 6), torch.zeros(12, 2, 6), torch.zeros(11, 2, 6)
     with pytest.raises(UserError, match="attend: got 12, 12, 11 tokens of queries, keys and values, needs the 12"):
         rows.attend(query, key, value)
-
-
-def heads_refused(rank: int) -> str:
-    rows = share_rows(12, [[]], group=dist.group.WORLD, scheme="ulysses")
-    query, key = torch.zeros(6, 3, 6), torch.zeros(6, 1, 6)
-    with pytest.raises(UserError) as refused:
-        rows.attend(query, key, key)
-    return str(refused.value)
-
-
-def test_heads_that_ranks_do_not_divide_are_refused() -> None:
-    first, second = call(heads_refused, 2)
-    assert first == second
-    assert "got 3 query and 1 key heads, needs multiples of 2 (ranks) under the scheme ulysses" in first

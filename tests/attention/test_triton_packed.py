@@ -50,12 +50,12 @@ SEGMENTS = st.lists(
 @given(
     lengths=SEGMENTS,
     left_window=st.sampled_from([None, None, 0, 1, 15, 40]),
-    heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
+    heads=st.sampled_from([(1, 1), (2, 1), (2, 2)]),
     size=st.sampled_from([8, 16, 24, 40]),
 )
-@example(lengths=[(0, 20), (1, 1), (0, 17), (16, 16), (0, 3)], left_window=None, heads=(4, 2), size=16)
-@example(lengths=[(1, 50)], left_window=3, heads=(2, 1), size=16)
-@settings(max_examples=10, deadline=None, suppress_health_check=QUIET)
+@example(lengths=[(0, 20), (1, 1), (0, 17), (16, 16), (0, 3)], left_window=None, heads=(4, 2), size=8)
+@example(lengths=[(1, 50)], left_window=3, heads=(2, 1), size=8)
+@settings(max_examples=5, deadline=None, suppress_health_check=QUIET)
 def test_output_and_gradients(
     lengths: list[tuple[int, int]], left_window: int | None, heads: tuple[int, int], size: int
 ) -> None:
@@ -63,8 +63,7 @@ def test_output_and_gradients(
     assert_right(triton_packed.attend, inputs_of(call, *heads, size), call)
 
 
-@pytest.mark.parametrize("window", [50, 270])
-@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("size", "window"), [(64, 270), (80, 50), (128, 270), (256, 50)])
 def test_its_own_tiles(size: int, window: int) -> None:
     """Several tiles and a bit, with and without some whose queries see all keys; heads of one part and of two."""
     borders = build_layout(270, [20, 31, 260], window).cu_seqlens
@@ -189,7 +188,7 @@ def test_it_runs_with_fake_tensors() -> None:
         assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("size", slow_but([80, 128], [64, 80, 96, 128, 192, 256]))
+@pytest.mark.parametrize("size", slow_but([128], [64, 80, 96, 128, 192, 256]))
 def test_registers_and_shared_memory_on_hopper(size: int, tmp_path: Path) -> None:
     """Triton compiles without a GPU: no spills, tensor cores, and two blocks on an SM for heads up to 128."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}

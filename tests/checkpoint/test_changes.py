@@ -26,16 +26,7 @@ def changed(flags: str, step: int = 10, base: str = BASE) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--tensor-model-parallel-size 2",
-        "--use-distributed-optimizer",
-        "--micro-batch-size 2",
-        "--eval-interval 5",
-        "--loss-block-tokens 64",
-        "--train-iters 200 --lr-decay-iters 100",
-        "--train-iters 50 --lr-decay-iters 100",
-    ],
+    "flags", ["--tensor-model-parallel-size 2", "--micro-batch-size 2", "--train-iters 200 --lr-decay-iters 100"]
 )
 def test_free(flags: str) -> None:
     assert flags.split()[0].removeprefix("--").replace("-", "_") in changed(flags)
@@ -71,12 +62,7 @@ def test_a_mixture_is_the_same_after_it_was_written(tmp_path: Path) -> None:
     [
         ("--lr 1e-3", "lr 0.0004 -> 0.001"),
         ("--data-path y", "data_path ['x'] -> ['y']"),
-        ("--seed 5", "seed 1234 -> 5"),
-        ("--global-batch-size 16", "global_batch_size 8 -> 16"),
-        ("--seq-length 256", "seq_length 512 -> 256"),
         ("--window-rate 2", "window_rate 1.0 -> 2.0"),
-        ("--rotary-base 1e6", "rotary_base 10000.0 -> 1000000.0"),
-        ("--hidden-dropout 0.1", "hidden_dropout 0.0 -> 0.1"),
         ("--train-iters 200", "train_iters 100 -> 200"),  # stretches the cosine
         ("--z-loss 1e-4", "z_loss 0.0 -> 0.0001"),
     ],
@@ -95,8 +81,7 @@ def test_with_a_word(flags: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("1 a 1 b", "2 a 2 b"), ("1 a 3 b", "25 a 75 b"), ("50 a 50 b", "0.5 a 0.5 b"), ("a", "7 a")],
+    ("before", "after"), [("1 a 1 b", "2 a 2 b"), ("1 a 3 b", "25 a 75 b"), ("50 a 50 b", "0.5 a 0.5 b"), ("a", "7 a")]
 )
 def test_weights_of_one_ratio_are_one_mixture(before: str, after: str) -> None:
     assert changed(f"--data-path {after}", base=BASE.replace("--data-path x", f"--data-path {before}")) == []
@@ -113,9 +98,7 @@ def test_weights_of_another_ratio_are_another_mixture(after: str) -> None:
     [
         ("2 a 2 b", []),
         ("3 a 1 b", ["mixture: about 250 rows of a are left out", "mixture: about 250 rows of b come again"]),
-        ("1 a 1 b 2 c", ["a come again", "b come again", "mixture: about 500 rows of c are left out"]),
         ("1 c 1 b", ["mixture: about 500 rows of c are left out"]),
-        ("1 a", ["mixture: about 500 rows of a are left out"]),
     ],
 )
 def test_another_mixture_says_which_rows_move(data: str, moved: list[str]) -> None:
@@ -125,11 +108,6 @@ def test_another_mixture_says_which_rows_move(data: str, moved: list[str]) -> No
     assert len(lines) == len(moved)
     assert all(line.endswith(end) for line, end in zip(lines, moved, strict=True)), lines
     assert moved_rows(saved, parse([*base, *data.split()]), 0) == []
-
-
-def test_a_longer_cosine_changes_even_a_finished_run() -> None:
-    with pytest.raises(UserError, match="train_iters 100 -> 200"):
-        changed("--train-iters 200", step=100)
 
 
 def test_a_longer_run_at_a_constant_rate_changes_nothing() -> None:
@@ -162,12 +140,9 @@ def test_options_of_other_versions() -> None:
     ("before", "after", "refusal"),
     [
         ("", "--kv-channels 32", None),
-        ("--kv-channels 32", "--kv-channels none", None),
         ("", "--kv-channels 64", "kv_channels: got 64, X needs 32; use its config.yaml"),
-        (BYTES, "--vocab-size 257", None),
         (f"{BYTES} --vocab-size 257", "--vocab-size none", None),
         (BYTES, "--vocab-size 300", "vocab_size: got 300, X needs 257; use its config.yaml"),
-        (f"{BYTES} --vocab-size 300", "--vocab-size none", "vocab_size: got 257, X needs 300; use its config.yaml"),
     ],
 )
 def test_sizes_that_are_left_out_are_compared_as_they_come_out(before: str, after: str, refusal: str | None) -> None:
@@ -198,41 +173,25 @@ FROZEN = "--token-weighting frozen --score-store s"
     ("before", "after"),
     [
         # left out, or given as it comes out
-        ("", "--window-end 512"),
         ("", "--kv-channels 32"),
-        (LINEAR, f"{LINEAR} --window-rate 0.125"),
         (LINEAR, f"{LINEAR} --window-rate 0.125 --window-end 512"),
         (f"{LINEAR} --window-rate 7.5", f"{LINEAR} --window-expansion-fraction 0.64"),  # 480 tokens in 64 steps
-        ("", "--lr-decay-iters 100"),
         ("--lr-first-step 20", "--lr-first-step 20 --lr-decay-iters 120"),
         ("", "--fp8-recipe delayed"),
         (UNFROZEN, f"{UNFROZEN} --short-stride 96"),
-        (UNFROZEN, f"{UNFROZEN} --weight-strength 0.75"),
-        (f"{UNFROZEN} --weight-post sparse", f"{UNFROZEN} --weight-post sparse --weight-strength 0.2"),
         (f"{FROZEN} --weight-post sparse", f"{FROZEN} --weight-post sparse --weight-strength 0.4"),
-        (
-            f"{UNFROZEN} --weight-score longce --weight-post none",
-            f"{UNFROZEN} --weight-score longce --weight-post none --weight-clip 5",
-        ),
-        (f"{UNFROZEN} --weight-score ppmi", f"{UNFROZEN} --weight-score ppmi --weight-shift 1"),
         (YARN, f"{YARN} --rope-beta-fast 32 --rope-attention-factor 1.138629436111989"),
         ("--split 98,2,0", "--split 49,1"),
         ("--packing upsample_long", "--packing upsample_long --packing-options factor=5 threshold=8192"),
-        ("--data-path x", "--data-path 3 x"),
         # read by nothing
         ("", "--window-start 16 --window-rate 3 --window-cycles 2 --window-round-to 64 --window-switch-step 4"),
         ("", "--window-mask sliding"),  # of the whole row
-        ("", "--window-schedule linear --window-start 512"),  # begins where it ends
         (f"{LINEAR} --window-rate 1", f"{LINEAR} --window-rate 1 --window-round-to 64 --window-aligned"),
-        ("--lr-decay-style constant", "--lr-decay-style constant --min-lr 1e-5 --lr-decay-iters 50"),
         ("", "--lr-wsd-decay-iters 9 --lr-warmup-from-zero"),
         ("", "--weight-score mile --weight-post sparse --weight-strength 0.5 --loss-denominator weights"),
-        (FROZEN, f"{FROZEN} --score-interval 4 --score-row-share 0.5"),
-        (f"{UNFROZEN} --weight-post none", f"{UNFROZEN} --weight-post none --weight-strength 3"),
         # written otherwise
         (f"{LINEAR} --rope-window-bases 64:9 32:1e1", f"{LINEAR} --rope-window-bases 32:10 64:9.0 128:10000"),
         ("", "--make-vocab-size-divisible-by 64"),  # 128 token ids need no padding either way
-        ("", "--model-preset tiny-1M"),
     ],
 )
 def test_a_resume_that_changes_nothing_has_no_changes(before: str, after: str) -> None:
@@ -249,20 +208,13 @@ def test_a_resume_that_changes_nothing_has_no_changes(before: str, after: str) -
     ("before", "after", "changes"),
     [
         (LINEAR, f"{LINEAR} --window-rate 0.25", ["window_rate 0.125 -> 0.25"]),
-        (f"{LINEAR} --window-rate 0.25", LINEAR, ["window_rate 0.25 -> 0.125"]),
         ("", "--window-end 511", ["window_end 512 -> 511"]),
         ("--window-end 128", "--window-end 128 --window-mask sliding", ["window_mask grid -> sliding"]),
-        ("", "--lr-decay-iters 99", ["lr_decay_iters 100 -> 99"]),
         (UNFROZEN, f"{UNFROZEN} --short-stride 95", ["short_stride 96 -> 95"]),
-        (UNFROZEN, f"{UNFROZEN} --weight-post sparse", ["weight_post dense -> sparse"]),
         (YARN, f"{YARN} --rope-attention-factor 1", ["rope_attention_factor 1.138629436111989 -> 1.0"]),
         ("", "--make-vocab-size-divisible-by 256", ["make_vocab_size_divisible_by 128 -> 256"]),
-        ("", "--split 97,3", ["split 98,2,0 -> 97,3"]),
-        ("--bf16", "--bf16 --fp8-format hybrid", ["fp8_format None -> hybrid"]),
         # the other start alone makes it a window that grows
         (f"{LINEAR} --window-start 512", LINEAR, ["window_start 512 -> 32"]),
-        (LINEAR, f"{LINEAR} --window-start 512", ["window_start 32 -> 512"]),
-        (f"{CONTINUAL} --window-start 512", CONTINUAL, ["window_start 512 -> 32"]),
         (f"{CONTINUAL} --window-switch-step 0", CONTINUAL, ["window_switch_step 0 -> 4"]),
         # the 3840 steps of the default rate are half of the first run: the same share of the second is another window
         (
@@ -313,7 +265,7 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
         return from_dict(sections | {"data": data, "model": {"vocab_size": 64}})
 
     generator, accepted = random.Random(2), 0
-    for _ in range(250):
+    for _ in range(150):
         first = drawn({}, list(DRAWN))
         second = drawn(first, generator.sample(list(DRAWN), generator.choice((1, 2, 3))))
         before, after = of(first), of(second)
@@ -329,7 +281,7 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
         for step in range(after.training.train_iters):
             assert windows[0].window_at(step) == windows[1].window_at(step), (first, second)
             assert rates[0].at(step) == rates[1].at(step), (first, second)
-    assert accepted > 50
+    assert accepted > 20
 
 
 def test_a_mixture_of_one_is_that_data_path(tmp_path: Path) -> None:

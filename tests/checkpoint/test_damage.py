@@ -10,7 +10,6 @@ import pytest
 from launcher import call
 
 from checkpoint.test_folders import write
-from megatron_ext.checkpoint import damage
 from megatron_ext.checkpoint.damage import agree, together, undamaged
 from megatron_ext.checkpoint.folders import read_checkpoint
 from megatron_ext.errors import UserError
@@ -39,16 +38,6 @@ def found(rank: int, names: list[str | None]) -> str:
     return "agreed"
 
 
-def without_others(rank: int, folder: str) -> str:
-    """What a process is told of a damaged checkpoint, where rank 1 sees none before it."""
-    if rank == 1:
-        damage.older = lambda folder: iter(())  # type: ignore[assignment]
-    try:
-        return undamaged(read_checkpoint(Path(folder)), past_damaged=True).folder.name
-    except RuntimeError as error:
-        return str(error)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Three checkpoints, the newest with another content of the same size."""
@@ -62,30 +51,12 @@ def folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"iter_{step:07d}"
 
 
-def test_sizes_alone_or_checksums_too(run: Path) -> None:
-    assert call(looked_at, 2, str(folder(run, 9)), False, True) == [("iter_0000009", [])] * 2
-    for taken, lines in call(looked_at, 2, str(folder(run, 9)), True, False):
-        assert taken.startswith(
-            f"load: {folder(run, 9)}/file is damaged: its checksum differs; take another checkpoint"
-        )
-        assert taken.endswith(f"{folder(run, 6)} is complete: add --load-latest-complete to take it")
-        assert lines == []
-
-
 def test_the_log_names_what_is_taken_instead(run: Path) -> None:
     folder(run, 6).joinpath("file").write_bytes(b"TENSORS")
     (first, lines), (second, silent) = call(looked_at, 2, str(folder(run, 9)), True, True)
     assert first == second == "iter_0000003"
     assert [line.rsplit("taking ", 1)[1] for line in lines] == [str(folder(run, 6)), str(folder(run, 3))]
     assert silent == []
-
-
-def test_nothing_is_taken_where_all_are_damaged(run: Path) -> None:
-    for step in (3, 6):
-        folder(run, step).joinpath("file").write_bytes(b"TENSORS")
-    (first, message), (second, _) = call(looked_at, 2, str(folder(run, 9)), True, True)
-    assert first == second == f"load: {folder(run, 3)}/file is damaged: its checksum differs; take another checkpoint"
-    assert len(message) == 2  # each names the one that was looked at next: none is promised after the last
 
 
 def test_all_have_to_have_found_the_same(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -103,14 +74,6 @@ def test_all_have_to_have_found_the_same(run: Path, tmp_path_factory: pytest.Tem
         messages = call(found, 3, names)
         assert len(set(messages)) == 1
         assert messages[0].startswith(f"load: got {listed}, needs the same checkpoint for all; ")
-
-
-def test_what_is_taken_instead_is_the_same_for_all(run: Path) -> None:
-    """Else one would read it, and the other would have ended."""
-    first, second = call(without_others, 2, str(folder(run, 9)))
-    assert first == second
-    assert first.startswith("load: got iter_0000006 ")
-    assert ", none on rank 1, needs" in first
 
 
 def failing(rank: int, error: Exception | None) -> str:

@@ -100,10 +100,7 @@ def test_a_name_outside_the_folder_is_refused(folder: Path, name: str) -> None:
         Manifest.read(folder)
 
 
-@given(
-    sizes=st.lists(st.integers(0, 1000), max_size=12),
-    ranks=st.integers(1, 5),
-)
+@given(sizes=st.lists(st.integers(0, 1000), max_size=12), ranks=st.integers(1, 5))
 def test_shares_cover_every_file_once_and_are_even(sizes: list[int], ranks: int) -> None:
     one = manifest({f"file{number}": FileFacts(size, "") for number, size in enumerate(sizes)})
     shares = [one.share(rank, ranks) for rank in range(ranks)]

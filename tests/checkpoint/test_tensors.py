@@ -151,21 +151,6 @@ def test_what_may_pass_by_is_no_refusal(folder: Path, monkeypatch: pytest.Monkey
         Stored(folder).read("vector")
 
 
-def test_memory_that_runs_out_is_no_refusal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        """A device without room."""
-
-        def copy_(self, tensor: Tensor) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        def __getitem__(self, spans: object) -> Full:
-            return self
-
-    shard = replace(part("vector", VECTOR), data=Full)  # type: ignore[arg-type]
-    with pytest.raises(torch.OutOfMemoryError):
-        Stored(folder).fill([shard])
-
-
 def halves(rank: int, folder: Path, failing: int | None) -> str:
     """Write a row for each process; what this one is told."""
 

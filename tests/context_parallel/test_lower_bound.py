@@ -45,10 +45,6 @@ def test_it_is_reached_by_one_segment_whose_ranks_need_not_have_as_many_tokens_o
     assert fewest_rows(layout, 2, 1.1) == min(rows for rows, balance in tried if balance <= 1.1) > 0
 
 
-def test_the_example_of_the_docstring() -> None:
-    assert fewest_rows(build_layout(12, (), 12), 3, 1.1) == 17
-
-
 @given(st.lists(st.integers(1, 400), max_size=6), st.sampled_from([2, 4, 8]), st.integers(1, 400))
 @settings(max_examples=100, deadline=None)
 def test_no_plan_moves_fewer_rows(ends: list[int], cp_size: int, window: int) -> None:

@@ -14,17 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from context_parallel.cases import (
-    STEPS,
-    VALIDATION,
-    VOCABULARY,
-    Case,
-    Outcome,
-    Parallel,
-    Probe,
-    ProbeOutcome,
-    Weighed,
-)
+from context_parallel.cases import STEPS, VALIDATION, VOCABULARY, Case, Outcome, Parallel, Probe, ProbeOutcome, Weighed
 from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform

@@ -15,18 +15,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.parallel import dropout_seed
 
-DROPOUT = [
-    "--hidden-dropout",
-    "0.3",
-    "--train-iters",
-    "3",
-    "--seq-length",
-    "64",
-    "--lr-warmup-iters",
-    "1",
-    "--window-rate",
-    "16",
-]
+DROPOUT = "--hidden-dropout 0.3 --train-iters 3 --seq-length 64 --lr-warmup-iters 1 --window-rate 16"
 
 
 def masks(rank: int, sizes: dict[str, int]) -> list[torch.Tensor]:
@@ -65,7 +54,7 @@ def test_recomputed_layers_drop_the_same_values_again(alone: Commands, small_dat
         "none": ["--hidden-dropout", 0],
     }.items():
         config = ["--config", "examples/configs/cpu_smoke.yaml", "--no-tensorboard", "--save", tmp_path / name]
-        alone.run("pretrain_skyladder.py", *config, *small_data.flags, *DROPOUT, *more)
+        alone.run("pretrain_skyladder.py", *config, *small_data.flags, *DROPOUT.split(), *more)
         losses[name] = [record["lm_loss"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
     assert relative(losses["full"], losses["kept"]) <= 1e-6
     assert relative(losses["none"], losses["kept"]) > 1e-4  # it does drop
@@ -77,7 +66,7 @@ def test_recomputed_layers_drop_the_same_values_again_on_two_processes(
     layout: str, small_data: SmallData, tmp_path: Path
 ) -> None:
     layout = layout or "--tensor-model-parallel-size 2 --sequence-parallel"
-    flags = [*small_data.flags, *DROPOUT, *layout.split()]
+    flags = [*small_data.flags, *DROPOUT.split(), *layout.split()]
     kept = launch(flags, 2, tmp_path / "kept")
     full = launch([*flags, "--recompute-granularity", "full"], 2, tmp_path / "full")
     assert relative(full.series("lm_loss"), kept.series("lm_loss")) <= 1e-6

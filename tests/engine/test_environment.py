@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launcher import Commands
 
 from megatron_ext.attention.choice import select
 from megatron_ext.config import Config, TrainingConfig
@@ -42,10 +41,3 @@ def test_differences_between_ranks_are_reported_once_per_host() -> None:
         "warning: torch on n2: 2.10.0; on n1: 2.11.0",
         f"warning: pyarrow on n2: None; on n1: {first.packages['pyarrow']}",
     ]
-
-
-def test_the_command_prints_versions_and_refuses_wrong_flags(alone: Commands) -> None:
-    (done,) = alone.attempt("tools/environment.py", "--config", "examples/configs/cpu_smoke.yaml")
-    assert f"torch {torch.__version__}" in done.stdout
-    (refused,) = alone.attempt("tools/environment.py", "--bff")
-    assert refused.status == 2

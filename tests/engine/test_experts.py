@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from one_process import one_process
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -17,7 +16,7 @@ from megatron_ext.batch import StepBatches, assemble, lay_end_to_end
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
-from megatron_ext.engine.experts import LoadBalance, balance_losses
+from megatron_ext.engine.experts import balance_losses
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, unwrap, wrap
 from megatron_ext.engine.step import Stepper, StepResult
@@ -71,23 +70,6 @@ def test_each_row_is_a_group_in_any_order_of_tokens() -> None:
     torch.testing.assert_close(found, sum(each), rtol=1e-6, atol=0)
     together = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
     assert abs(found / 3 - together) > 1e-4  # it is not linear in the tokens
-
-
-def test_equally_chosen_experts_give_one() -> None:
-    logits = torch.zeros(EXPERTS, EXPERTS)
-    chosen = torch.eye(EXPERTS, dtype=torch.bool) | torch.eye(EXPERTS, dtype=torch.bool).roll(1, 1)
-    assert balance_losses(logits, chosen, 2, EXPERTS, dist.group.WORLD).item() == pytest.approx(1)
-
-
-def test_the_gradient_is_multiplied_by_the_denominator_of_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))  # Megatron's own, in a step
-    balance = LoadBalance(0.1, by_row=True, row_length=LENGTH)
-    balance.begin(torch.tensor(40.0, dtype=torch.float64), groups=8)
-    losses = torch.tensor(3.0, requires_grad=True)
-    (balance.attach(torch.zeros(2, EXPERTS), losses)).sum().backward()
-    assert losses.grad is not None
-    assert losses.grad.item() == pytest.approx(0.1 * 40 / 8)
-    assert balance.total.item() == 3.0
 
 
 def gradients(ranks: parallel.Ranks, config: Config, trained: float = 1.0) -> tuple[StepResult, torch.Tensor]:

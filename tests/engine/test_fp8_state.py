@@ -122,9 +122,3 @@ def test_another_layout_goes_on_with_the_same_scales(tmp_path: Path) -> None:
 def test_only_the_delayed_recipe_has_a_state(saved: tuple[Any, Any], now: tuple[Any, Any], *, there: bool) -> None:
     before, after = (Config(training=TrainingConfig(fp8_format=one, fp8_recipe=two)) for one, two in (saved, now))
     assert fp8_state.is_saved(to_dict(before), after) is there
-
-
-def test_a_configuration_of_an_earlier_version_has_none() -> None:
-    values = to_dict(Config())
-    del values["training"]["fp8_format"], values["training"]["fp8_recipe"]
-    assert not fp8_state.is_saved(values, Config(training=TrainingConfig(fp8_format="hybrid", fp8_recipe="delayed")))

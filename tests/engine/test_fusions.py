@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import megatron.core.models.common.embeddings.rope_utils as megatron_rope
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from one_process import build_models, one_process
 from torch import Tensor
@@ -72,26 +69,6 @@ def test_a_row_too_long_for_the_kernel_is_rotated_without_it(
     )
     on_cuda = Platform(torch.device("cuda"), "nccl", transformer_engine=True)
     assert fusions_here(on_cuda, config).apply_rope_fusion == fused
-
-
-@pytest.fixture
-def uncompiled() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_the_fused_swiglu_is_swiglu() -> None:
-    """Of [t, 1, 2F] without a bias, forward and backward."""
-    hidden = torch.randn(7, 1, 12, dtype=torch.float64, requires_grad=True)
-    gate, up = hidden.chunk(2, dim=-1)
-    expected = F.silu(gate) * up
-    found = bias_swiglu_impl(hidden, None)
-    assert found.shape == (7, 1, 6)
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-    upstream = torch.randn_like(expected)
-    grads = [torch.autograd.grad(out, hidden, upstream, retain_graph=True)[0] for out in (found, expected)]
-    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
 def test_the_fused_rotation_gets_an_angle_per_token(monkeypatch: pytest.MonkeyPatch) -> None:

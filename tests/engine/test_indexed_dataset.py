@@ -178,9 +178,3 @@ def test_files_of_another_shape_or_dtype_are_refused(prefix: str) -> None:
     np.save(f"{prefix}.mask.npy", np.ones(45))
     with pytest.raises(UserError, match=r"mask\.npy holds .* needs uint8 \(45,\): one value for each token"):
         IndexedSource(prefix)
-
-
-def test_conversations_need_their_mask(prefix: str) -> None:
-    Path(f"{prefix}.json").write_text(json.dumps({"chat_template": "0" * 64}))
-    with pytest.raises(UserError, match=r"data\.mask\.npy does not exist, but .*data was made of conversations"):
-        IndexedSource(prefix)

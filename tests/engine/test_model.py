@@ -22,11 +22,7 @@ CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 def test_layers_without_rope_have_no_yarn_factor() -> None:
     """YaRN multiplies rotated queries and keys: squared in the scores of those layers, absent from the others."""
     model = ModelConfig(
-        num_layers=4,
-        no_rope_freq=2,
-        rope_scaling="yarn",
-        rope_scaling_factor=4.0,
-        rope_original_length=64,
+        num_layers=4, no_rope_freq=2, rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_length=64
     )
     transformer = transformer_config(Config(model=model), CPU)
     factor = rope.attention_factor(model) ** 2

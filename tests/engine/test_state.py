@@ -61,20 +61,3 @@ def test_a_transient_error_is_no_user_error(number: int) -> None:
 def test_a_lasting_error_is_a_user_error(number: int) -> None:
     for text in call(error_of, 2, number):
         assert text.startswith(f"UserError: save: runs/a/file cannot be written ({os.strerror(number)})")
-
-
-def after_an_exit(rank: int) -> str:
-    """What becomes of a process where rank 0 is interrupted inside the action."""
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    ranks: Any = SimpleNamespace(world=rank, world_size=2)
-    try:
-        return f"goes on with {run_on_rank0(ranks, interrupted, Path('runs/a'))}"
-    except BaseException as error:
-        return type(error).__name__
-
-
-def test_the_other_ranks_do_not_go_on_after_an_interrupt_on_rank_0() -> None:
-    assert call(after_an_exit, 2) == ["KeyboardInterrupt", "RuntimeError"]

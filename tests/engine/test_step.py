@@ -22,7 +22,7 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
-from megatron_ext.engine.qk_clip import QKClip, row_factors
+from megatron_ext.engine.qk_clip import QKClip
 from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.engine.transfer import AsyncHostCopy
 from megatron_ext.engine.update import update
@@ -203,28 +203,6 @@ def test_a_clip_brings_each_head_to_its_limit_and_leaves_the_others(
     assert torch.equal(first.linear_qkv.weight.unflatten(0, (2, 4, -1))[:, 3], values)
 
 
-def test_clipping_scales_queries_and_keys_equally_if_each_head_has_its_own_keys() -> None:
-    scores = torch.tensor([4.0, 0.5, math.inf, -3.0])
-    query, key, value = row_factors(scores, 1.0, groups=4, size=2).view(4, 3, 2).unbind(dim=1)
-    assert query.tolist() == key.tolist() == [[0.5] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2]
-    assert value.tolist() == [[1.0] * 2] * 4
-
-
-def test_shared_keys_are_scaled_by_the_head_that_needs_least() -> None:
-    query_and_key = row_factors(torch.tensor([4.0, 16.0, 0.5, 4.0]), 1.0, groups=2, size=1).view(2, 4)[:, :3]
-    torch.testing.assert_close(query_and_key, torch.tensor([[0.5, 0.125, 0.5], [1.0, 0.25, 1.0]]))
-
-
-def test_measuring_changes_no_weight(process: OneProcess) -> None:
-    process.stepper.train(StepBatches([batch(row(0))]))
-    plain = process.weights()
-    process.reset()
-    masks = Config().mask_options().at(LENGTH, [row(0).document_ends], LENGTH)
-    sampled = assemble(lay_end_to_end([row(0)]), masks, None, sampled=np.arange(3))
-    assert process.stepper.train(StepBatches([sampled], attention_measured=True)).attention is not None
-    assert torch.equal(process.weights(), plain)
-
-
 def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> None:
     """Weight decay and the moments of earlier steps would."""
     process.stepper.train(StepBatches([batch(row(0))]))
@@ -259,17 +237,6 @@ def test_validation_does_not_change_training(process: OneProcess) -> None:
     assert torch.equal(process.weights(), before)
     again = process.stepper.train(StepBatches([batch(row(0))]))
     assert replace(again, score_seconds=first.score_seconds) == first
-
-
-def test_logits_are_those_of_the_losses(process: OneProcess) -> None:
-    """The loss without whole logits equals the loss of whole logits."""
-    (chunk,) = unwrap(process.model)
-    text = batch(row(3))
-    with torch.no_grad():
-        logits, losses = chunk.logits(text), chunk(text).cross_entropy_t
-    expected = torch.nn.functional.cross_entropy(logits, text.labels_t, reduction="none")
-    assert logits.shape == (LENGTH, VOCABULARY)
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_output_matrix_gradient_is_added_where_gradients_are_gathered_and_only_once(process: OneProcess) -> None:

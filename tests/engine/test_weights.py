@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -104,20 +103,3 @@ def test_a_hugging_face_folder_is_read_by_blocks(
     vectors = sum(tensor.numel() for name, tensor in tensors.items() if tensor.ndim == 1)
     assert matrices <= sum(read) <= matrices + tp * vectors  # each rank reads its own share, once
     assert max(read) <= max(block, max(tensor.shape[-1] for tensor in tensors.values()))
-
-
-def test_no_more_is_drawn_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of four ranks draws a quarter of a vocabulary, in blocks, and stops."""
-    monkeypatch.setattr(weights, "BLOCK", 16)
-    model = ModelConfig(hidden_size=16, num_attention_heads=1, num_query_groups=1, ffn_hidden_size=16)
-    (embedding, *_rest) = parameters_of(model)
-    sizes: list[Sequence[int]] = []
-    draw = Tensor.normal_
-    monkeypatch.setattr(
-        Tensor, "normal_", lambda self, *args, **options: (sizes.append(self.shape), draw(self, *args, **options))[1]
-    )
-    fill(torch.empty(32, 16), embedding, names(embedding), model, 128, (0, 4), Initial(model, 128, SEED).blocks)
-    assert sizes == [(16, 16)] * 2
-    sizes.clear()
-    fill(torch.empty(32, 16), embedding, names(embedding), model, 128, (3, 4), Initial(model, 128, SEED).blocks)
-    assert sizes == [(16, 16)] * 2  # those before are passed over

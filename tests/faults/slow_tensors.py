@@ -1,4 +1,4 @@
-"""The trainer with a slow disk: a tensor of a checkpoint takes rank 0 0.4 s to write, and every rank 0.4 s to read."""
+"""The trainer with a slow disk: a tensor of a checkpoint takes rank 0 0.1 s to write, every rank 0.1 s to read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pretrain_skyladder import main as pretrain
 
-SECONDS = 0.4
+SECONDS = 0.1
 
 
 def slow(function: Callable[..., Any], rank: str | None) -> Callable[..., Any]:

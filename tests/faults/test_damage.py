@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,6 @@ SCRIPT = "pretrain_skyladder.py"
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
 NEWEST, BEFORE = "iter_0000004", "iter_0000002"
 POINTER = "latest_checkpointed_iteration.txt"
-FILES = ["__0_0.distcp", "tensors.json", "manifest.json"]
 
 
 def flags(data: SmallData, run: Path, steps: int, *more: object) -> list[object]:
@@ -73,10 +71,6 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def flipped_at(share: float) -> Callable[[Path], None]:
     def flipped(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -98,18 +92,12 @@ def refused(alone: Commands, *argv: object) -> str:
     return line.removeprefix("error: ")
 
 
-SPOILS = {
-    "truncated": truncated,
-    "emptied": emptied,
-    "first byte": flipped_at(0),
-    "middle byte": flipped_at(0.5),
-    "last byte": flipped_at(1),
-    "missing": missing,
-}
+SPOILS = {"truncated": truncated, "middle byte": flipped_at(0.5), "missing": missing}
 
 
-@pytest.mark.parametrize("spoil", SPOILS)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("name", "spoil"), [("__0_0.distcp", "missing"), ("tensors.json", "middle byte"), ("manifest.json", "truncated")]
+)
 def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
     alone: Commands, small_data: SmallData, run: Path, name: str, spoil: str
 ) -> None:
@@ -122,13 +110,12 @@ def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
     assert sorted((file, file.stat().st_mtime_ns) for file in run.rglob("*")) == before
 
 
-@pytest.mark.parametrize("spoil", ["middle byte", "missing"])
 def test_where_weights_alone_are_taken_the_checkpoint_before_is_to_be_named(
-    alone: Commands, small_data: SmallData, run: Path, tmp_path: Path, spoil: str
+    alone: Commands, small_data: SmallData, run: Path, tmp_path: Path
 ) -> None:
     """No flag takes it there."""
     path = run / "checkpoints" / NEWEST / "__0_0.distcp"
-    SPOILS[spoil](path)
+    flipped_at(0.5)(path)
     line = refused(alone, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
     export = ("megatron-to-hf", "--input", run, "--output", tmp_path / "export", "--tokenizer", "none")
     (done,) = alone.attempt("tools/convert_checkpoint.py", *export)
@@ -168,7 +155,7 @@ def test_without_verification_sizes_are_still_checked(alone: Commands, small_dat
     assert refused(alone, *argv).startswith(f"load: {path} is damaged: ")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff4", b"four", b"-4"])
+@pytest.mark.parametrize("content", [b"\xff4", b"-4"])
 def test_a_pointer_that_says_nothing_is_named(
     alone: Commands, small_data: SmallData, run: Path, content: bytes
 ) -> None:
@@ -203,23 +190,6 @@ def test_options_that_change_the_run_are_shown(alone: Commands, small_data: Smal
     assert [record["learning_rate"] for record in read_jsonl(run / "metrics.jsonl")][4] > 2.6e-4
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("--hidden-size", "64"), "hidden_size: got 64, "),
-        (("--num-layers", "2"), "num_layers: got 2, "),
-        (("--bf16",), "bf16: got True, "),
-    ],
-)
-def test_other_shapes_are_impossible(
-    alone: Commands, small_data: SmallData, run: Path, words: tuple[str, ...], text: str
-) -> None:
-    (done,) = alone.attempt(SCRIPT, *flags(small_data, run, 6, "--load", run, "--override", "lr", *words))
-    assert done.status == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith(f"error: {text}")]
-    assert f"{run / 'checkpoints' / NEWEST} needs " in line
-
-
 def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, small_data: SmallData, run: Path) -> None:
     """Where the tokenizer that decided it is gone; a number that says the same is no change."""
     folder = run / "checkpoints" / NEWEST
@@ -231,11 +201,3 @@ def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, sm
     assert done.status == 2, done.stderr
     assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in done.stderr
     alone.run(SCRIPT, *again, 1024)
-
-
-def test_the_manifest_says_what_wrote_it(saved: Path) -> None:
-    manifest = json.loads((saved / "checkpoints" / NEWEST / "manifest.json").read_text())
-    assert sorted(manifest["files"]) == [".metadata", "__0_0.distcp", "tensors.json"]
-    assert manifest["config"]["model"]["model_preset"] == "tiny-1M"
-    assert len(manifest["code"]["sources"]) == 64
-    assert manifest["layout"] == {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -113,15 +112,6 @@ def test_a_step_before_an_override_is_recomputed_with_its_own_options(
         assert {int(sample) for _, _, sample, *_ in documents} == set(samples)
 
 
-def test_a_step_without_a_record_is_refused(with_spike: Path, alone: Commands, tmp_path: Path) -> None:
-    (done,) = alone.attempt(INSPECT, with_spike, STEPS + 1)
-    assert done.status == 2
-    assert f"error: step: got {STEPS + 1}, needs one that" in done.stderr
-    (done,) = alone.attempt(INSPECT, tmp_path, 1)
-    assert done.status == 2
-    assert "config.yaml: not found, needs the folder of a run" in done.stderr
-
-
 def test_a_spike_stops_the_run(flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path) -> None:
     """The step is not recorded, but its rows can be printed."""
     run = tmp_path / "run"
@@ -159,19 +149,6 @@ def test_all_processes_skip_the_same_step(
     assert one.status == 0, one.stderr
     assert relative(series(run, "lm_loss"), series(single, "lm_loss")) < 1e-4
     assert relative(series(run, "lm_loss")[SPIKE + 1 :], series(with_spike, "lm_loss")[SPIKE + 1 :]) > 1e-3
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_losses_before_it(
-    flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path
-) -> None:
-    """Two of the four losses before step 7 are from before the checkpoint of step 5."""
-    run = tmp_path / "run"
-    shutil.copytree(with_spike, run)
-    begin = run / "checkpoints" / folder_name(5)
-    (done,) = alone.attempt(TRAINER, *flags, "--load", begin, "--save", run)
-    assert done.status == 0, done.stderr
-    assert series(run, "spike") == series(with_spike, "spike")
 
 
 def test_skipped_steps_are_limited(flags: list[object], alone: Commands, tmp_path: Path) -> None:

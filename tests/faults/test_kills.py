@@ -14,7 +14,7 @@ from runs import CONFIG, TRAINER, read_jsonl, without_times
 from megatron_ext.checkpoint.folders import folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
 
-STEPS = 24
+STEPS = 16
 COMMON = [*CONFIG, "--seq-length", 64, "--global-batch-size", 4, "--train-iters", STEPS, "--window-start", 7]
 COMMON += ["--save-interval", 1, "--hidden-dropout", 0.1]  # which needs the random states of the checkpoint
 DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")

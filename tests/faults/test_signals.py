@@ -94,18 +94,8 @@ def test_a_run_in_stages_writes_stopped_json_in_its_own_folder(small_data: Small
 def test_an_interrupted_validation_is_repeated_on_resume(small_data: SmallData, tmp_path: Path) -> None:
     """The checkpoint is saved first; a resumed run, also with another number of processes, validates at its step."""
     run = tmp_path / "run"
-    flags = [
-        *COMMON,
-        *small_data.flags,
-        "--train-iters",
-        3,
-        "--eval-interval",
-        3,
-        "--lr-warmup-iters",
-        0,
-        "--save",
-        run,
-    ]
+    flags = [*COMMON, *small_data.flags, "--train-iters", 3, "--eval-interval", 3, "--lr-warmup-iters", 0]
+    flags += ["--save", run]
     running = Commands().start(TRAINER, *flags, "--eval-iters", 30)
     wait_for_steps(running, run / "metrics.jsonl", 3)
     assert stopped(running, 0, signal.SIGUSR1) == [85]

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.files.fingerprint import fingerprint, short_hash
+from megatron_ext.files.fingerprint import fingerprint
 
 
 @given(st.lists(st.text() | st.binary(), max_size=4), st.lists(st.text() | st.binary(), max_size=4))
@@ -20,8 +20,3 @@ def test_a_file_counts_by_content_not_by_name(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     prints = {name: fingerprint("data", tmp_path / name) for name in "abc"}
     assert prints["a"] == prints["b"] != prints["c"]
-
-
-def test_a_message_shows_the_first_digits_of_a_fingerprint_alone() -> None:
-    assert short_hash(fingerprint("a")) == f"{fingerprint('a')[:12]}..."
-    assert [short_hash(value) for value in (3, "short", None)] == ["3", "short", "None"]

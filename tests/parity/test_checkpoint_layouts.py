@@ -42,7 +42,7 @@ LAYOUTS_OF_EXPERTS = {
     "tp2 sp ep2": (4, f"{TP2} --sequence-parallel {EP2}"),
 }
 EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-aux-loss-coeff", "0.1")
-FAST = [("1", "dp2 distributed"), ("dp2 distributed", "1"), ("pp2 vpp2", "tp2")]
+FAST = [("pp2 vpp2", "dp2 distributed"), ("dp2 distributed", "tp2")]
 
 
 class Grid:

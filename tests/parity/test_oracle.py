@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import SmallData
+from conftest import SmallData, slow_but
 from runs import RunResult, launch, relative, weight_error
 
 from parity.oracle import Repeated, repeat
 
-STEPS = 20
+STEPS = 8
 TOLERANCE = 1e-5
 FIRST_WINDOW = 7
 
@@ -36,7 +35,7 @@ def rate(length: int) -> float:
 
 
 def train(data: SmallData, folder: Path, length: int, *flags: str) -> RunResult:
-    """20 steps of the smoke configuration, one process, windows from 7 to `length`."""
+    """8 steps of the smoke configuration, one process, windows from 7 to `length`."""
     window = ["--window-start", FIRST_WINDOW, "--window-rate", rate(length)]
     run = launch([*data.flags, "--seq-length", length, "--train-iters", STEPS, *window, *flags], 1, folder)
     assert len(run.metrics) == STEPS
@@ -71,122 +70,61 @@ def assert_dump_is_true(run: RunResult, data: SmallData, length: int, *, eod_mas
         np.testing.assert_array_equal(batch["loss_mask"], ~((inputs == data.eod) & eod_masked))
         assert run.metrics[step]["denominator"] == batch["loss_mask"].sum()
     assert batch["window"] == length
-    assert ends_seen > 100
+    assert ends_seen > 50
 
 
 WEIGHTED = ["--token-weighting", "unfrozen", "--short-context", "32"]
 
-CASES = [
-    pytest.param(512, ["--no-document-mask"], id="own values"),
-    pytest.param(256, ["--document-mask", "--eod-mask-loss"], id="document mask, eod masked", marks=pytest.mark.slow),
-    pytest.param(
+LOCAL = "--local-window 20 --window-attn-skip-freq 2"
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.1"
+UNFROZEN = " ".join(WEIGHTED)
+FAST = ("own values", "token weights, z-loss", "Qwen3-MoE", "gpt-oss")
+CASES = {  # the length of rows, and flags
+    "own values": (256, "--no-document-mask"),
+    "token weights, z-loss": (128, f"--no-document-mask {UNFROZEN} --z-loss 1e-3"),
+    "Qwen3-MoE": (128, f"--document-mask {EXPERTS} --qk-layernorm --moe-router-topk 3"),
+    "document mask, eod masked": (256, "--document-mask --eod-mask-loss"),
+    "own values, document mask": (512, "--document-mask"),
+    "sliding": (256, "--no-document-mask --window-mask sliding"),
+    "sliding, w tokens with itself": (256, "--document-mask --window-mask sliding_w --lr-warmup-from-zero"),
+    "sliding window, every second layer local": (256, f"--document-mask --window-mask sliding {LOCAL}"),
+    "local layers beside the window's grid": (256, "--no-document-mask --local-window 30 --window-attn-skip-freq 3"),
+    "local layers that the schedule does not bound": (256, f"--document-mask {LOCAL} --local-window-fixed"),
+    "token weights inside documents": (
         256,
-        ["--document-mask", "--window-mask", "sliding", "--local-window", "20", "--window-attn-skip-freq", "2"],
-        id="sliding window, every second layer local",
-        marks=pytest.mark.slow,
+        f"--document-mask --eod-mask-loss {UNFROZEN} --short-stride 32 --weight-strength 0.5",
     ),
-    pytest.param(128, ["--no-document-mask", *WEIGHTED, "--z-loss", "1e-3"], id="token weights, z-loss"),
-    pytest.param(
+    "every weight decays, TinyLlama's initialisation": (
         256,
-        ["--document-mask", "--eod-mask-loss", *WEIGHTED, "--short-stride", "32", "--weight-strength", "0.5"],
-        id="token weights inside documents",
-        marks=pytest.mark.slow,
+        "--no-document-mask --weight-decay-all --weight-decay 0.5 --init-scheme tinyllama",
     ),
-    pytest.param(256, ["--no-document-mask", "--window-mask", "sliding"], id="sliding", marks=pytest.mark.slow),
-    pytest.param(
-        256,
-        ["--document-mask", "--window-mask", "sliding_w", "--lr-warmup-from-zero"],
-        id="sliding, w tokens with itself",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        256,
-        ["--no-document-mask", "--local-window", "30", "--window-attn-skip-freq", "3"],
-        id="local layers beside the window's grid",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        256,
-        ["--document-mask", "--local-window", "30", "--window-attn-skip-freq", "2", "--local-window-fixed"],
-        id="local layers that the schedule does not bound",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        256,
-        ["--no-document-mask", "--weight-decay-all", "--weight-decay", "0.5", "--init-scheme", "tinyllama"],
-        id="every weight decays, TinyLlama's initialisation",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(512, ["--document-mask"], id="own values, document mask", marks=pytest.mark.slow),
-    pytest.param(
-        256,
-        ["--no-document-mask", "--no-untie-embeddings-and-output-weights", "--micro-batch-size", "4"],
-        id="tied",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(256, ["--document-mask", "--add-qkv-bias"], id="qkv bias", marks=pytest.mark.slow),
-    pytest.param(128, ["--document-mask", "--qk-layernorm", "--kv-channels", "24"], id="Qwen3", marks=pytest.mark.slow),
-    pytest.param(
-        128, ["--document-mask", "--block", "phi", "--rotary-percent", "0.5"], id="Phi", marks=pytest.mark.slow
-    ),
-    pytest.param(
+    "tied": (256, "--no-document-mask --no-untie-embeddings-and-output-weights --micro-batch-size 4"),
+    "qkv bias": (256, "--document-mask --add-qkv-bias"),
+    "Qwen3": (128, "--document-mask --qk-layernorm --kv-channels 24"),
+    "Phi": (128, "--document-mask --block phi --rotary-percent 0.5"),
+    "gpt-oss's attention sinks": (128, f"--document-mask --softmax-type learnable {LOCAL}"),
+    "Mixtral, token weights": (128, f"--no-document-mask {EXPERTS} {UNFROZEN}"),
+    "Gemma 3": (
         128,
-        ["--document-mask", "--softmax-type", "learnable", "--local-window", "20", "--window-attn-skip-freq", "2"],
-        id="gpt-oss's attention sinks",
-        marks=pytest.mark.slow,
+        f"--no-document-mask --block gemma3 {LOCAL} --rotary-base-local 300 --query-pre-attn-scalar 50",
     ),
-    pytest.param(
+    "gpt-oss": (
         128,
-        [
-            *("--document-mask", "--block", "gpt_oss", "--num-experts", "4", "--moe-router-topk", "3"),
-            *("--moe-aux-loss-coeff", "0.1", "--kv-channels", "24", "--local-window", "20"),
-            *("--window-attn-skip-freq", "2", "--rope-scaling", "yarn", "--rope-scaling-factor", "4"),
-            *("--rope-original-length", "32", "--no-rope-truncate"),
-        ],
-        id="gpt-oss",
+        f"--document-mask --block gpt_oss --num-experts 4 --moe-router-topk 3 --moe-aux-loss-coeff 0.1 {LOCAL} "
+        "--kv-channels 24 --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 32 --no-rope-truncate",
     ),
-    pytest.param(
+    "Olmo 3": (
         128,
-        [
-            *("--document-mask", "--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-aux-loss-coeff", "0.1"),
-            *("--qk-layernorm", "--moe-router-topk", "3"),
-        ],
-        id="Qwen3-MoE",
+        "--document-mask --block olmo3 --local-window 20 --window-attn-skip-freq 4 --rotary-base-local 300 "
+        "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 32",
     ),
-    pytest.param(
-        128,
-        [
-            *("--no-document-mask", "--num-experts", "4", "--moe-ffn-hidden-size", "96"),
-            *("--moe-aux-loss-coeff", "0.1", *WEIGHTED),
-        ],
-        id="Mixtral, token weights",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        128,
-        [
-            *("--no-document-mask", "--block", "gemma3", "--local-window", "20", "--window-attn-skip-freq", "2"),
-            *("--rotary-base-local", "300", "--query-pre-attn-scalar", "50"),
-        ],
-        id="Gemma 3",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        128,
-        [
-            *("--document-mask", "--block", "olmo3", "--local-window", "20", "--window-attn-skip-freq", "4"),
-            *("--rotary-base-local", "300", "--rope-scaling", "yarn", "--rope-scaling-factor", "4"),
-            *("--rope-original-length", "32"),
-        ],
-        id="Olmo 3",
-        marks=pytest.mark.slow,
-    ),
-]
+}
 
 
-@pytest.mark.parametrize(("length", "flags"), CASES)
-def test_an_outsider_repeats_the_run(small_data: SmallData, tmp_path: Path, length: int, flags: list[str]) -> None:
-    run = train(small_data, tmp_path / "run", length, *flags)
+@pytest.mark.parametrize("name", slow_but(FAST, CASES))
+def test_an_outsider_repeats_the_run(small_data: SmallData, tmp_path: Path, name: str) -> None:
+    length, flags = CASES[name]
+    run = train(small_data, tmp_path / "run", length, *flags.split())
     assert_dump_is_true(run, small_data, length, eod_masked="--eod-mask-loss" in flags)
     rates = run.series("learning_rate")
     assert_repeated(run, repeat(run.trajectory, rates))
@@ -228,18 +166,8 @@ def test_dumped_token_weights_repeat_a_run_of_any_layout(
     """Weights that the outsider cannot compute, of half the rows: the dump is whole, one process's, and enough."""
     flags = [*small_data.flags, *WEIGHTED, "--document-mask", "--eod-mask-loss", "--weight-score", "npmi"]
     flags += ["--score-row-share", "0.5", "--loss-denominator", "weights", "--weight-strength", "0.2"]
-    flags += [
-        "--seq-length",
-        "128",
-        "--train-iters",
-        "3",
-        "--lr-warmup-iters",
-        "1",
-        "--window-start",
-        "50",
-        "--window-rate",
-        "39",
-    ]
+    flags += ["--seq-length", "128", "--train-iters", "3", "--lr-warmup-iters", "1"]
+    flags += ["--window-start", "50", "--window-rate", "39"]
     run = launch([*flags, *layout.split()], processes, tmp_path / "run")
     alone = launch(flags, 1, tmp_path / "alone")
     unscored = 0
@@ -271,9 +199,3 @@ def test_weights_of_the_data_set_are_dumped_too(small_data: SmallData, tmp_path:
     np.testing.assert_array_equal(batch["weights"], (1 + batch["tokens"][:, 1:] % 3) * batch["loss_mask"])
     assert "short_loss" not in batch
     assert_repeated(run, repeat(run.trajectory, run.series("learning_rate")))
-
-
-def test_the_oracle_knows_nothing_of_the_package() -> None:
-    source = Path(sys.modules[repeat.__module__].__file__ or "").read_text()
-    assert "import" in source
-    assert "megatron" not in source

@@ -7,9 +7,7 @@ RANDOM_SEEDS=7,5000-5999 in the environment others instead. Its failure says the
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ from runs import RunResult, weight_error
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml
-from megatron_ext.config.checks import mistakes
-from parity.random_cases import LEFT_OUT, SAVED_AT, STEPS, RandomCase, Run, draw_case, located, prepare, write_data
+from parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, located, prepare, write_data
 
 QUICK, ALL = 4, 260
 TIMEOUT_S = 120
@@ -177,21 +174,3 @@ def test_a_combination_trains_the_same_model(seed: int, data: Path, tmp_path: Pa
         elsewhere = located(case.elsewhere, data, scores, folders["elsewhere"], checkpoint)
         resumed = finish(begin(elsewhere, folders["elsewhere"]), elsewhere, folders["elsewhere"])
         assert_same(case, resumed, reference, elsewhere, SAVED_AT)
-
-
-def test_every_option_is_drawn() -> None:
-    """A new one needs a draw, or a reason in LEFT_OUT; a new word of an option is drawn of itself."""
-    seen: dict[str, set[Any]] = defaultdict(set)
-    rejected = []
-    for seed in range(ALL):
-        case = draw_case(seed)
-        rejected.append(case.rejected)
-        assert not list(mistakes(case.alone.config, 1))
-        for section in vars(case.run.config).values():
-            for field in fields(section):
-                seen[field.name].add(getattr(section, field.name))
-    constant = {name for name, values in seen.items() if len(values) == 1}
-    assert constant - LEFT_OUT.keys() == set(), "draw them in random_cases.py, or say in LEFT_OUT why not"
-    assert LEFT_OUT.keys() - constant == set(), "drawn after all"
-    print(f"{sum(rejected)} draws rejected for {len(rejected)} cases")
-    assert sum(rejected) < 5 * len(rejected), "draw less that validation rejects"

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import SmallData
 from launcher import Commands, Done, Running
-from runs import CONFIG, RunResult, attempt, finish, launch, read_jsonl, relative, start, weight_error, without_times
+from runs import CONFIG, RunResult, attempt, finish, launch, read_jsonl, start, weight_error, without_times
 
 STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
@@ -180,42 +179,6 @@ def test_stopped_and_resumed(
     assert_uninterrupted(resumed, wholes(processes, *layout))
 
 
-ONE = (1, ())
-TP2 = (2, ("--tensor-model-parallel-size", "2"))
-PP2 = (2, ("--pipeline-model-parallel-size", "2"))
-VPP2 = (2, (*PP2[1], "--num-layers-per-virtual-pipeline-stage", "1"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(ONE, TP2, id="1 to tp2"),
-        pytest.param(TP2, PP2, id="tp2 to pp2"),
-        pytest.param(VPP2, ONE, id="pp2 vpp2 to 1"),
-        pytest.param((2, DP2), (1, DP2[:1]), id="dp2 to 1, distributed optimizer"),
-        pytest.param((1, DP2[:1]), (2, DP2), id="1 to dp2, distributed optimizer"),
-    ],
-)
-def test_resumed_under_another_layout(
-    small_data: SmallData,
-    wholes: Wholes,
-    tmp_path: Path,
-    before: tuple[int, tuple[str, ...]],
-    after: tuple[int, tuple[str, ...]],
-) -> None:
-    run, half = tmp_path / "run", STEPS // 2
-    flags = [*small_data.flags, *COMMON, "--lr-decay-iters", STEPS]
-    launch([*flags, *before[1], "--train-iters", half], before[0], run)
-    assert saved_steps(run) == half
-    resumed = launch([*flags, *after[1], "--load", run], after[0], run)
-    whole = wholes(1)
-    assert resumed.series("step") == list(range(STEPS))
-    for key in ("lm_loss", "grad_norm"):
-        assert relative(resumed.series(key), whole.series(key)) <= 1e-5, key
-    assert weight_error(resumed.weights("final"), whole.weights("final"))[0] <= 1e-5
-
-
 def attempted(alone: Commands, *flags: object) -> Done:
     (done,) = alone.attempt("pretrain_skyladder.py", *CONFIG, *flags)
     return done
@@ -257,23 +220,3 @@ def test_saving_onto_another_run_is_refused(alone: Commands, small_data: SmallDa
     result = attempted(alone, *small_data.flags, *COMMON, "--save", folder)
     assert_refused(result, f"save: got {folder}", "checkpoints of another run", f"--load {folder}")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_saving_onto_another_run_while_loading_a_third_is_refused(
-    alone: Commands, small_data: SmallData, wholes: Wholes, tmp_path: Path
-) -> None:
-    other, folder = wholes(1).folder, tmp_path / "run"
-    shutil.copytree(other / "checkpoints", folder / "checkpoints")
-    result = attempted(alone, *small_data.flags, *COMMON, "--load", other, "--save", folder)
-    assert_refused(result, f"save: got {folder}", "checkpoints of another run")
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints"]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_keeps_its_initial_weights(small_data: SmallData, wholes: Wholes, tmp_path: Path) -> None:
-    run, half = tmp_path / "run", STEPS // 2
-    flags = [*small_data.flags, *COMMON, "--lr-decay-iters", STEPS]
-    launch([*flags, "--train-iters", half], 1, run)
-    resumed = launch([*flags, "--load", run], 1, run)
-    for name, weight in wholes(1).weights("initial").items():
-        np.testing.assert_array_equal(resumed.weights("initial")[name], weight, err_msg=name)

@@ -22,12 +22,7 @@ SCALED = {
     "linear": {"factor": 3.0},
     "dynamic": {"factor": 2.0, "max_position_embeddings": 64},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
+    "llama3": {"factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 
 
@@ -121,16 +116,3 @@ def test_without_any_angles_only_the_mask_knows_the_order(small_data: SmallData,
     ]
     assert runs[0].series("lm_loss") == runs[1].series("lm_loss")
     assert_repeated(runs[0])
-
-
-@pytest.mark.slow
-def test_a_longer_run_from_a_shorter_ones_weights_is_told_of_a_base(small_data: SmallData, tmp_path: Path) -> None:
-    short = ["--seq-length", "64", "--window-schedule", "constant"]
-    train(small_data, tmp_path / "short", 1, *short)
-    longer = ["--init-from", str(tmp_path / "short")]
-    said = train(small_data, tmp_path / "longer", 1, *longer).stderr
-    (line,) = [line for line in said.splitlines() if line.startswith("rotary_base")]
-    ratio = LENGTH / 64
-    assert f"--rotary-base {10_000 * ratio ** (32 / 30):.3g}" in line  # heads of 128 / 4
-    chosen = train(small_data, tmp_path / "chosen", 1, *longer, "--rotary-base", "45000").stderr
-    assert not [line for line in chosen.splitlines() if line.startswith("rotary_base")]

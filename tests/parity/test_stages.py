@@ -71,7 +71,14 @@ def test_a_run_stopped_at_the_border_leaves_the_same_trace(
     assert "holds the checkpoints of another run" in again.stderr
     alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--load", tmp_path / "parts")
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
-    alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--load", tmp_path / "parts")  # nothing is left to do
+    (tmp_path / "parts" / "short").rename(tmp_path / "moved")  # a stage that was begun from gets no more steps
+    flags += ["--save", tmp_path / "parts", "--load", tmp_path / "parts", "--load-if-present"]
+    refused = alone.attempt(TRAINER, *flags)[0]
+    assert refused.status == 2
+    assert "long has 3 steps and begins with the weights of short, which has 0 of its 3 steps" in refused.stderr
+    assert not (tmp_path / "parts" / "short").exists()
+    alone.run(TRAINER, *flags, "--stage", "long")  # nothing is left to do
+    (tmp_path / "moved").rename(tmp_path / "parts" / "short")
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
 
 
@@ -127,21 +134,6 @@ def test_rows_are_not_taken_twice_after_batches_of_another_size(
     given = written(tmp_path / "run.yaml", small_data, [], data={"first_sample": 40})
     alone.run(TRAINER, *given, *flags[len(given) :])
     assert len(trace(run)) == 2 * STEPS
-
-
-def test_a_stage_that_was_begun_from_gets_no_more_steps(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    flags = [*written(tmp_path / "run.yaml", small_data, []), "--save", run, "--load", run, "--load-if-present"]
-    alone.run(TRAINER, *flags)
-    whole = trace(run)
-    (run / "short").rename(tmp_path / "moved")
-    refused = alone.attempt(TRAINER, *flags)[0]
-    assert refused.status == 2
-    assert "long has 3 steps and begins with the weights of short, which has 0 of its 3 steps" in refused.stderr
-    assert not (run / "short").exists()
-    alone.run(TRAINER, *flags, "--stage", "long")
-    (tmp_path / "moved").rename(run / "short")
-    assert trace(run) == whole
 
 
 @pytest.mark.slow

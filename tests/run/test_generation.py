@@ -69,9 +69,7 @@ def plain_likelihoods(model: Path, choice: Choice) -> list[tuple[float, bool]]:
         ("gemma3", {}),
         pytest.param("olmo3", {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(
-            "llama",
-            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-            marks=pytest.mark.slow,
+            "llama", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, marks=pytest.mark.slow
         ),
         ("llama", {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
     ],

@@ -12,7 +12,6 @@ import torch
 from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config, DataConfig, LoggingConfig, TrainingConfig, WeightingConfig
 from megatron_ext.engine.step import StepResult
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.by_position import BINS, PositionLosses
 from megatron_ext.loss import GlobalLoss, LossTerms
 from megatron_ext.monitoring.history import read_history
@@ -147,26 +146,3 @@ def test_a_warning_when_s_max_exceeds_its_limit(tmp_path: Path, capsys: pytest.C
     assert measured[0]["attention_entropy"] == [1.0, 2.0]
     assert measured[0]["attention_s_max"] == [9.0, 400.0]
     assert not any(key.startswith("attention_") for key in plain)
-
-
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    made = records(tmp_path)
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No space left on device\); make room"):
-        made.after_step(finished(0))
-
-
-def test_a_kill_while_the_configuration_is_written_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    records(tmp_path).close(0, "done")
-    before = (tmp_path / "config.yaml").read_bytes()
-
-    def killed(path: Path, text: str, **options: object) -> None:
-        path.write_bytes(text.encode()[:10])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_text", killed)
-    with pytest.raises(KeyboardInterrupt):
-        records(tmp_path)
-    assert (tmp_path / "config.yaml").read_bytes() == before

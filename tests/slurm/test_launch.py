@@ -61,9 +61,8 @@ def test_flags_win_over_the_script(tmp_path: Path) -> None:
     assert words[words.index("pretrain_skyladder.py") + 1 :][:4] == ["--save-seconds", "1800", "--save-seconds", "60"]
 
 
-@pytest.mark.parametrize("flag", ["--load", "--save=x"])
-def test_the_run_is_no_flag(tmp_path: Path, flag: str) -> None:
-    done = launch(tmp_path, "--lr", "1e-4", flag, script=PRETRAIN)
+def test_the_run_is_no_flag(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--lr", "1e-4", flag := "--save=x", script=PRETRAIN)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f": got {flag}, needs none, as the script gives RUN for it; leave it out" in done.stderr
     assert f"write the step into {tmp_path}/run/checkpoints/latest_checkpointed_iteration.txt" in done.stderr
@@ -85,16 +84,15 @@ def test_a_later_start_tries_another_port_and_none_in_use(tmp_path: Path) -> Non
         assert port("1") > first
 
 
-@pytest.mark.parametrize("given", ["/image/packages"])
-def test_the_checkout_is_what_runs(tmp_path: Path, given: str) -> None:
+def test_the_checkout_is_what_runs(tmp_path: Path) -> None:
     """Inside the task, where an image may have a PYTHONPATH of its own, and a package installed."""
     ask = "import sys, os; print(os.environ['RANK'], os.environ['PYTHONPATH'], sys.argv[1:])"
     words = shlex.split(launch(tmp_path, sys.executable, "-c", ask, "two words", CONTAINER_IMAGE="x").stdout)
-    task = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "PYTHONPATH": given}
+    task = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "PYTHONPATH": "/image/packages"}
     done = subprocess.run(
         words[words.index("bash") :], cwd=ROOT, env=os.environ | task, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == f"3 {ROOT}{':' * bool(given)}{given} ['two words']"
+    assert done.stdout.strip() == f"3 {ROOT}:/image/packages ['two words']"
 
 
 @pytest.mark.parametrize(
@@ -102,12 +100,9 @@ def test_the_checkout_is_what_runs(tmp_path: Path, given: str) -> None:
     [
         ((), {}, "got no command, needs what every rank runs"),
         (("python",), {"SLURM_JOB_ID": "", "DRY_RUN": ""}, "no SLURM_JOB_ID: submit a script that calls this"),
-        (("python",), {"SLURM_GPUS_PER_TASK": "1"}, "or left over in the shell that you submitted from"),
         (("python",), {"SLURM_HET_SIZE": "2"}, "got a job of 2 components, of which srun takes the first alone"),
         (("python",), {**TWO_NODES, "MASTER_ADDR": "localhost"}, "MASTER_ADDR: got localhost, where each of 2 nodes"),
-        (("python",), {"CONTAINER_IMAGE": "x", "RUN": "runs/a,b"}, "needs a path without ',' and ':'"),
         (("python",), {"VENV": "/nowhere"}, "VENV: got '/nowhere', needs a virtual environment"),
-        (("python",), {"VENV": ".venv", "CONTAINER_IMAGE": "x"}, "got both, needs one"),
         (("python",), {"MODULES": "cuda"}, "MODULES: got 'cuda', but this node has no module command"),
     ],
 )
@@ -136,6 +131,7 @@ class Case:
     settings: dict[str, str] = field(default_factory=dict)
 
 
+ONE_CRASH = {"MAX_CRASHES": "1"}
 CASES = {
     "done": Case("exit 0", "COMPLETED", "0:0", 0),
     "bad input": Case("exit 2", "FAILED", "2:0", 0),
@@ -144,10 +140,10 @@ CASES = {
         f'{FIRST_START} && touch "$RUN/stopped.json" && exit $((85 + 52 * RANK)); exit 0', "COMPLETED", "0:0", 1
     ),
     "warned too early": Case(f"{FIRST_START} && kill -USR1 $$; exit 0", "COMPLETED", "0:0", 1),
-    "warned too early each time": Case("kill -USR1 $$", "FAILED", "138:0", 2),
-    "crashing": Case("exit 1", "FAILED", "1:0", 2),
+    "warned too early each time": Case("kill -USR1 $$", "FAILED", "138:0", 1, ONE_CRASH),
+    "crashing": Case("exit 1", "FAILED", "1:0", 1, ONE_CRASH),
     "crashing, with checkpoints between": Case(
-        f'{SAVE}; ((${{SLURM_RESTART_COUNT:-0}} == 3)) || exit 1; exit 0', "COMPLETED", "0:0", 3
+        f'{SAVE}; ((${{SLURM_RESTART_COUNT:-0}} == 2)) || exit 1; exit 0', "COMPLETED", "0:0", 2, ONE_CRASH
     ),
     "one rank crashes, the other hangs": Case(
         "((RANK == 0)) || exit 7; sleep 600", "FAILED", "137:0", 0, {"GRACE_S": "2", "MAX_CRASHES": "0"}
@@ -184,21 +180,6 @@ def test_how_jobs_end(cluster: Cluster, tmp_path: Path, say: Say) -> None:
         )
         say(f"{name}: {found.state}, {found.code}, {found.restarts} restarts")
         assert found == case, said(name)
-
-
-@pytest.mark.slow
-def test_a_cancelled_job_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    """Its ranks save and exit with 85, as the trainer does."""
-    ready = f"touch {tmp_path}/ready-$SLURM_PROCID"  # SIGTERM ends a rank that has not come so far
-    command = f"trap 'exit 85' TERM; {SAVE}; {ready}; while :; do sleep 0.2; done"
-    job = submit(cluster, tmp_path, Case(command, "CANCELLED", "", 0))
-    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, JOB_S, cluster.logs)
-    cluster.call("scancel", job)
-    log = next(tmp_path.glob("job-*.log"))
-    wait_until(lambda: "exit status 85 after start 1" in log.read_text(), JOB_S, cluster.logs)
-    assert "not requeued: it is " in log.read_text()
-    wait_until(lambda: cluster.state(job) == "CANCELLED", JOB_S, cluster.logs)
-    assert cluster.field(job, "Restarts") == "0"
 
 
 def test_one_job_per_run(cluster: Cluster, tmp_path: Path) -> None:

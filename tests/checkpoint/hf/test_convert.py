@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassClassValidationError
 from launcher import wait_until
 from safetensors.torch import load_file, save_file
 from sharding import shard
@@ -103,21 +101,7 @@ def test_every_architecture_comes_back(tmp_path: Path, architecture: str, dtype:
     assert loaded.max_position_embeddings == SIZES["max_position_embeddings"]
 
 
-def test_a_width_that_transformers_refuses_of_a_llama(tmp_path: Path) -> None:
-    """hidden_size no multiple of the heads: transformers has no such Llama, but a Mistral that computes the same."""
-    with pytest.raises(StrictDataclassClassValidationError, match="not a multiple"):
-        AutoConfig.for_model("llama", **SIZES | {"hidden_size": 30, "head_dim": 8})
-    model = write_model(tmp_path / "model", "mistral-uneven")
-    entries = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(entries | {"model_type": "llama"}))  # what such a Llama would be
-    hf_to_megatron(model, tmp_path / "run")
-    back(tmp_path / "run", tmp_path / "written")
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "written")).__name__ == "MistralForCausalLM"
-    (model / "config.json").write_text(json.dumps(entries))
-    assert torch.equal(logits(tmp_path / "written"), logits(model))
-
-
-@pytest.mark.parametrize("divisible_by", [1, 64, 128])
+@pytest.mark.parametrize("divisible_by", [1, 128])
 def test_the_checkpoint_holds_what_the_table_says(tmp_path: Path, divisible_by: int) -> None:
     """Each of Megatron's tensors is the one that a single process would cut itself, vocabulary padding of zeros."""
     folder = write_model(tmp_path / "model", "qwen2", tie_word_embeddings=False)
@@ -188,19 +172,6 @@ def test_an_existing_output_is_refused(tmp_path: Path) -> None:
         assert f"{output} exists" in refusal(lambda o=output: hf_to_megatron(model, o))
 
 
-def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
-    hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
-    blocks = Pretrained.find(tmp_path / "run").folder / "__0_0.distcp"
-    content = bytearray(blocks.read_bytes())
-    content[len(content) // 2] ^= 1
-    blocks.write_bytes(content)
-    message = refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
-    assert "__0_0.distcp is damaged: its checksum differs" in message
-    blocks.unlink()
-    assert "__0_0.distcp is missing" in refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
-    assert not list(tmp_path.glob("export*"))
-
-
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     """Tensors and configuration that do not belong together."""
     runs = {name: tmp_path / name for name in ("llama", "llama-tied", "qwen2")}
@@ -217,16 +188,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         replace(Manifest.read(mixed), config=config).write(mixed)
         assert text in refusal(lambda m=mixed: back(m, tmp_path / "export"))
         shutil.rmtree(mixed)
-
-
-def test_a_model_option_of_another_version_is_refused(tmp_path: Path) -> None:
-    hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
-    folder = Pretrained.find(tmp_path / "run").folder
-    manifest = Manifest.read(folder)
-    replace(manifest, config=manifest.config | {"model": manifest.config["model"] | {"qk_norm": True}}).write(folder)
-    assert "has a model with qk_norm, which this version" in refusal(
-        lambda: back(tmp_path / "run", tmp_path / "export")
-    )
 
 
 @pytest.mark.parametrize("given", [None, "somewhere/else", "bytes"])
@@ -257,7 +218,7 @@ def linked(folder: Path, name: str, target: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "config.json", "chat_templates/a.jinja"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_templates/a.jinja"])
 def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: Path, name: str) -> None:
     model = Path(shutil.copytree(stories_model, tmp_path / "model"))
     (model / "chat_templates").mkdir()
@@ -296,18 +257,6 @@ def test_a_snapshot_of_the_cache_is_converted(stories_model: Path, tmp_path: Pat
     blobs.rename(tmp_path / "blobs")
     blobs.symlink_to(tmp_path / "blobs")
     assert "is a link to " in refusal(lambda: hf_to_megatron(snapshot, tmp_path / "run2"))
-
-
-def test_an_export_copies_no_file_from_elsewhere(stories_model: Path, tmp_path: Path) -> None:
-    hf_to_megatron(stories_model, tmp_path / "run")
-    beside = tmp_path / "run" / "hugging_face"
-    for name in ("tokenizer_config.json", "config.json"):
-        private = (beside / name).rename(tmp_path / name)
-        linked(beside, name, private)
-        message = refusal(lambda: back(tmp_path / "run", tmp_path / "export", tokenizer=None))
-        assert f"{beside / name} is a link to {private}" in message
-        private.rename(beside / name)
-    back(tmp_path / "run", tmp_path / "export", tokenizer=None)
 
 
 BIG = {
@@ -372,7 +321,8 @@ def test_memory_is_a_tensor_or_a_file_not_a_model(big: Path, tmp_path: Path) -> 
     assert_same_tensors(big, tmp_path / "export")
 
 
-@pytest.mark.parametrize("way", ["in", pytest.param("out", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["in", "out"])
 def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, tmp_path: Path, way: str) -> None:
     small, source, output = tmp_path / "small", big, tmp_path / "output"
     write_model(small, "llama")

@@ -21,7 +21,6 @@ from megatron_ext.checkpoint.hf.names import (
     all_names,
     count_active_parameters,
     count_parameters,
-    find,
     full_shape,
     join,
     parameters_of,
@@ -100,14 +99,7 @@ KINDS = [
 )
 @settings(max_examples=8, deadline=None)
 def test_names_and_shapes_are_transformers(
-    untied: bool,
-    kind: ModelConfig,
-    layers: int,
-    groups: int,
-    share: int,
-    half_head: int,
-    own_head: bool,
-    **sizes: int,
+    untied: bool, kind: ModelConfig, layers: int, groups: int, share: int, half_head: int, own_head: bool, **sizes: int
 ) -> None:
     heads, head = groups * share, 2 * half_head
     model = replace(
@@ -172,9 +164,6 @@ def parameter(hugging_face_name: str) -> Any:
     return row
 
 
-LAYER = "model.layers.{i}."
-QKV_WEIGHT = parameter(LAYER + "self_attn.q_proj.weight")
-GATE_UP = parameter(LAYER + "mlp.up_proj.weight")
 EMBEDDING = parameter("model.embed_tokens.weight")
 
 
@@ -188,29 +177,7 @@ def labels(matrix: Tensor) -> list[int]:
     return matrix[:, 0].tolist()
 
 
-Q0, Q1, Q2, Q3, K0, K1, V0, V1 = range(8)
 FOUR_HEADS = ModelConfig(hidden_size=2, num_attention_heads=4, num_query_groups=2, kv_channels=1)
-
-
-def test_qkv_rows_interleave_by_group() -> None:
-    full = [labelled(Q0, Q1, Q2, Q3), labelled(K0, K1), labelled(V0, V1)]
-    assert labels(shard(QKV_WEIGHT, full, FOUR_HEADS, 0, 1)) == [Q0, Q1, K0, V0, Q2, Q3, K1, V1]
-    assert labels(shard(QKV_WEIGHT, full, FOUR_HEADS, 0, 2)) == [Q0, Q1, K0, V0]
-    assert labels(shard(QKV_WEIGHT, full, FOUR_HEADS, 1, 2)) == [Q2, Q3, K1, V1]
-
-
-def test_qkv_rows_of_a_head_stay_together() -> None:
-    """2 heads, 2 groups, head size 2: q0 q0' k0 k0' v0 v0' q1 q1' ..."""
-    model = ModelConfig(hidden_size=2, num_attention_heads=2, num_query_groups=2, kv_channels=2)
-    full = [labelled(0, 1, 2, 3), labelled(10, 11, 12, 13), labelled(20, 21, 22, 23)]
-    assert labels(shard(QKV_WEIGHT, full, model, 0, 1)) == [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23]
-
-
-def test_gate_and_up_are_stacked_on_each_rank() -> None:
-    full = [labelled(0, 1, 2, 3), labelled(10, 11, 12, 13)]
-    assert labels(shard(GATE_UP, full, FOUR_HEADS, 0, 1)) == [0, 1, 2, 3, 10, 11, 12, 13]
-    assert labels(shard(GATE_UP, full, FOUR_HEADS, 0, 2)) == [0, 1, 10, 11]
-    assert labels(shard(GATE_UP, full, FOUR_HEADS, 1, 2)) == [2, 3, 12, 13]
 
 
 def test_vocabulary_is_padded_with_zeros_and_cut_back() -> None:
@@ -266,24 +233,3 @@ def test_every_cut_and_name_stands_in_the_table_once() -> None:
             assert len(names) == len(set(names))
     with_sinks = ModelConfig(softmax_type="learnable")
     assert all(any(row in parameters_of(model) for model in (*KINDS, with_sinks)) for row in TABLE)
-
-
-def test_find_counts_layers_over_the_whole_model() -> None:
-    def names(megatron: str, first_layer: int) -> tuple[str, ...]:
-        row, place = find(megatron, first_layer, FOUR_HEADS)
-        return row.names(place)
-
-    assert find("decoder.layers.2.self_attention.linear_qkv.weight", 10, FOUR_HEADS) == (QKV_WEIGHT, (12,))
-    assert names("decoder.layers.13.mlp.linear_fc2.weight", 0) == ("model.layers.13.mlp.down_proj.weight",)
-    assert names("decoder.final_layernorm.weight", 10) == ("model.norm.weight",)
-    fused, separate = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
-    assert names("decoder.layers.0." + fused, 0) == names("decoder.layers.0." + separate, 0)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["decoder.layers.0.mlp.router.weight", "output_layer.bias", "", "decoder.layers.0.self_attention.linear_qkv.bias"],
-)
-def test_a_name_outside_the_table_is_an_error(name: str) -> None:
-    with pytest.raises(KeyError):
-        find(name, 0, FOUR_HEADS)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from checkpoint.models import SCALED, SIZES
 from megatron_ext.checkpoint.hf.config import hugging_face_config, model_config
-from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.checks import rope_mistakes
+from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
-from megatron_ext.rope import angles, attention_factor, model_frequencies, settled
+from megatron_ext.rope import angles, attention_factor, model_frequencies
 
 HERE = Path("config.json")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -82,43 +78,6 @@ def test_angles_that_ours_are_not(rope: dict[str, Any], text: str) -> None:
         model_config(content(rope), HERE)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@given(
-    kind=st.sampled_from(["none", *SCALED]),
-    factor=st.floats(1.01, 64),
-    original=st.integers(16, 4096),
-    row_length=st.integers(16, 8192),
-    bands=st.tuples(st.floats(0.5, 4), st.floats(4.5, 40)),
-    factor_of_scores=st.none() | st.floats(0.5, 2),
-)
-def test_what_we_write_we_read(
-    kind: Any,
-    factor: float,
-    original: int,
-    row_length: int,
-    bands: tuple[float, float],
-    factor_of_scores: float | None,
-) -> None:
-    """The same model; a dynamic one at the length of its rows has become a plain one with its base there."""
-    model = ModelConfig(vocab_size=300, rope_scaling=kind)
-    if kind != "none":
-        model = replace(model, rope_scaling_factor=factor)
-    if kind not in ("none", "linear"):
-        model = replace(model, rope_original_length=original)
-    if kind == "llama3":
-        model = replace(model, rope_low_freq_factor=bands[0], rope_high_freq_factor=bands[1])
-    if kind == "yarn":
-        model = replace(model, rope_beta_slow=bands[0], rope_beta_fast=bands[1], rope_attention_factor=factor_of_scores)
-    assume(not list(rope_mistakes(Config(model=model))))
-    entries = hugging_face_config(model, 300, row_length)
-    found = model_config(entries, HERE)
-    at_rows = kind == "dynamic" and row_length > original
-    wanted = settled(model, row_length) if at_rows else model
-    assert replace(found, rope_attention_factor=None, kv_channels=None) == replace(wanted, rope_attention_factor=None)
-    assert attention_factor(found) == pytest.approx(attention_factor(model), rel=1e-12)
-    short = min(row_length, 64)
-    torch.testing.assert_close(model_frequencies(found, short), model_frequencies(wanted, short))
 
 
 @pytest.mark.parametrize("kind", ["none", *SCALED])

@@ -1,6 +1,6 @@
 """Rehearses a request, or computes it for real, with torch's composed attention and norm.
 
-    python same_kernels.py REQUEST RESULT
+    python same_kernels.py REQUEST RESULT       or main(REQUEST, RESULT) in a process that ends with it
 
 CPU and CUDA have attention kernels of their own that keep other things, and CUDA a norm, a SwiGLU and a loss head: here
 both compose them of the same operators. What a rehearsal states of the routing of experts is forced on a real router,
@@ -29,8 +29,9 @@ def force_routing(chosen_tE: Any, choices: int) -> None:
     chosen_tE.copy_(forced_tE)
 
 
-if __name__ == "__main__":
-    request = Request.read(sys.argv[1])
+def main(request_file: str, result_file: str) -> None:
+    """Compute the request's step."""
+    request = Request.read(request_file)
     if request.fake:
         from megatron_ext.run.rehearsal import cuda_library
 
@@ -54,4 +55,8 @@ if __name__ == "__main__":
         compat.install_uneven_gathers = lambda: None
         compat.observe_routing(lambda chosen_tE: force_routing(chosen_tE, options.moe_router_topk))
     with sdpa_kernel(SDPBackend.MATH):
-        run(request, sys.argv[2])
+        run(request, result_file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

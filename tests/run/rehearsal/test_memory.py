@@ -33,17 +33,6 @@ def test_bytes_and_peak_of_known_allocations() -> None:
     assert counted.allocations.peak.parts[Part.OTHER] == total + 4000
 
 
-def test_labels_move_bytes_between_parts() -> None:
-    with meter() as counted:
-        weight, state, other = torch.zeros(100), torch.zeros(50), torch.zeros(25)
-    counted.allocations.label(weight.untyped_storage(), Part.WEIGHTS)
-    counted.allocations.label_rest(Part.OPTIMIZER, (Part.WEIGHTS,))
-    assert counted.allocations.bytes[Part.WEIGHTS] == 400
-    assert counted.allocations.bytes[Part.OPTIMIZER] == 300
-    del state, other
-    assert counted.allocations.bytes[Part.OPTIMIZER] == 0
-
-
 def test_scratch_counts_for_the_peak_alone() -> None:
     with meter() as counted:
         x = torch.zeros(100)
@@ -62,13 +51,6 @@ def test_a_storage_resized_in_place() -> None:
         assert counted.allocations.total == 0
         x.untyped_storage().resize_(800)
         assert counted.allocations.total == counted.allocations.peak.total == 800
-
-
-def test_what_lives_at_the_peak_is_told_by_its_line() -> None:
-    """Lines are of this package; what a test allocates has none."""
-    with meter() as counted:
-        held = torch.zeros(100)
-    assert counted.allocations.peak.live_allocations == {"the run's own code": held.nbytes}
 
 
 def test_circles_of_references_keep_their_storage() -> None:
