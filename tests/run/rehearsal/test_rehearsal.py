@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import same_kernels
-from by_file import load
 from conftest import slow_but
 from launcher import Commands, call, free_port
 from mocked import TINY, mocked
@@ -25,6 +24,7 @@ from megatron_ext.planning.memory import stage_memory
 from megatron_ext.planning.recipes import Recipe, recipes
 from megatron_ext.run.rehearsal.estimates import Case
 from megatron_ext.run.rehearsal.process import Request, in_process
+from tools.rehearse import main as rehearse
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -297,7 +297,7 @@ def test_what_cannot_be_rehearsed_is_one_line(
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     flags = TINY.replace("batch-size 2", "batch-size 4").split()
-    assert load(ROOT / "tools" / "rehearse.py", monkeypatch).main(["--world-size", "4", *words, *flags]) == 2
+    assert rehearse(["--world-size", "4", *words, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}")
 
