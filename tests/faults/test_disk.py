@@ -16,7 +16,7 @@ from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import locate
 
 SCRIPT = "pretrain_skyladder.py"
-COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 3, "--save-interval", 1]
+COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 3, "--lr-warmup-iters", 1, "--save-interval", 1]
 
 
 @pytest.fixture
