@@ -89,6 +89,8 @@ MODEL: list[Rule] = [
                           ("rotary_percent", "phi"), ("query_pre_attn_scalar", "gemma3"))),
     ("hidden_size", lambda o: o.block == "gemma3" and o.kv_channels and o.hidden_size % o.heads,
      ", block gemma3 needs a multiple of num_attention_heads {heads} in transformers, with any kv_channels"),
+    ("softmax_type", lambda o: o.softmax_type == "learnable" and o.block == "gpt_oss",
+     " with block gpt_oss, which has attention sinks by itself; leave it out"),
     ("rotary_base_local", lambda o: o.rotary_base_local and not o.local_window, ", needs local_window; leave it out"),
     ("rotary_percent",
      lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),

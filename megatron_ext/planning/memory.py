@@ -348,7 +348,9 @@ def _activations(config: Config, world_size: int, stage: int, layer: int, sizes:
     if parallel.recompute_granularity != "full":
         return layers * layer + outputs
     group = parallel.recompute_num_layers
-    angles = 4 * model.head_size * sizes.t  # fp32, the same for all layers
+    angles = 4 * model.head_size * sizes.t  # fp32, the same for all layers with the same base
+    if model.rotary_base_local is not None:
+        angles *= 2
     if parallel.recompute_method == "uniform":
         return math.ceil(layers / group) * sizes.stream + angles + outputs
     recomputed = math.ceil(layers * group / chunk)

@@ -89,6 +89,7 @@ CASES = """
 ## --num-experts 4
 --moe-router-topk 5 | moe_router_topk | --moe-router-topk 4
 --block phi | num_experts |
+--block gpt_oss --softmax-type learnable | softmax_type | --softmax-type learnable
 --add-qkv-bias | add_qkv_bias | --qk-layernorm
 --tensor-model-parallel-size 2 | sequence_parallel | --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --moe-ffn-hidden-size 33 --sequence-parallel --tensor-model-parallel-size 2 | moe_ffn_hidden_size | --moe-ffn-hidden-size 34 --sequence-parallel --tensor-model-parallel-size 2 | 2 2

@@ -113,6 +113,9 @@ def test_what_makes_it_smaller() -> None:
     every = "--recompute-granularity full --recompute-method block --recompute-num-layers"
     none, all_ = (stage_memory(config(f"--bf16 {every} {n}"), 4, 1000, 0).activations for n in (1, 4))
     assert full.activations == all_ < none < plain.activations + one_layer(config("--bf16"))
+    two_bases = "--bf16 --recompute-granularity full --local-window 64 --rotary-base-local"
+    more = stage_memory(config(f"{two_bases} 500"), 4, 1000, 0).activations - full.activations
+    assert more == 4 * 512 * config("").model.head_size  # the local layers' angles
     interleaved = f"{PIPELINE} --bf16 --global-batch-size 64 --num-layers-per-virtual-pipeline-stage"
     chunks = stage_memory(config(f"{interleaved} 1"), 2, 1000, 0).activations
     stream = 512 * 256 * 2

@@ -330,14 +330,14 @@ def family_of(model: ModelConfig) -> str:
                 f"{one}: got {getattr(model, one)} with {other} {getattr(model, other)}, "
                 "transformers has no architecture with both; it cannot be converted"
             )
-    for family, block in _BLOCKS.items():
-        if model.block == block:
-            return family
-    if model.has_sinks:
+    if model.has_sinks and model.block != "gpt_oss":
         raise UserError(
             f"softmax_type: got learnable with block {model.block}, transformers has attention sinks in gpt_oss alone; "
             "it cannot be converted"
         )
+    for family, block in _BLOCKS.items():
+        if model.block == block:
+            return family
     if model.no_rope_freq is not None:
         return "smollm3"
     if model.num_experts is not None:

@@ -129,9 +129,10 @@ def test_local_layers_that_no_architecture_has(model: ModelConfig, text: str) ->
         hugging_face_config(model, 300, 128)
 
 
-def test_attention_sinks_are_those_of_gpt_oss() -> None:
-    with pytest.raises(UserError, match=r"softmax_type: got learnable with block llama, .*cannot be converted"):
-        hugging_face_config(ModelConfig(vocab_size=300, softmax_type="learnable"), 300, 128)
+@pytest.mark.parametrize("block", ["llama", "phi", "gemma3", "olmo3"])
+def test_attention_sinks_are_those_of_gpt_oss(block: Any) -> None:
+    with pytest.raises(UserError, match=rf"softmax_type: got learnable with block {block}, .*cannot be converted"):
+        hugging_face_config(ModelConfig(block=block, vocab_size=300, softmax_type="learnable"), 300, 128)
 
 
 @pytest.mark.parametrize(
