@@ -122,6 +122,7 @@ SLOW = {
     "olmo3 compile tp2": Layout(f"{TP2} --compile", 2, OLMO3),
     "two bases cp2": Layout(CP2, 2, TWO_BASES),
     "attention sinks tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, SINKS),
+    "gpt-oss pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, GPT_OSS),
     "gpt-oss cp2 ep2 recompute modules": Layout(f"{CP2} {EP2} {MODULES} core_attn mlp", 2, GPT_OSS),
     "phi tp2": Layout(TP2, 2, PHI),
     "phi pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, PHI),
