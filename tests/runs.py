@@ -141,4 +141,5 @@ def _scale(weights: Weights, name: str) -> float:
 
 def _error(a: np.ndarray, b: np.ndarray, scale: float) -> float:
     assert a.shape == b.shape, (a.shape, b.shape)
-    return float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max() / scale)
+    gap = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max())
+    return gap / scale if scale else gap  # of initial zeros; NaN would hide all others from max()
