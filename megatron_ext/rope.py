@@ -8,7 +8,8 @@ have the cosines. With f the scaling factor, L0 the original length and L the ro
     linear   theta_k / f                                                           (arXiv 2306.15595)
     dynamic  base * (f L / L0 - (f - 1)) ** (d / (d - 2)) for L > L0: NTK
     yarn     between theta_k / f and theta_k by the number of rotations in L0;
-             queries and keys times 0.1 ln f + 1                                   (arXiv 2309.00071)
+             queries and keys times 0.1 ln f + 1, with MLA (0.1 ln f + 1) / (0.1 m ln f + 1),
+             and then all scores times (0.1 m ln f + 1)^2                          (arXiv 2309.00071)
     llama3   between theta_k / f and theta_k by the wavelength 2 pi / theta_k      (Llama 3.1)
 
 Frequencies and the attention factor equal those that transformers computes from the same configuration.
@@ -124,7 +125,16 @@ def attention_factor(model: ModelConfig) -> float:
         return 1.0
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
-    return 0.1 * math.log(model.rope_scaling_factor) + 1.0
+    return _mscale(model, 1.0) / _mscale(model, model.rope_mscale_all_dim)
+
+
+def score_factor(model: ModelConfig) -> float:
+    """Return the factor of the scores of all dimensions, rotated or not (DeepSeek's YaRN); 1 for other models."""
+    return _mscale(model, model.rope_mscale_all_dim) ** 2
+
+
+def _mscale(model: ModelConfig, weight: float) -> float:
+    return 0.1 * weight * math.log(model.rope_scaling_factor) + 1.0
 
 
 def settled(model: ModelConfig, length: int) -> ModelConfig:

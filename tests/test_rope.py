@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_ext.config import ModelConfig
@@ -28,6 +29,7 @@ from megatron_ext.rope import (
     inverse_frequencies,
     model_frequencies,
     ntk_base,
+    score_factor,
     settled,
 )
 
@@ -213,6 +215,22 @@ def test_yarns_attention_factor_can_be_given() -> None:
     model = scaled("yarn", 64, 1e4, rope_original_length=1024, rope_attention_factor=1.25)
     assert attention_factor(model) == theirs(model)[1] == 1.25
     assert attention_factor(replace(model, rope_scaling="none")) == 1.0
+
+
+def test_deepseeks_yarn_scales_the_scores_of_all_dimensions() -> None:
+    model = scaled(
+        "yarn", 24, 1e4, rope_original_length=1024, rope_mscale_all_dim=0.7, multi_latent_attention=True,
+        qk_head_dim=24, qk_pos_emb_head_dim=8,
+    )  # fmt: skip
+    angles = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 1e4}
+    angles |= {"mscale": 1.0, "mscale_all_dim": 0.7}
+    config = DeepseekV3Config(qk_nope_head_dim=24, qk_rope_head_dim=8, hidden_size=8, rope_parameters=angles)
+    attention = DeepseekV3Attention(config, 0)
+    assert attention.scaling == pytest.approx(model.head_size**-0.5 * score_factor(model), rel=1e-12)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    assert attention_factor(model) == pytest.approx(factor, rel=1e-12)
+    torch.testing.assert_close(model_frequencies(model, 4096).float(), frequencies, rtol=2e-6, atol=0)
+    assert score_factor(replace(model, rope_mscale_all_dim=0.0)) == 1.0
 
 
 def test_dynamic_scaling_ends_at_the_original_length() -> None:

@@ -39,6 +39,7 @@ SCALING_READS: dict[str, tuple[str, ...]] = {
         "rope_beta_slow",
         "rope_truncate",
         "rope_attention_factor",
+        "rope_mscale_all_dim",
     ),
     "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
 }
@@ -70,9 +71,10 @@ def _excludes(names: str, other: str) -> list[Rule]:
 
 
 MODEL: list[Rule] = [
-    ("hidden_size", lambda o: o.kv_channels is None and o.hidden_size % o.heads,
+    ("hidden_size", lambda o: o.kv_channels is None and not o.multi_latent_attention and o.hidden_size % o.heads,
      ", needs a multiple of num_attention_heads {heads} or kv_channels"),
-    ("kv_channels", lambda o: (o.kv_channels or not o.hidden_size % o.heads) and o.head_size % 2,
+    ("kv_channels", lambda o: not o.multi_latent_attention and (o.kv_channels or not o.hidden_size % o.heads)
+     and o.head_size % 2,
      "{head_size}, needs an even head size for RoPE; change hidden_size"),
     ("num_attention_heads", lambda o: o.heads % o.groups, ", needs a multiple of num_query_groups {groups}"),
     *((name, lambda o, n=name: getattr(o, n) % o.tp,
@@ -95,6 +97,18 @@ MODEL: list[Rule] = [
     ("rotary_percent",
      lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
      ", needs at most 1 and an even number of a head's {head_size} dimensions; change it or kv_channels"),
+    *_requires("q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_mscale_all_dim",
+               "multi_latent_attention"),
+    *_excludes("kv_channels add_qkv_bias qk_layernorm local_window no_rope_freq compile tp_comm_overlap cpu_offloading "
+               "fp8_format qk_clip_threshold", "multi_latent_attention"),
+    ("block", lambda o: o.multi_latent_attention and o.block != "llama",
+     " with multi_latent_attention, needs llama; leave one of them out"),
+    ("softmax_type", lambda o: o.multi_latent_attention and o.softmax_type == "learnable",
+     " with multi_latent_attention, which has no attention sinks; leave one of them out"),
+    ("num_query_groups", lambda o: o.multi_latent_attention and o.groups != o.heads,
+     " with multi_latent_attention, needs num_attention_heads {heads}: every head has its own keys and values"),
+    ("qk_pos_emb_head_dim", lambda o: o.multi_latent_attention and o.qk_pos_emb_head_dim % 2,
+     ", needs an even number for RoPE"),
     ("attention_dropout", lambda o: o.attention_dropout != 0, ", needs 0: packed attention has no dropout"),
     ("hidden_dropout", lambda o: not 0 <= o.hidden_dropout < 1, ", needs 0 <= p < 1"),
 ]  # fmt: skip

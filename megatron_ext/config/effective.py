@@ -76,7 +76,8 @@ def effective(config: Config) -> Config:
 def _written_out(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the effective values of options that may be omitted or have several notations."""
     model, weighting, schedule = config.model, config.weighting, config.window_schedule()
-    yield "kv_channels", model.head_size
+    if not model.multi_latent_attention:
+        yield "kv_channels", model.head_size
     if model.rope_scaling == "yarn":
         yield "rope_attention_factor", attention_factor(model)
     table = model.window_bases()

@@ -63,7 +63,7 @@ class GradientSharing:
 
 @dataclass(frozen=True)
 class ModelConfig(_Section):
-    """A transformer with RoPE and grouped-query attention, with the layers of Llama or another family."""
+    """A transformer with RoPE and grouped-query or latent attention, with the layers of Llama or another family."""
 
     model_preset: str | None = _option(None, "a named model size; other values override it")
     block: Literal["llama", "phi", "gemma3", "olmo3", "gpt_oss"] = _option(
@@ -80,6 +80,18 @@ class ModelConfig(_Section):
     num_attention_heads: Width = _option(4, "query heads")
     num_query_groups: Width = _option(2, "key and value heads")
     kv_channels: Width | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
+    multi_latent_attention: bool = _option(
+        False,
+        "MLA (DeepSeek-V2, DeepSeek-V3, Moonlight): the keys and values of all heads are computed from one latent per "
+        "token",
+    )
+    q_lora_rank: Width | None = _option(None, "MLA: width of the queries' latent (default: queries have none)")
+    kv_lora_rank: Width = _option(512, "MLA: width of the latent of keys and values")
+    qk_head_dim: Width = _option(128, "MLA: dimensions of a query or key head that are not rotated")
+    qk_pos_emb_head_dim: Width = _option(
+        64, "MLA: further dimensions that are rotated; the heads share those of the key"
+    )
+    v_head_dim: Width = _option(128, "MLA: size of a value head")
     vocab_size: Tokens | None = _option(None, "number of token ids (default: that of --tokenizer-model)")
     make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded to a multiple of this")
     norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
@@ -109,7 +121,12 @@ class ModelConfig(_Section):
         True, "yarn: round the ends of the ramp between both kinds to whole pairs (gpt_oss: no)"
     )
     rope_attention_factor: PositiveFloat | None = _option(
-        None, "yarn: factor of rotated queries and keys (default 0.1 ln rope_scaling_factor + 1)"
+        None,
+        "yarn: factor of rotated queries and keys (default 0.1 ln rope_scaling_factor + 1; with rope_mscale_all_dim m, "
+        "divided by 0.1 m ln rope_scaling_factor + 1)",
+    )
+    rope_mscale_all_dim: NonNegativeFloat = _option(
+        0.0, "MLA with yarn: m, by which all scores are multiplied by (0.1 m ln rope_scaling_factor + 1)^2"
     )
     rope_window_bases: tuple[str, ...] = _option(
         (), "rotary base of each window up to WINDOW tokens; larger windows use --rotary-base", "WINDOW:BASE"
@@ -148,13 +165,20 @@ class ModelConfig(_Section):
 
     @property
     def head_size(self) -> int:
-        """H, the size of one attention head."""
+        """H, the size of a query or key head."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def query_width(self) -> int:
         """N * H, the width of a token's queries; it differs from the hidden size if heads have their own size."""
         return self.num_attention_heads * self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """The size of a value head; only with MLA it differs from that of a key head."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_size
 
     @property
     def expert_width(self) -> int:
@@ -164,6 +188,8 @@ class ModelConfig(_Section):
     @property
     def rotary_size(self) -> int:
         """The number of rotated dimensions of a head."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_size * self.rotary_percent)
 
     @property

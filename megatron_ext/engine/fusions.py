@@ -11,10 +11,10 @@ Requirements in Megatron-Core 0.16.1 for the inputs used here (format "sbhd", on
                         own with Apex's extension
 
 The first two support only the blocks llama and olmo3: there are no such kernels for other activation functions, or for
-rotary angles of a part of a head. Not included: norms, which are one kernel already (torch's rms_norm, or
-Transformer Engine's, fused with the product that follows; Megatron's `persist_layer_norm` applies to LayerNorm only);
-dropout and residual, a single addition without dropout; masked softmax and cross-entropy, which Megatron does not
-compute here.
+rotary angles of a part of a head; so MLA's angles are not fused. Not included: norms, which are one kernel already
+(torch's rms_norm, or Transformer Engine's, fused with the product that follows; Megatron's `persist_layer_norm` applies
+to LayerNorm only); dropout and residual, a single addition without dropout; masked softmax and cross-entropy, which
+Megatron does not compute here.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ def fusions_here(platform: Platform, config: Config) -> Fusions:
     apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return Fusions(
         bias_activation_fusion=plain and find_spec("triton") is not None,
-        apply_rope_fusion=plain and platform.transformer_engine and rotation_counts(tokens, joint_width(config)),
+        apply_rope_fusion=plain
+        and not config.model.multi_latent_attention
+        and platform.transformer_engine
+        and rotation_counts(tokens, joint_width(config)),
         gradient_accumulation_fusion=on_cuda and (platform.transformer_engine or apex),
     )

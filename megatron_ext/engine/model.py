@@ -420,7 +420,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         add_qkv_bias=model.add_qkv_bias,
         layernorm_zero_centered_gamma=model.block == "gemma3",
         softmax_type="learnable" if model.has_sinks else "vanilla",
-        softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
+        softmax_scale=(model.query_pre_attn_scalar or model.head_size) ** -0.5 * rope.score_factor(model),
         # each rank has a part of their gradients; Megatron sums the parts, unless the weight itself is in parts (olmo3)
         qk_layernorm=model.has_qk_norms and model.block != "olmo3",
         hidden_dropout=model.hidden_dropout,

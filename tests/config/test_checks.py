@@ -98,6 +98,16 @@ CASES = """
 --moe-aux-loss-coeff 0.1 --token-weighting frozen --score-store s --loss-denominator weights | loss_denominator | --token-weighting frozen --score-store s --loss-denominator weights
 --bf16 --fp8-format hybrid | fp8_format | --bf16
 --global-batch-size 6 --expert-model-parallel-size 3 | num_experts | --global-batch-size 6 --expert-model-parallel-size 2 | 3 2
+--multi-latent-attention | num_query_groups | --multi-latent-attention --num-query-groups 4
+--v-head-dim 64 | v_head_dim | --multi-latent-attention --num-query-groups 4 --v-head-dim 64
+## --multi-latent-attention --num-query-groups 4
+--kv-channels 32 | kv_channels | --qk-head-dim 31
+--qk-pos-emb-head-dim 15 | qk_pos_emb_head_dim | --qk-pos-emb-head-dim 16
+--block gemma3 | block | --hidden-size 130
+--softmax-type learnable | softmax_type | --softmax-type vanilla
+--compile | compile | --recompute-granularity full
+--local-window 64 | local_window | --kv-lora-rank 64
+--rope-mscale-all-dim 1 | rope_mscale_all_dim | --rope-mscale-all-dim 1 --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128
 ## --block phi
 --qk-layernorm | qk_layernorm |
 --rotary-percent 0.1 | rotary_percent |
