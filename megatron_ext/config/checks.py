@@ -80,7 +80,7 @@ MODEL: list[Rule] = [
     *((name, lambda o, n=name: getattr(o, n) % o.tp,
        ", needs a multiple of tensor_model_parallel_size {tp}; lower the latter")
       for name in ("num_attention_heads", "num_query_groups", "make_vocab_size_divisible_by")),
-    ("ffn_hidden_size", lambda o: not o.num_experts and o.ffn_hidden_size % o.tp,
+    ("ffn_hidden_size", lambda o: (not o.num_experts or 0 in o.moe_layer_freq) and o.ffn_hidden_size % o.tp,
      ", needs a multiple of tensor_model_parallel_size {tp}"),
     ("qk_layernorm", lambda o: o.qk_layernorm and o.add_qkv_bias,
      " with add_qkv_bias, which no model of transformers has; leave one of them out"),
@@ -142,9 +142,33 @@ ROPE: list[Rule] = [
      " with window_schedule constant, needs windows that change; leave it out"),
 ]  # fmt: skip
 
+_SIGMOID = ("moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk "
+            "moe_router_topk_scaling_factor")  # fmt: skip
+_LLAMA_EXPERTS = f"moe_shared_expert_intermediate_size moe_layer_freq {_SIGMOID}"
 EXPERTS: list[Rule] = [
     *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
-               "moe_router_load_balancing_type", "num_experts"),
+               f"moe_router_load_balancing_type moe_router_score_function {_LLAMA_EXPERTS}", "num_experts"),
+    *((name, lambda o, n=name: _given(o, n) and o.block != "llama", " with block {block}, needs --block llama")
+      for name in f"moe_router_score_function {_LLAMA_EXPERTS}".split()),
+    *((name, lambda o, n=name: _given(o, n) and o.moe_router_score_function != "sigmoid",
+       " with moe_router_score_function {moe_router_score_function}, needs sigmoid") for name in _SIGMOID.split()),
+    *_requires("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
+    *_requires("moe_router_num_groups", "moe_router_group_topk"),
+    *_requires("moe_router_group_topk", "moe_router_num_groups"),
+    ("moe_router_num_groups", lambda o: o.num_experts and o.grouped
+     and (o.num_experts % o.moe_router_num_groups or o.num_experts < 2 * o.moe_router_num_groups),
+     ", needs a divisor of num_experts {num_experts} with at least two experts in a group"),
+    ("moe_router_group_topk", lambda o: o.grouped and o.moe_router_group_topk > o.moe_router_num_groups,
+     ", needs at most moe_router_num_groups {moe_router_num_groups}"),
+    ("moe_router_group_topk", lambda o: o.grouped and o.moe_router_topk != 2 * o.moe_router_group_topk,
+     ", needs half of moe_router_topk {moe_router_topk}: DeepSeek-V3 compares groups by their two best scores, "
+     "Megatron by their moe_router_topk / moe_router_group_topk best"),
+    ("moe_layer_freq", lambda o: o.moe_layer_freq and len(o.moe_layer_freq) != o.num_layers,
+     ", needs a number for each of num_layers {num_layers}"),
+    ("moe_layer_freq", lambda o: o.num_experts and o.moe_layer_freq and 1 not in o.moe_layer_freq,
+     ", needs a layer with experts; leave out num_experts instead"),
+    ("moe_shared_expert_intermediate_size", lambda o: (o.moe_shared_expert_intermediate_size or 0) % o.tp,
+     ", needs a multiple of tensor_model_parallel_size {tp}"),
     ("num_experts", lambda o: o.num_experts and o.block not in ("llama", "gpt_oss"),
      " with block {block}, needs --block llama or gpt_oss"),
     ("num_experts", lambda o: o.block == "gpt_oss" and not o.num_experts, ", block gpt_oss needs experts"),
@@ -398,6 +422,7 @@ def _options(config: Config, world_size: int) -> Any:
     o.heads, o.groups = model.num_attention_heads, model.num_query_groups
     o.head_size, o.rotary_size, o.query_width = model.head_size, model.rotary_size, model.query_width
     o.key_width, o.expert_width, o.has_qk_norms = o.groups * o.head_size, model.expert_width, model.has_qk_norms
+    o.grouped = model.moe_router_num_groups is not None and model.moe_router_group_topk is not None
     o.tokens, o.last_window = data.micro_batch_size * data.seq_length, config.window_end
     o.chunk = parallel.num_layers_per_virtual_pipeline_stage
     o.stage = 0 if model.num_layers % o.pp else model.num_layers // o.pp

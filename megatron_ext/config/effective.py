@@ -34,7 +34,8 @@ UNREAD: list[tuple[str, Callable[[Any], bool]]] = [
     ("model_preset", lambda o: True),
     *((name, lambda o, n=name: n not in SCALING_READS[o.rope_scaling]) for name in SCALING_OPTIONS),
     ("init_method_std", lambda o: o.init_scheme != "megatron"),
-    ("ffn_hidden_size", lambda o: o.num_experts is not None),
+    ("ffn_hidden_size", lambda o: o.num_experts is not None and 0 not in o.moe_layer_freq),
+    ("moe_layer_freq", lambda o: 0 not in o.moe_layer_freq),
     ("window_schedule window_rate window_expansion_fraction window_round_to window_aligned window_switch_step "
      "window_cycles", lambda o: not o.schedule.expansion_steps),
     # a window of the whole row is the same under every mask

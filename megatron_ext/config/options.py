@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Le
+from annotated_types import Ge, Le
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
@@ -138,8 +138,30 @@ class ModelConfig(_Section):
     num_experts: Width | None = _option(
         None, "number of experts in each layer: SwiGLU MLPs with a router (Mixtral, Qwen3-MoE)"
     )
-    moe_router_topk: Width = _option(2, "experts per token, weighted by the softmax of their router logits")
+    moe_router_topk: Width = _option(2, "experts per token, weighted by their router scores, normalized to sum 1")
     moe_ffn_hidden_size: Width | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
+    moe_shared_expert_intermediate_size: Width | None = _option(
+        None,
+        "width inside the shared experts of a layer together, which process every token (DeepSeek-V3; default: none)",
+    )
+    moe_layer_freq: tuple[Annotated[int, Ge(0), Le(1)], ...] = _option(
+        (), "for each layer 1 if it has experts, 0 if it has a single MLP of width ffn_hidden_size (default: all 1)"
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = _option(
+        "softmax", "how router logits become scores; sigmoid: of each expert by itself (DeepSeek-V3)"
+    )
+    moe_router_enable_expert_bias: bool = _option(
+        False,
+        "sigmoid: add to each score a bias that only affects which experts are chosen; after every step it rises for "
+        "experts with fewer tokens than the mean and falls for the others (DeepSeek-V3)",
+    )
+    moe_router_num_groups: Width | None = _option(
+        None, "sigmoid: consecutive experts form this many groups, and a token's experts are in few of them"
+    )
+    moe_router_group_topk: Width | None = _option(
+        None, "groups per token: those with the largest sum of their two best scores"
+    )
+    moe_router_topk_scaling_factor: PositiveFloat = _option(1.0, "sigmoid: factor of the normalized scores")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
     qk_layernorm: bool = _option(False, "normalize each head's queries and keys before RoPE (Qwen3)")
     softmax_type: Literal["vanilla", "learnable"] = _option(
@@ -184,6 +206,15 @@ class ModelConfig(_Section):
     def expert_width(self) -> int:
         """The width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has experts instead of a single MLP."""
+        return self.num_experts is not None and (not self.moe_layer_freq or self.moe_layer_freq[layer] == 1)
+
+    @property
+    def expert_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def rotary_size(self) -> int:
@@ -546,6 +577,9 @@ class TrainingConfig(_Section):
     moe_aux_loss_coeff: NonNegativeFloat = _option(0.0, "coefficient of the load-balancing loss of the experts")
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss"] = _option(
         "seq_aux_loss", "balance the tokens of each row, or of each micro-batch"
+    )
+    moe_router_bias_update_rate: NonNegativeFloat = _option(
+        1e-3, "by how much a step changes each bias of --moe-router-enable-expert-bias; 0: never"
     )
     eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none")
     eval_iters: PositiveInt = _option(4, "global batches of validation rows per evaluation")

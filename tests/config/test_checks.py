@@ -100,6 +100,17 @@ CASES = """
 --global-batch-size 6 --expert-model-parallel-size 3 | num_experts | --global-batch-size 6 --expert-model-parallel-size 2 | 3 2
 --multi-latent-attention | num_query_groups | --multi-latent-attention --num-query-groups 4
 --v-head-dim 64 | v_head_dim | --multi-latent-attention --num-query-groups 4 --v-head-dim 64
+--moe-router-num-groups 2 --moe-router-group-topk 1 | moe_router_num_groups | --moe-router-score-function sigmoid --moe-router-num-groups 2 --moe-router-group-topk 1
+--moe-layer-freq 0 1 1 | moe_layer_freq | --moe-layer-freq 0 1 1 0
+--moe-layer-freq 0 0 0 0 | moe_layer_freq | --moe-layer-freq 0 0 0 1
+--block gpt_oss --moe-shared-expert-intermediate-size 32 | moe_shared_expert_intermediate_size | --moe-shared-expert-intermediate-size 32
+--moe-shared-expert-intermediate-size 33 --sequence-parallel --tensor-model-parallel-size 2 | moe_shared_expert_intermediate_size | --moe-shared-expert-intermediate-size 34 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
+--ffn-hidden-size 385 --moe-ffn-hidden-size 32 --moe-layer-freq 0 1 1 1 --sequence-parallel --tensor-model-parallel-size 2 | ffn_hidden_size | --ffn-hidden-size 385 --moe-ffn-hidden-size 32 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
+## --num-experts 8 --moe-router-topk 4 --moe-router-score-function sigmoid
+--moe-router-bias-update-rate 0 | moe_router_bias_update_rate | --moe-router-bias-update-rate 0 --moe-router-enable-expert-bias
+--moe-router-num-groups 4 | moe_router_num_groups | --moe-router-num-groups 4 --moe-router-group-topk 2
+--moe-router-num-groups 8 --moe-router-group-topk 2 | moe_router_num_groups | --moe-router-num-groups 2 --moe-router-group-topk 2
+--moe-router-num-groups 4 --moe-router-group-topk 1 | moe_router_group_topk | --moe-router-num-groups 4 --moe-router-group-topk 2
 ## --multi-latent-attention --num-query-groups 4
 --kv-channels 32 | kv_channels | --qk-head-dim 31
 --qk-pos-emb-head-dim 15 | qk_pos_emb_head_dim | --qk-pos-emb-head-dim 16
