@@ -32,6 +32,7 @@ class Backend:
         largest_head: the largest head size.
         flash_attention_2: whether FlashAttention 2's limits apply; see `takes`.
         sinks: whether it computes attention sinks, with exact gradients.
+        narrow_values: whether value heads may be smaller than key heads; other kernels get values padded with zeros.
         missing: returns what is not installed and how to get it; None if nothing is missing.
     """
 
@@ -43,6 +44,7 @@ class Backend:
     largest_head: int = 256
     flash_attention_2: bool = False
     sinks: bool = False
+    narrow_values: bool = False
     missing: Callable[[], str | None] = lambda: None
 
     def takes(self, call: AttentionCall, heads: int, head_size: int) -> bool:
@@ -99,6 +101,7 @@ BACKENDS: tuple[Backend, ...] = (
         kernel=flash_attn_4.attend,
         capability=(9, 0),
         sinks=True,
+        narrow_values=True,
         missing=flash_attn_4.missing,
     ),
     Backend(

@@ -66,11 +66,12 @@ class KeyValueCache:
             cu_seqlens_kv=np.append(0, np.cumsum(after)),
         )
 
-    def of_layer(self, layer_number: int, key_tGH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values, [slots * capacity, G, H] each, allocated at the first call."""
+    def of_layer(self, layer_number: int, key_tGH: Tensor, value_tGW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values, slots * capacity rows each, allocated at the first call."""
         if layer_number not in self._layers:
-            shape = (len(self.lengths) * self.capacity, *key_tGH.shape[1:])
-            self._layers[layer_number] = (key_tGH.new_empty(shape), key_tGH.new_empty(shape))
+            rows = len(self.lengths) * self.capacity
+            key, value = (x.new_empty(rows, *x.shape[1:]) for x in (key_tGH, value_tGW))
+            self._layers[layer_number] = key, value
         return self._layers[layer_number]
 
 
@@ -101,8 +102,8 @@ class Appended:
         """Return the attention call, with a sliding window of `left_window` tokens or None."""
         return AttentionCall(self.cu_seqlens_q.astype(np.int32), self.cu_seqlens_kv.astype(np.int32), left_window)
 
-    def extend(self, layer_number: int, key_tGH: Tensor, value_tGH: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; return all keys and values that the call sees, [u, G, H] each."""
-        keys, values = self.cache.of_layer(layer_number, key_tGH)
-        keys[self.write], values[self.write] = key_tGH, value_tGH
+    def extend(self, layer_number: int, key_tGH: Tensor, value_tGW: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; return all that the call sees, [u, G, H] and [u, G, W]."""
+        keys, values = self.cache.of_layer(layer_number, key_tGH, value_tGW)
+        keys[self.write], values[self.write] = key_tGH, value_tGW
         return keys[self.read], values[self.read]

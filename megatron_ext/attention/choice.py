@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.attention.backends import BACKENDS, Backend, objections
@@ -61,12 +62,12 @@ class PerCall:
         self,
         query_tNH: Tensor,
         key_uGH: Tensor,
-        value_uGH: Tensor,
+        value_uGW: Tensor,
         call: AttentionCall,
         scale: float,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output, [t, N, H]."""
+        """Return the attention output, [t, N, W]; W is at most H."""
         name = call.once(self.choose, *query_tNH.shape[1:])
         if name not in self.logged:
             self.logged.add(name)
@@ -75,7 +76,11 @@ class PerCall:
                 "attention: %s (first call: %d segments of at most %d queries and %d keys)",
                 name, call.segments, queries, keys,
             )  # fmt: skip
-        return BY_NAME[name].kernel(query_tNH, key_uGH, value_uGH, call, scale, sink_N)
+        backend, missing = BY_NAME[name], key_uGH.shape[-1] - value_uGW.shape[-1]
+        if not missing or backend.narrow_values:
+            return backend.kernel(query_tNH, key_uGH, value_uGW, call, scale, sink_N)
+        out_tNH = backend.kernel(query_tNH, key_uGH, F.pad(value_uGW, (0, missing)), call, scale, sink_N)
+        return out_tNH[..., :-missing]
 
     def choose(self, call: AttentionCall, heads: int, head_size: int) -> str:
         """Return the name of the backend for a call.

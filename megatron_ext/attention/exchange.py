@@ -14,7 +14,8 @@ done, and the local pieces are computed while they travel.
 Local rows are a few slices of the rank's rows: in 200 rows of documents of 128K tokens on 8 ranks, 88 % of the tokens
 and 68 % of the attention pairs are local, in 3 slices on average and 9 at most.
 
-Legend: t tokens of this rank, u key rows of the local call, N query heads, G key heads, H head size.
+Legend: t tokens of this rank, u key rows of the local call, N query heads, G key heads, H size of a query or key head,
+W size of a value head.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megatron_ext.attention.reorder import reordered
 from megatron_ext.context_parallel import CPPlan, RankPlan
 from megatron_ext.device import moved
 
-# (query [t, N, H], key [u, G, H], value [u, G, H], sink [N] or None) -> [t, N, H], on this rank alone
+# (query [t, N, H], key [u, G, H], value [u, G, W], sink [N] or None) -> [t, N, W], on this rank alone
 LocalAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -234,37 +235,37 @@ class KeyExchange:
         self,
         query_tNH: Tensor,
         key_tGH: Tensor,
-        value_tGH: Tensor,
+        value_tGW: Tensor,
         attend_local: LocalAttention,
         attend_remote: LocalAttention,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output of this rank's queries, [t, N, H].
+        """Return the attention output of this rank's queries, [t, N, W].
 
         Args:
-            query_tNH, key_tGH, value_tGH: of this rank's tokens.
+            query_tNH, key_tGH, value_tGW: of this rank's tokens.
             attend_local, attend_remote: attention over the local and the remote pieces.
             sink_N: the sinks of the query heads, if any.
         """
         if self.context is None:  # every rank holds whole segments
-            return attend_local(query_tNH, key_tGH, value_tGH, sink_N)
+            return attend_local(query_tNH, key_tGH, value_tGW, sink_N)
         parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
         # keys and values are sent as one tensor; all parts are started before anything is computed
-        owns = torch.stack([key_tGH, value_tGH], dim=1).chunk(parts, dim=2)
+        owns = torch.cat([key_tGH, value_tGW], dim=-1).chunk(parts, dim=1)
         transfers = [self.context.start(self.sends.of_rows(own), self.send_counts, self.receive_counts) for own in owns]
-        local_query, local_key, local_value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGH))
+        local_query, local_key, local_value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGW))
         local = attend_local(local_query, local_key, local_value, sink_N) if len(local_query) else None
-        outputs = []
+        outputs, sizes = [], (key_tGH.shape[-1], value_tGW.shape[-1])
         queries = self._runs_of(query_tNH, 1).chunk(parts, dim=1)
         sinks: Sequence[Tensor | None] = [None] * parts if sink_N is None else sink_N.chunk(parts)
         for query, own, transfer, sink in zip(queries, owns, transfers, sinks, strict=True):
             kept = own if len(self.kept_rows) == len(own) else own.index_select(0, self.kept_rows)
             kept_and_received = torch.cat([kept, transfer.wait()])
             if len(query):
-                key_u, value_u = self.kv_picks.of_rows(kept_and_received).unbind(dim=1)
+                key_u, value_u = self.kv_picks.of_rows(kept_and_received).split(sizes, dim=-1)
                 outputs.append(attend_remote(query, key_u, value_u, sink))
             else:  # nothing was received, but backward must still receive the gradients of the rows sent
-                outputs.append(kept_and_received.reshape(query.shape))
+                outputs.append(kept_and_received.reshape(*query.shape[:2], sizes[1]))
         remote = outputs[0] if parts == 1 else torch.cat(outputs, dim=1)
         if local is None:
             return remote
@@ -315,12 +316,12 @@ class HeadExchange:
         self,
         query_tNH: Tensor,
         key_tGH: Tensor,
-        value_tGH: Tensor,
+        value_tGW: Tensor,
         attend: LocalAttention,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, H]."""
-        query, key, value = (self._all_tokens(x) for x in (query_tNH, key_tGH, value_tGH))
+        """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""
+        query, key, value = (self._all_tokens(x) for x in (query_tNH, key_tGH, value_tGW))
         sink = None if sink_N is None else sink_N.chunk(self.context.size)[self.context.rank]
         return self._own_tokens(attend(query, key, value, sink))
 
@@ -391,10 +392,11 @@ class _Pick(torch.autograd.Function):
         gradient = grad_u.new_zeros((ctx.count, *grad_u.shape[1:]))
         if not len(grad_u):
             return gradient, None
-        # The sum of two is rounded once in any precision. Of more, keys and values are added one after the other,
-        # which halves the memory of their copies in fp32.
+        # The sum of two is rounded once in any precision. Of more, the two halves of each row are added one after the
+        # other, which halves the memory of their copies in fp32.
         wide = picks.most > 2 and grad_u.element_size() < 4
-        for sums, part_u in zip(*(x.split(1 if wide else x.shape[1], dim=1) for x in (gradient, grad_u)), strict=True):
+        halves = (x.flatten(1).chunk(2 if wide else 1, dim=1) for x in (gradient, grad_u))
+        for sums, part_u in zip(*halves, strict=True):
             ordered_u = part_u.index_select(0, picks.order_u)
             # unsafe=True: torch does not copy the lengths to the host to check their sum
             sums_d = torch.segment_reduce(

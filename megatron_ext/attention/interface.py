@@ -119,23 +119,23 @@ class AttentionCall:
         attend: Attend,
         query_tNH: Tensor,
         key_tGH: Tensor,
-        value_tGH: Tensor,
+        value_tGW: Tensor,
         scale: float,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output of this rank's queries, [t, N, H]; `sink_N` as in `Attend`."""
+        """Return the attention output of this rank's queries, [t, N, W]; `sink_N` as in `Attend`."""
 
         def by(call: AttentionCall) -> LocalAttention:
             return lambda query, key, value, sink: attend(query, key, value, call, scale, sink)
 
         match self.exchange:
             case None:
-                return by(self)(query_tNH, key_tGH, value_tGH, sink_N)
+                return by(self)(query_tNH, key_tGH, value_tGW, sink_N)
             case KeyExchange():
                 local, remote = by(self.local or self), by(self.remote or self)
-                return self.exchange.attend(query_tNH, key_tGH, value_tGH, local, remote, sink_N)
+                return self.exchange.attend(query_tNH, key_tGH, value_tGW, local, remote, sink_N)
             case HeadExchange():
-                return self.exchange.attend(query_tNH, key_tGH, value_tGH, by(self), sink_N)
+                return self.exchange.attend(query_tNH, key_tGH, value_tGW, by(self), sink_N)
 
 
 class Attend(Protocol):
@@ -145,15 +145,16 @@ class Attend(Protocol):
         self,
         query_tNH: Tensor,
         key_uGH: Tensor,
-        value_uGH: Tensor,
+        value_uGW: Tensor,
         call: AttentionCall,
         scale: float,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output, [t, N, H].
+        """Return the attention output, [t, N, W].
 
         Args:
-            query_tNH, key_uGH, value_uGH: queries, keys and values; G divides N.
+            query_tNH, key_uGH, value_uGW: queries, keys and values; G divides N. `PerCall` makes W equal to H for
+                kernels that need it.
             call: which queries see which keys.
             scale: multiplies the dot products before the softmax.
             sink_N: for each query head, the logit of one more softmax entry, which adds nothing to the output; None

@@ -2,13 +2,14 @@
 
     rows = share_rows(4096, [[700, 3000, 4096]], window=1024, group=dist.group.WORLD)
     hidden = model.embed(tokens[rows.tokens])                    # this rank's tokens; other layers need no change
-    out_tNH = rows.attend(query_tNH, key_tGH, value_tGH)         # exact and differentiable, across ranks
+    out_tNH = rows.attend(query_tNH, key_tGH, value_tGW)         # exact and differentiable, across ranks
 
 Any document ends and any window are supported: `context_parallel.plan` assigns tokens to ranks, `attention.exchange`
 sends keys and values to the ranks whose queries see them, and a backend computes attention. All ranks pass the same
 arguments.
 
-Legend: T tokens of all rows, t = T / ranks tokens of this rank, N query heads, G key heads, H head size.
+Legend: T tokens of all rows, t = T / ranks tokens of this rank, N query heads, G key heads, H head size,
+W size of a value head, at most H.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ class SharedRows:
         self,
         query_tNH: Tensor,
         key_tGH: Tensor,
-        value_tGH: Tensor,
+        value_tGW: Tensor,
         *,
         scale: float | None = None,
         backend: str = "auto",
     ) -> Tensor:
-        """Compute the attention of this rank's queries to all keys that they see, on any rank; [t, N, H].
+        """Compute the attention of this rank's queries to all keys that they see, on any rank; [t, N, W].
 
         Collective in forward and backward. The gradients of keys and values are returned to the ranks that hold them.
 
         Args:
-            query_tNH, key_tGH, value_tGH: queries, keys and values of this rank's tokens, in the order of `tokens`; G
+            query_tNH, key_tGH, value_tGW: queries, keys and values of this rank's tokens, in the order of `tokens`; G
                 divides N.
             scale: multiplies the dot products before the softmax; 1 / sqrt(H) by default.
             backend: a value of `--attention-backend`.
@@ -74,7 +75,7 @@ class SharedRows:
         Raises:
             UserError: wrong number of tokens or heads, or no backend supports the tensors.
         """
-        counts = [len(x) for x in (query_tNH, key_tGH, value_tGH)]
+        counts = [len(x) for x in (query_tNH, key_tGH, value_tGW)]
         if counts != [len(self.tokens)] * 3:
             raise UserError(
                 f"attend: got {', '.join(map(str, counts))} tokens of queries, keys and values, "
@@ -88,7 +89,7 @@ class SharedRows:
             )
         chosen = _select(backend, query_tNH.device, query_tNH.dtype, query_tNH.shape[-1])
         factor = query_tNH.shape[-1] ** -0.5 if scale is None else scale
-        return self.call.run(chosen, query_tNH, key_tGH, value_tGH, factor)
+        return self.call.run(chosen, query_tNH, key_tGH, value_tGW, factor)
 
 
 def share_rows(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from attention.kernels import call_of
+from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import reference
 from megatron_ext.attention.backends import BACKENDS, Backend
-from megatron_ext.attention.choice import PerCall, select
+from megatron_ext.attention.choice import BY_NAME, PerCall, select
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import reference_attention
 from megatron_ext.errors import UserError
@@ -116,6 +119,21 @@ def test_a_card_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"torch_varlen needs sm_80 or newer, this is sm_75; use reference"):
         select("auto", CUDA, torch.bfloat16, 64)
     assert callable(select("reference", CUDA, torch.bfloat16, 64))
+
+
+@pytest.mark.parametrize("narrow_values", [True, False])
+def test_kernels_for_equal_sizes_get_values_padded(narrow_values: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of([(3, 3), (2, 5), (1, 1)])
+    query, key, value, grad = inputs_of(call)
+    widths = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        widths.append(value.shape[-1])
+        return reference.attend(query, key, value, *rest)
+
+    monkeypatch.setitem(BY_NAME, "te_thd", Backend(name="te_thd", kernel=kernel, narrow_values=narrow_values))
+    assert_right(PerCall(("te_thd",)), [query, key, value[..., :10], grad[..., :10]], call)
+    assert widths == [10 if narrow_values else 16]
 
 
 def test_borders_go_to_the_device_as_int32() -> None:

@@ -9,7 +9,7 @@ import torch
 from megatron_ext.attention.cache import KeyValueCache
 from megatron_ext.attention.reference import attend, reference_attention
 
-N, G, H = 4, 2, 8
+N, G, H, W = 4, 2, 8, 6
 
 
 @pytest.mark.parametrize("left_window", [None, 2])
@@ -17,7 +17,8 @@ def test_pieces_of_texts_see_what_whole_texts_see(left_window: int | None) -> No
     """Texts that come in pieces, next to one another, in any order; a slot is used again."""
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 5, 4]
-    texts = [[torch.randn(n, heads, H, generator=generator) for heads in (N, G, G)] for n in lengths]
+    sizes = ((N, H), (G, H), (G, W))
+    texts = [[torch.randn(n, *size, generator=generator) for size in sizes] for n in lengths]
     cache = KeyValueCache(slots=2, capacity=7)
     out: list[list[torch.Tensor]] = [[], [], []]
     done = [0, 0, 0]

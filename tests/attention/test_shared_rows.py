@@ -13,7 +13,7 @@ from launcher import call
 from megatron_ext.attention.shared_rows import share_rows
 from megatron_ext.errors import UserError
 
-HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 6
+HEADS, KEY_HEADS, HEAD_SIZE, VALUE_SIZES = 4, 2, 6, (6, 4)
 MASKS = ("grid", "sliding", "sliding_w")
 
 
@@ -51,7 +51,8 @@ def dense_mask(length: int, ends: list[list[int]], window: int | None, mask: str
 def inputs(total: int, seed: int) -> list[torch.Tensor]:
     """Queries, keys, values and the gradient of the output."""
     torch.manual_seed(seed)
-    return [torch.randn(total, heads, HEAD_SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    sizes = (HEAD_SIZE, HEAD_SIZE, *[VALUE_SIZES[seed % 2]] * 2)
+    return [torch.randn(total, *shape) for shape in zip((HEADS, KEY_HEADS, KEY_HEADS, HEADS), sizes, strict=True)]
 
 
 def of_rank(rank: int, seeds: list[int], alone: bool) -> list[tuple[Any, ...]]:
