@@ -40,24 +40,26 @@ def cases() -> Iterator[tuple[benchmark.Case, bool]]:
     for size in (80, 96, 256):
         yield benchmark.Case(f"head {size}", segments, segments, head_size=size), False
     yield benchmark.Case("4 heads a key head, sliding", segments, segments, head_size=128, left_window=1000), False
+    yield benchmark.Case("MLA", segments, segments, groups=8, head_size=192), False
     yield benchmark.Case("deterministic", segments, segments, head_size=128), True
 
 
 def compile_call(attend: Attend, case: benchmark.Case, *, sinks: bool = False) -> None:
     """Run a call forward and backward, and check the shapes of its results."""
 
-    def rows(cu_seqlens: np.ndarray, heads: int) -> Tensor:
-        shape = (int(cu_seqlens[-1]), heads, case.head_size)
+    def rows(cu_seqlens: np.ndarray, heads: int, size: int = case.head_size) -> Tensor:
+        shape = (int(cu_seqlens[-1]), heads, size)
         return torch.empty(shape, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
 
     query = rows(case.cu_seqlens_q, case.heads * (2 if case.strided else 1))
-    key, value = (rows(case.cu_seqlens_kv, case.groups) for _ in range(2))
+    value_size = 128 if case.name == "MLA" else case.head_size
+    key, value = (rows(case.cu_seqlens_kv, case.groups, size) for size in (case.head_size, value_size))
     borders = tuple(torch.empty(len(case.cu_seqlens_q), dtype=torch.int32, device=CUDA) for _ in range(2))
     call = replace(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), borders=borders)
     part = query.chunk(2, dim=1)[1] if case.strided else query
     sink = torch.empty(case.heads, dtype=torch.bfloat16, device=CUDA, requires_grad=True) if sinks else None
     out = attend(part, key, value, call, case.head_size**-0.5, sink)
-    assert (out.shape, out.dtype) == (part.shape, torch.bfloat16)
+    assert (out.shape, out.dtype) == ((*part.shape[:2], value_size), torch.bfloat16)
     leaves = [x for x in (query, key, value, sink) if x is not None]
     gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert [x.shape for x in gradients] == [x.shape for x in leaves]
