@@ -13,7 +13,7 @@ from megatron_ext.attention.interface import AttentionCall
 def attend(
     query_tNH: Tensor,
     key_uGH: Tensor,
-    value_uGH: Tensor,
+    value_uGW: Tensor,
     call: AttentionCall,
     scale: float,
     sink_N: Tensor | None = None,
@@ -26,7 +26,7 @@ def attend(
     out: Tensor = flash_attn_varlen_func(
         query_tNH,
         key_uGH,
-        value_uGH,
+        value_uGW,
         *call.borders,
         *call.max_seqlens,
         softmax_scale=scale,

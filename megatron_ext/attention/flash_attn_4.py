@@ -17,12 +17,12 @@ from megatron_ext.errors import UserError, installed_version
 def attend(
     query_tNH: Tensor,
     key_uGH: Tensor,
-    value_uGH: Tensor,
+    value_uGW: Tensor,
     call: AttentionCall,
     scale: float,
     sink_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output, [t, N, H]."""
+    """Return the attention output, [t, N, W]."""
     from flash_attn.cute import flash_attn_varlen_func
 
     assert call.borders is not None
@@ -33,7 +33,7 @@ def attend(
     out, _ = flash_attn_varlen_func(
         q=query_tNH,
         k=key_uGH,
-        v=value_uGH,
+        v=value_uGW,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_q,

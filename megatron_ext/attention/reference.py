@@ -2,7 +2,8 @@
 
 Segments of equal shape are computed together, so that a thousand short segments cost one call.
 
-Legend: t queries, u keys, N query heads, G key heads (groups), H head size, n segments of one shape.
+Legend: t queries, u keys, N query heads, G key heads (groups), H head size, W size of a value
+head, n segments of one shape.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ MASKED_QUERIES = 128  # queries per block where a mask is needed; keys that no q
 def attend(
     query_tNH: Tensor,
     key_uGH: Tensor,
-    value_uGH: Tensor,
+    value_uGW: Tensor,
     call: AttentionCall,
     scale: float,
     sink_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output, [t, N, H]."""
+    """Return the attention output, [t, N, W]."""
     return reference_attention(
-        query_tNH, key_uGH, value_uGH, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window, sink_N
+        query_tNH, key_uGH, value_uGW, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window, sink_N
     )
 
 
 def reference_attention(
     query_tNH: Tensor,
     key_uGH: Tensor,
-    value_uGH: Tensor,
+    value_uGW: Tensor,
     cu_seqlens_q: Int32,
     cu_seqlens_kv: Int32,
     scale: float,
@@ -47,7 +48,7 @@ def reference_attention(
     Args:
         query_tNH: queries; t = cu_seqlens_q[-1].
         key_uGH: keys; u = cu_seqlens_kv[-1]; G divides N (grouped-query attention).
-        value_uGH: values.
+        value_uGW: values.
         cu_seqlens_q: int32 [S+1], borders of the segments in the queries; segments may be empty.
         cu_seqlens_kv: int32 [S+1], borders in the keys; each segment has at least as many keys as queries.
         scale: multiplies the dot products before the softmax.
@@ -55,7 +56,7 @@ def reference_attention(
         sink_N: the logit of one more softmax entry for each query head; None for a plain softmax.
 
     Returns:
-        [t, N, H] in the queries' dtype.
+        [t, N, W] in the queries' dtype.
     """
     lengths_q, lengths_kv = np.diff(cu_seqlens_q), np.diff(cu_seqlens_kv)
     if cu_seqlens_q[-1] != len(query_tNH) or cu_seqlens_kv[-1] != len(key_uGH):
@@ -67,7 +68,7 @@ def reference_attention(
         raise ValueError("cu_seqlens_kv: a segment has fewer keys than queries")
     shapes, member = np.unique(np.stack([lengths_q, lengths_kv], 1), axis=0, return_inverse=True)
     if len(shapes) == 1 and lengths_q[0]:  # all segments have one shape and are contiguous: no gather is needed
-        inputs = (query_tNH, key_uGH, value_uGH)
+        inputs = (query_tNH, key_uGH, value_uGW)
         query, key, value = (x.unflatten(0, (len(member), -1)).transpose(1, 2) for x in inputs)
         return _equal_segments(query, key, value, scale, left_window, sink_N)
     outputs, order = [], []
@@ -76,11 +77,11 @@ def reference_attention(
             continue
         chosen = np.flatnonzero(member.reshape(-1) == number)
         rows_q, rows_kv = _rows(cu_seqlens_q[chosen], q), _rows(cu_seqlens_kv[chosen], kv)
-        inputs = _take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv)
+        inputs = _take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGW, rows_kv)
         outputs.append(_equal_segments(*inputs, scale, left_window, sink_N))
         order.append(rows_q.reshape(-1))
     if not outputs:  # no queries: an empty output that still propagates (zero) gradients to every input
-        return query_tNH[..., : value_uGH.shape[-1]] + 0 * (key_uGH.sum() + value_uGH.sum())
+        return query_tNH[..., : value_uGW.shape[-1]] + 0 * (key_uGH.sum() + value_uGW.sum())
     back = np.argsort(np.concatenate(order), kind="stable")
     return torch.cat(outputs).index_select(0, torch.from_numpy(back).to(query_tNH.device))
 

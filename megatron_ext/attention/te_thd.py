@@ -19,7 +19,7 @@ _MASK = "padding_causal_bottom_right"
 def attend(
     query_tNH: Tensor,
     key_uGH: Tensor,
-    value_uGH: Tensor,
+    value_uGW: Tensor,
     call: AttentionCall,
     scale: float,
     sink_N: Tensor | None = None,
@@ -34,7 +34,7 @@ def attend(
         out: Tensor = attention(
             query_tNH.contiguous(),
             key_uGH.contiguous(),
-            value_uGH.contiguous(),
+            value_uGW.contiguous(),
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,

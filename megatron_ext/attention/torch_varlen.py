@@ -22,7 +22,7 @@ _NEEDED = {"scale", "window_size"}  # new in torch 2.11; the causal mask of 2.10
 def attend(
     query_tNH: Tensor,
     key_uGH: Tensor,
-    value_uGH: Tensor,
+    value_uGW: Tensor,
     call: AttentionCall,
     scale: float,
     sink_N: Tensor | None = None,
@@ -37,7 +37,7 @@ def attend(
     if "enable_gqa" in parameters():
         options["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
     if sink_N is None:
-        out = varlen_attn(query_tNH, key_uGH, value_uGH, *borders, *lengths, **options)
+        out = varlen_attn(query_tNH, key_uGH, value_uGW, *borders, *lengths, **options)
         assert isinstance(out, Tensor)
         return out
 
@@ -51,7 +51,7 @@ def attend(
             grad.contiguous(), *tensors, *borders, *lengths, causal, no_dropout, scale, window
         )
 
-    return attend_with_sink(query_tNH, key_uGH, value_uGH, sink_N, forward, backward)
+    return attend_with_sink(query_tNH, key_uGH, value_uGW, sink_N, forward, backward)
 
 
 def missing() -> str | None:

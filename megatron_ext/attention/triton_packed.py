@@ -17,7 +17,7 @@ bytes, and 8 t more for the ranges: for 128K tokens with 32 query heads and 8 ke
 
 A non-finite value spreads over its tile, beyond its segment; training stops on it anyway.
 
-Legend: t queries, u keys, N query heads, G key heads, H head size.
+Legend: t queries, u keys, N query heads, G key heads, H head size, also of values (W).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def ranges(call: AttentionCall, own_keys: int) -> Ranges:
 def attend(
     query_tNH: Tensor,
     key_uGH: Tensor,
-    value_uGH: Tensor,
+    value_uGW: Tensor,
     call: AttentionCall,
     scale: float,
     sink_N: Tensor | None = None,
@@ -127,12 +127,12 @@ def attend(
     Rows and heads may have any stride; a copy is made unless the elements of a head are contiguous.
     """
     if not len(query_tNH):
-        return query_tNH + 0 * (key_uGH.sum() + value_uGH.sum())
+        return query_tNH + 0 * (key_uGH.sum() + value_uGW.sum())
     found = call.once(ranges, tiles(query_tNH.shape[2]).backward_key.keys)
     tiles_of_keys = [found.first_query, found.end_query, found.full_query, found.full_end_query]
     seen = (found.low_t, found.high_t, tiles_of_keys, scale)
     if sink_N is None:
-        out: Tensor = _forward(query_tNH, key_uGH, value_uGH, *seen)[0]
+        out: Tensor = _forward(query_tNH, key_uGH, value_uGW, *seen)[0]
         return out
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def attend(
         gradients: tuple[Tensor, Tensor, Tensor] = _backward(*others, lse / math.log(2), *seen)
         return gradients
 
-    return attend_with_sink(query_tNH, key_uGH, value_uGH, sink_N, forward, backward)
+    return attend_with_sink(query_tNH, key_uGH, value_uGW, sink_N, forward, backward)
 
 
 def missing() -> str | None:
