@@ -146,7 +146,8 @@ def main(argv: list[str]) -> None:
         shapes = attention_shapes(config, config.data.seq_length)[ranks.context][0]
         kept = memory.activations
         if options.recompute_granularity is None:
-            kept = config.model.num_layers * layer_bytes(config, shapes, on_cuda=fused)
+            experts = map(config.model.has_experts, range(config.model.num_layers))
+            kept = sum(layer_bytes(config, shapes, experts=each, on_cuda=fused) for each in experts)
         found["layers_estimate"] = kept + final_norm_bytes(config, on_cuda=fused)
     if measure.platform.device.type == "cuda":
         found |= {"peak": torch.cuda.max_memory_allocated(), "total_estimate": memory.total}

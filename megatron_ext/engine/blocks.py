@@ -5,7 +5,7 @@ phi     x + attention(norm(x)) + mlp(norm(x)), one norm
 gemma3  x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
 olmo3   x + norm(attention(x)), then x + norm(mlp(x))
 
-With experts, the mlp of a llama or gpt_oss block is a router and its experts.
+With experts, the mlp of a llama or gpt_oss block is a router and its experts, and shared experts if there are any.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _normed(norm: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropou
 
 
 def layer_spec(
-    config: TransformerConfig, block: str, core_attention: ModuleSpec, *, transformer_engine: bool
+    config: TransformerConfig, block: str, core_attention: ModuleSpec, *, experts: bool, transformer_engine: bool
 ) -> tuple[ModuleSpec, type]:
     """Return the specification of a layer, and the class of the final norm.
 
@@ -114,20 +114,22 @@ def layer_spec(
         config: Megatron's configuration of the whole model.
         block: `ModelConfig.block`.
         core_attention: the module that computes attention.
+        experts: whether the layer has experts.
         transformer_engine: whether to use Transformer Engine's modules.
     """
     norm: type
+    num_experts = config.num_moe_experts if experts else None
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+            num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm
         )
         norm = TENorm
     else:
         rms = ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
         norm = LayerNorm if config.normalization == "LayerNorm" else rms
-        layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+        layer = get_gpt_layer_local_spec(num_experts=num_experts, normalization=config.normalization)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = LocalAngles
     attention = layer.submodules.self_attention.submodules
@@ -135,7 +137,7 @@ def layer_spec(
     attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
-    if config.num_moe_experts is not None:
+    if experts:
         layer.module = ExpertLayer
         mlp.router = BalancedRouter
         if config.add_bias_linear and not transformer_engine:

@@ -5,6 +5,9 @@ instead of 1):
 
     loss = E sum_e f_e P_e        f_e = choices of expert e / (k T)        P_e = mean of softmax(router logits)_e
 
+With sigmoid scores s it is that of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20): P_e is the mean of s_e / sum s,
+and f_e counts the k largest scores of each token, which the expert bias and groups may not choose.
+
 It is 1 if all experts are chosen equally often, at most E / k. A group is a row (`seq_aux_loss`) or a micro-batch of
 rows (`aux_loss`). The term added to the run's loss is moe_aux_loss_coeff x the sum over layers of the mean over the
 global batch's groups. f is counted over the ranks that share the group's tokens and has no gradient; each rank computes
@@ -14,6 +17,11 @@ rows. The loss of a micro-batch depends on which rows it contains.
 Megatron's router does not distinguish rows; it multiplies its loss by the number of tokens of a rank, and Megatron
 later divides by the token count. Here all gradients are divided once, by the denominator of the weighted loss, which is
 known on the device before the first backward pass (`LoadBalance.begin`); the balancing loss is multiplied by it.
+
+The expert bias (arXiv 2412.19437, section 2.1.2) is a buffer of each router, equal on all ranks. Routers count the
+tokens of each expert in a step; at its end Megatron's `finalize_model_grads` sums the counts over data-, context- and
+tensor-parallel ranks, and adds moe_router_bias_update_rate to the bias of each expert with fewer tokens than the mean
+and subtracts it from those with more. `Stepper` undoes this if the step changes no weight.
 """
 
 from __future__ import annotations
@@ -23,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -61,7 +70,7 @@ class LoadBalance:
 
 
 def balance_losses(
-    logits_tE: Tensor,
+    scores_tE: Tensor,
     chosen_tE: Tensor,
     choices: int,
     group_tokens: int,
@@ -71,14 +80,14 @@ def balance_losses(
     """Return this rank's part of the sum of all groups' losses, float32 []; the sum over the ranks is the total.
 
     Args:
-        logits_tE: the router's logits for this rank's tokens.
-        chosen_tE: bool, the experts of each token.
+        scores_tE: float32, the scores of this rank's tokens, of sum 1 for each.
+        chosen_tE: bool, the experts of each token that f counts.
         choices: k, the number of experts per token.
         group_tokens: tokens of each group, on all ranks.
         shared: the ranks that share the tokens.
         rows_t: int64, the group of each of these tokens, from 0; None if there is one group.
     """
-    tokens, experts = logits_tE.shape
+    tokens, experts = scores_tE.shape
     if rows_t is None:
         chosen_gE = chosen_tE.sum(dim=0, dtype=torch.float32)[None]
     else:  # sums of integers, exact in any order
@@ -86,13 +95,12 @@ def balance_losses(
         chosen_gE.index_add_(0, rows_t, chosen_tE.float())
     if shared.size() > 1:
         dist.all_reduce(chosen_gE, group=shared)
-    scores_tE = torch.softmax(logits_tE, dim=-1, dtype=torch.float32)
     weighed = scores_tE * (chosen_gE if rows_t is None else chosen_gE[rows_t])
     return weighed.sum() * (experts / (choices * group_tokens**2))
 
 
 class BalancedRouter(TopKRouter):
-    """Adds the load-balancing loss to Megatron's router.
+    """Adds the load-balancing loss to Megatron's router, and counts the tokens of its experts in float32.
 
     Attributes:
         rows_t: the row of each token in the next call, as in `PackedBatch`.
@@ -100,21 +108,47 @@ class BalancedRouter(TopKRouter):
 
     rows_t: Tensor | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.enable_expert_bias = False  # disables Megatron's own count, which is compiled, and not only for training
+
+    def _apply(self, *args: Any, **kwargs: Any) -> BalancedRouter:
+        """Convert the weights; bias and counts stay float32, because bf16 counts up to 256 only."""
+        bias = self.expert_bias
+        super()._apply(*args, **kwargs)
+        if bias is not None:
+            self.expert_bias = bias.to(self.weight.device)
+            self.local_tokens_per_expert = torch.zeros_like(self.expert_bias)
+        return self
+
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Return the expert weights [t, E] of each token, 0 for experts not chosen, and the choice, bool [t, E]."""
         probabilities_tE, chosen_tE = super().routing(logits, padding_mask)
-        balance = self.config.packed_balance
         # not in evaluation, nor in the first of the two passes of a recomputed layer
-        if self.training and torch.is_grad_enabled() and balance.coefficient:
-            logits_tE, shared, rows_t = logits.flatten(0, -2), self.tp_cp_group, None
-            tokens = len(logits_tE)  # of a context-parallel rank, or with sequence parallelism a part of them
+        if not (self.training and torch.is_grad_enabled()):
+            return probabilities_tE, chosen_tE
+        if self.expert_bias is not None:
+            self.local_tokens_per_expert += chosen_tE.sum(dim=0)
+        balance = self.config.packed_balance
+        if balance.coefficient:
+            scores_tE, counted_tE = self._scores(logits.flatten(0, -2), chosen_tE)
+            shared, rows_t = self.tp_cp_group, None
+            tokens = len(scores_tE)  # of a context-parallel rank, or with sequence parallelism a part of them
             group_tokens = tokens * shared.size()
             if balance.by_row and self.rows_t is not None:
                 first, group_tokens = tokens * self.tp_group.rank(), balance.row_length
                 rows_t = self.rows_t[first : first + tokens]
-            losses = balance_losses(logits_tE, chosen_tE, self.topk, group_tokens, shared, rows_t)
+            losses = balance_losses(scores_tE, counted_tE, self.topk, group_tokens, shared, rows_t)
             probabilities_tE = balance.attach(probabilities_tE, losses)
         return probabilities_tE, chosen_tE
+
+    def _scores(self, logits_tE: Tensor, chosen_tE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of which P is the mean, float32 [t, E], and the experts that f counts, bool [t, E]."""
+        if self.score_function == "softmax":
+            return torch.softmax(logits_tE, dim=-1, dtype=torch.float32), chosen_tE
+        scores_tE = logits_tE.float().sigmoid()
+        best_tE = torch.zeros_like(chosen_tE).scatter_(1, scores_tE.topk(self.topk).indices, True)
+        return scores_tE / scores_tE.sum(dim=-1, keepdim=True), best_tE
 
 
 class ExpertOutput(tensor_parallel.RowParallelLinear):
@@ -129,9 +163,11 @@ class ExpertOutput(tensor_parallel.RowParallelLinear):
 class ExpertLayer(TransformerLayer):
     """Passes the row of each token to its router, also during recomputation."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = self.config
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        # if the experts had another width than the config, Megatron would give them a deep copy of it
+        dense_width, config.ffn_hidden_size = config.ffn_hidden_size, config.moe_ffn_hidden_size
+        super().__init__(config, *args, **kwargs)
+        config.ffn_hidden_size = dense_width  # of the layers without experts; read only while they are built
         self.recompute_experts = config.recompute_granularity == "selective" and "mlp" in config.recompute_modules
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_ext import rope
@@ -31,7 +32,7 @@ from megatron_ext.attention.cache import Appended
 from megatron_ext.attention.choice import select
 from megatron_ext.attention.interface import Attend
 from megatron_ext.batch import PackedBatch
-from megatron_ext.config import Config
+from megatron_ext.config import Config, ModelConfig
 from megatron_ext.engine import blockwise_mlp, compat, te_options
 from megatron_ext.engine.blocks import layer_spec
 from megatron_ext.engine.compat import OwnAttention
@@ -293,7 +294,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
         vp_stage = number if count > 1 else None  # None: not interleaved
         chunk = PackedGPT(
             config=transformer,
-            transformer_layer_spec=_layers(transformer, model.block, platform, vp_stage),
+            transformer_layer_spec=_layers(transformer, model, platform, vp_stage),
             vocab_size=model.padded_vocab_size(vocab_size),
             max_sequence_length=config.data.seq_length,
             pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -330,20 +331,27 @@ def _compile(chunk: PackedGPT) -> None:
 
 
 def _layers(
-    transformer: PackedTransformerConfig, block: str, platform: Platform, vp_stage: int | None
+    transformer: PackedTransformerConfig, model: ModelConfig, platform: Platform, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Return the specification of a chunk's layers, with our attention."""
     if platform.transformer_engine:
         compat.allow_gradient_accumulation_fusion()
     compat.install_rotation()
     attention = ModuleSpec(module=PackedAttention)
-    layer, norm = layer_spec(transformer, block, attention, transformer_engine=platform.transformer_engine)
     if transformer.num_moe_experts is not None:
         compat.install_host_dispatch()
         compat.install_uneven_gathers()
         compat.install_router()
-    layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+    first = get_transformer_layer_offset(transformer, vp_stage=vp_stage)
+    layers = [model.has_experts(first + n) for n in range(get_num_layers_to_build(transformer, vp_stage=vp_stage))]
+    by_kind = {
+        experts: layer_spec(
+            transformer, model.block, attention, experts=experts, transformer_engine=platform.transformer_engine
+        )
+        for experts in set(layers)
+    }
+    norm = by_kind[layers[0]][1]
+    return TransformerBlockSubmodules(layer_specs=[by_kind[experts][0] for experts in layers], layer_norm=norm)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -368,11 +376,17 @@ def _expert_options(config: Config) -> dict[str, Any]:
     if model.num_experts is None:
         return {"ffn_hidden_size": model.ffn_hidden_size}
     return {
-        # a single width: with two, Megatron copies all options for the experts
-        "ffn_hidden_size": model.expert_width,
+        "ffn_hidden_size": model.ffn_hidden_size,  # of layers without experts
         "moe_ffn_hidden_size": model.expert_width,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": config.training.moe_router_bias_update_rate,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
         "moe_router_load_balancing_type": "none",  # computed in engine/experts.py instead
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": parallel.moe_grouped_gemm,

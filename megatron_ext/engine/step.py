@@ -163,6 +163,9 @@ class Stepper:
         data = config.data
         self.groups = data.global_batch_size // (1 if config.balances_rows else data.micro_batch_size)
         self.balance: LoadBalance = model[0].config.packed_balance
+        self.expert_biases = [
+            buffer for chunk in model for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")
+        ]
         transformer = model[0].config
         transformer.grad_scale_func = optimizer.scale_loss
         if model[0].ddp_config.overlap_grad_reduce:
@@ -204,6 +207,7 @@ class Stepper:
 
         if self.balance.coefficient:
             self.balance.begin(facts[-1], self.groups)
+        biases = [bias.clone() for bias in self.expert_biases]
         sums, largest = self._forward_backward(batches)
         # without a trained token the gradient is zero, but momentum and weight decay would still change the weights
         skipped = not trained and not facts[-1].item()
@@ -218,7 +222,12 @@ class Stepper:
             values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
             return PendingStep(values, self.by_weights, skipped, score_times, self.groups, len(attention), refused)
 
+        def keep_biases() -> None:
+            for bias, before in zip(self.expert_biases, biases, strict=True):
+                bias.copy_(before)
+
         if skipped:
+            keep_biases()
             return launched(torch.zeros((), device=device), skipped=True)
 
         def all_accept(squared_norm: Tensor) -> bool:
@@ -229,6 +238,8 @@ class Stepper:
             return not refusals.item()
 
         squared_norm, changed = update(self.optimizer, device, all_accept if accepts is not None else None)
+        if not changed:
+            keep_biases()
         return launched(squared_norm, skipped=not changed, refused=not changed)
 
     def _attention_by_head(self, probe: Probe | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
 
 _RESIDUAL = ("o_proj", "down_proj", "dense", "fc2", "w2")
-Row = tuple[Parameter, Place, torch.nn.Parameter]
+Row = tuple[Parameter, Place, Tensor]
 # (tensor name, wanted pieces, columns) -> blocks of rows, each with the number of its first row
 Blocks = Callable[[str, Sequence[Piece], slice | None], Iterator[tuple[int, Tensor]]]
 BLOCK = 2**22  # elements that the host holds at a time: 16 MiB of fp32
@@ -27,7 +28,7 @@ _RUN = 16
 
 
 def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int, int] = (0, 1)) -> Iterator[Row]:
-    """Yield each parameter of this process with its row of the name table and its place in the model.
+    """Yield each parameter and expert bias of this process, with its row of the name table and its place in the model.
 
     Args:
         chunks: the model chunks of this pipeline stage.
@@ -37,7 +38,8 @@ def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int
     first_expert = expert[0] * (model.num_experts or 0) // expert[1]
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
-        for name, tensor in chunk.named_parameters():
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+        for name, tensor in itertools.chain(chunk.named_parameters(), biases):
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the last stage's copy of the tied matrix
             parameter, place = find(name, first_layer, model, first_expert)
@@ -46,23 +48,23 @@ def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of this process as stored in a checkpoint.
+    """A parameter or expert bias of this process as stored in a checkpoint.
 
     Attributes:
-        parameter: Megatron's parameter.
+        parameter: Megatron's tensor.
         shards: its parts, consecutive rows: usually one; gate and up for a SwiGLU matrix.
         original: whether this copy is saved, among equal parameters on other tensor-parallel ranks and stages.
         first_copy: whether it is also the first of its data-parallel copies.
     """
 
-    parameter: torch.nn.Parameter
+    parameter: Tensor
     shards: list[Shard]
     original: bool
     first_copy: bool
 
 
 def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> Iterator[Weight]:
-    """Yield the parameters of this process as stored in a checkpoint.
+    """Yield the parameters and expert biases of this process as stored in a checkpoint.
 
     A checkpoint stores whole tensors, fused as in Megatron; each process holds some of their rows or columns:
 

@@ -127,14 +127,20 @@ def _memory(config: Config, world_size: int, vocab_size: int, stage: int, shapes
     if config.gradient_sharing(parallel.device != "cpu", world_size).use_distributed_optimizer:
         shares = config.data_parallel_size(world_size) * parallel.context_parallel_size
     local = sum(map(config.mask_options().is_local, range(1, config.model.num_layers + 1))) / config.model.num_layers
-    layer = sum(weight * layer_bytes(config, kind) for weight, kind in zip((1 - local, local), shapes, strict=False))
+    share = _expert_layers(config, stage) / len(_layers(config, stage))
+    layer = sum(
+        weight * part * layer_bytes(config, kind, experts=experts)
+        for weight, kind in zip((1 - local, local), shapes, strict=False)
+        for part, experts in ((share, True), (1 - share, False))
+        if part
+    )
     last = stage == parallel.pipeline_model_parallel_size - 1
     options = config.optimizer
     state = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
     state += _BYTES[options.main_params_dtype] if config.training.bf16 else 0
     kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
     # experts are sharded over fewer ranks than the other parameters
-    experts = _expert_parameters(config)
+    experts = _expert_parameters(config, stage)
     copies = max(shares // parallel.expert_model_parallel_size, 1)
     with_state = (parameters - experts) / shares + experts / copies
     return Memory(
@@ -144,17 +150,20 @@ def _memory(config: Config, world_size: int, vocab_size: int, stage: int, shapes
         batches=_batches(config, world_size, sizes),
         activations=_activations(config, world_size, stage, math.ceil(layer), sizes),
         logits=loss_head_bytes(config, vocab_size) if last else 0,
-        layer=_layer_backward(config, shapes, sizes),
+        layer=max(
+            _layer_backward(config, shapes, sizes, experts=experts)
+            for experts, part in ((True, share), (False, 1 - share))
+            if part
+        ),
     )
 
 
 def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
     """Count the parameters of one tensor- and expert-parallel rank of a stage, with the padded vocabulary."""
     model, parallel = config.model, config.parallel
-    last = parallel.pipeline_model_parallel_size - 1
-    layers = model.num_layers // parallel.pipeline_model_parallel_size
-    counts = _counts(model, vocab_size, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
-    total = sum(size for name, size in counts.items() if "{i}" in name) * layers
+    last, tp = parallel.pipeline_model_parallel_size - 1, parallel.tensor_model_parallel_size
+    counts = _counts(model, vocab_size, tp, parallel.expert_model_parallel_size, _layers(config, stage))
+    total = sum(size for name, size in counts.items() if "{i}" in name)
     tied = not model.untie_embeddings_and_output_weights
     if stage == 0 or (tied and stage == last):  # a tied output matrix is a copy on the last stage
         total += counts[_EMBEDDING]
@@ -163,26 +172,42 @@ def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
     return total
 
 
-def _expert_parameters(config: Config) -> int:
+def _layers(config: Config, stage: int) -> tuple[int, ...]:
+    """Return the layers of a pipeline stage, counted from 0."""
+    model, parallel = config.model, config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // stages
+    return tuple(layer for layer in range(model.num_layers) if layer // chunk % stages == stage)
+
+
+def _expert_layers(config: Config, stage: int) -> int:
+    """Return the number of layers with experts of a pipeline stage."""
+    return sum(map(config.model.has_experts, _layers(config, stage)))
+
+
+def _expert_parameters(config: Config, stage: int) -> int:
     """Count the parameters of the experts of one rank of a pipeline stage; 0 without experts."""
     model, parallel = config.model, config.parallel
-    layers = model.num_layers // parallel.pipeline_model_parallel_size
-    here = (model.num_experts or 0) // parallel.expert_model_parallel_size
-    return layers * here * 3 * model.hidden_size * model.expert_width // parallel.tensor_model_parallel_size
+    here = _expert_layers(config, stage) * (model.num_experts or 0) // parallel.expert_model_parallel_size
+    return here * 3 * model.hidden_size * model.expert_width // parallel.tensor_model_parallel_size
 
 
 @cache
-def _counts(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: int) -> Mapping[str, int]:
-    """Count one rank's elements of each parameter of the name table; `{i}` stands for any layer."""
-    counts = {}
-    for parameter in parameters_of(model):
+def _counts(
+    model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: int, layers: tuple[int, ...]
+) -> Mapping[str, int]:
+    """Count one rank's elements of each parameter of the name table; `{i}` stands for all of these layers together."""
+    counts: dict[str, int] = {}
+    for parameter in filter(lambda row: row.trained, parameters_of(model)):
         ranks = 1 if parameter.cut is Cut.WHOLE else tensor_size
         copies = (model.num_experts or 0) // expert_size if parameter.of_experts else 1
+        if parameter.stacked:
+            copies *= sum(parameter.in_layer(model, layer) for layer in layers)
         for name in parameter.hugging_face:
             shape = full_shape(name, model, vocab_size)
             if parameter.cut is Cut.VOCABULARY:
                 shape = (model.padded_vocab_size(vocab_size), *shape[1:])
-            counts[name] = copies * math.prod(shape) // ranks
+            counts[name] = counts.get(name, 0) + copies * math.prod(shape) // ranks
     return counts
 
 
@@ -228,16 +253,17 @@ def _batches(config: Config, world_size: int, sizes: _Sizes) -> int:
     return config.microbatches(world_size) * (per_token * sizes.t + scored * whole)
 
 
-def layer_bytes(config: Config, shapes: Shapes, *, on_cuda: bool = True) -> int:
+def layer_bytes(config: Config, shapes: Shapes, *, experts: bool = False, on_cuda: bool = True) -> int:
     """Return the bytes that one layer keeps for the backward pass of a micro-batch, without full recomputation.
 
     Args:
         config: the run's.
         shapes: of its attention.
+        experts: whether it has experts.
         on_cuda: with fused operators; on a CPU norms keep two fp32 copies of their input.
     """
     sizes = _Sizes(config)
-    mlp = 0 if "mlp" in sizes.again else _mlp_bytes(config, sizes, on_cuda)
+    mlp = 0 if "mlp" in sizes.again else _mlp_bytes(config, sizes, experts, on_cuda)
     return _norm_bytes(config, sizes, on_cuda) + mlp + attention_bytes(config, shapes)
 
 
@@ -253,23 +279,25 @@ def _norm_bytes(config: Config, sizes: _Sizes, on_cuda: bool) -> int:
     return math.ceil(sizes.t * per_token / sizes.s)
 
 
-def _mlp_bytes(config: Config, sizes: _Sizes, on_cuda: bool = True) -> int:
-    """Return the bytes kept by the MLP in [t, F / tp], or by the router and experts."""
+def _mlp_bytes(config: Config, sizes: _Sizes, experts: bool, on_cuda: bool = True) -> int:
+    """Return the bytes kept by the MLP in [t, F / tp], or by the router, experts and shared experts."""
     kept = sizes.block.mlp if on_cuda else sizes.block.mlp_cpu
-    if config.model.num_experts is not None:
-        return math.ceil(sizes.t * _expert_bytes(config, sizes, kept if on_cuda else kept + 1))
-    return kept * sizes.inner
+    if not experts:
+        return kept * sizes.inner
+    shared = kept * sizes.e * (config.model.moe_shared_expert_intermediate_size or 0) / sizes.tp
+    return math.ceil(sizes.t * (_expert_bytes(config, sizes, kept if on_cuda else kept + 1) + shared))
 
 
 def _expert_bytes(config: Config, sizes: _Sizes, kept: int) -> float:
     """Return the bytes per token of a layer's router and experts, with balanced experts.
 
     Of E logits: the weights of a token's experts, whole and transposed, the softmax that balances and its counts, 4
-    bytes each, and two maps, (16 + 2) E / s; of each choice its number twice and its weight, 20 k / s. Of k copies of a
-    token: the experts' input, e D, their weights, 4, and inside `kept` e F / tp.
+    bytes each, and two maps, (16 + 2) E / s, and sigmoid scores, 4 E / s; of each choice its number twice and its
+    weight, 20 k / s. Of k copies of a token: the experts' input, e D, their weights, 4, and inside `kept` e F / tp.
     """
     model = config.model
-    routing = (18 * (model.num_experts or 0) + 20 * model.moe_router_topk) / sizes.s
+    per_expert = 22 if model.moe_router_score_function == "sigmoid" else 18
+    routing = (per_expert * (model.num_experts or 0) + 20 * model.moe_router_topk) / sizes.s
     inner = kept * sizes.e * model.expert_width / sizes.tp
     return routing + model.moe_router_topk * (sizes.e * model.hidden_size + 4 + inner)
 
@@ -357,7 +385,7 @@ def _activations(config: Config, world_size: int, stage: int, layer: int, sizes:
     return recomputed * sizes.stream + (layers - recomputed) * layer + angles + outputs
 
 
-def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes) -> int:
+def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes, *, experts: bool) -> int:
     """Return the peak bytes of one layer's backward pass, in its MLP or in attention.
 
     Full recomputation adds the layers of a group. A recomputed module adds its kept tensors and its output; a norm adds
@@ -368,19 +396,19 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes)
     recomputed = 0
     if parallel.recompute_granularity == "full":
         group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
-        recomputed = group * max(layer_bytes(config, shapes) for shapes in of_kinds)
-    mlp, freed = _mlp_backward(config, sizes), 2 * sizes.stream
+        recomputed = group * max(layer_bytes(config, shapes, experts=experts) for shapes in of_kinds)
+    mlp, freed = _mlp_backward(config, sizes, experts), 2 * sizes.stream
     if parallel.mlp_block_tokens is not None:
         # of a block: the MLP; and the gradients of the input, and of the weights: the sum and those of the block
         block = min(parallel.mlp_block_tokens / sizes.t, 1)
-        mlp = math.ceil(block * (mlp + _mlp_bytes(config, sizes) + sizes.stream)) + sizes.stream
+        mlp = math.ceil(block * (mlp + _mlp_bytes(config, sizes, experts) + sizes.stream)) + sizes.stream
         mlp += math.ceil((1 - block) * sizes.whole) if sizes.s > 1 else 0  # attention's gather buffer stays
         matrices = 2 if config.model.block == "phi" else 3
         mlp += (4 + sizes.e) * matrices * config.model.hidden_size * config.model.ffn_hidden_size // sizes.tp
     elif "mlp" in sizes.again:
-        mlp += _mlp_bytes(config, sizes) + sizes.stream
+        mlp += _mlp_bytes(config, sizes, experts) + sizes.stream
     else:
-        freed += _mlp_bytes(config, sizes)
+        freed += _mlp_bytes(config, sizes, experts)
     if "layernorm" in sizes.again:
         mlp += 2 * sizes.stream
     gathered = sizes.whole if sizes.s > 1 else 0
@@ -388,23 +416,24 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes)
     return recomputed + sizes.stream + max(mlp, attention - freed)
 
 
-def _mlp_backward(config: Config, sizes: _Sizes) -> int:
+def _mlp_backward(config: Config, sizes: _Sizes, experts: bool) -> int:
     """Return the peak bytes of the gradients inside the MLP.
 
     Experts need more in their forward pass: copies of k tokens as they are sent, under expert parallelism as they
-    arrive, and their output twice; tensor-parallel ranks sum the output in the router's fp32. Otherwise either the
+    arrive, and their output twice; tensor-parallel ranks sum the output in the router's fp32; and the shared experts'
+    output. Otherwise either the
     gradients inside, or under sequence parallelism the gathered gradient of the output and that of the product; the
     buffer that gathers a matrix's input stays.
     """
     model, parallel = config.model, config.parallel
-    if model.num_experts is not None:
+    if experts:
         sent = sizes.stream * model.moe_router_topk
         left = sent * sizes.s
         taken = sent if parallel.expert_model_parallel_size == 1 else 2 * sent
         taken += left if model.num_experts == parallel.expert_model_parallel_size else 2 * left
         if sizes.tp > 1:
             taken += (left + sent) * 4 // sizes.e + sizes.whole
-        return taken - sizes.stream
+        return taken - (0 if model.moe_shared_expert_intermediate_size else sizes.stream)
     most = sizes.block.mlp_gradients * sizes.inner
     return most if sizes.s == 1 else sizes.whole + max(most, sizes.whole + sizes.inner)
 

@@ -192,7 +192,9 @@ def candidates(config: Config, machine: Machine, refused: Counter[str] | None = 
     """
     refused = Counter() if refused is None else refused
     model, data, gpus = config.model, config.data, machine.gpus
-    cut = [model.num_query_groups, model.num_attention_heads, *([model.expert_width] if model.num_experts else [])]
+    cut = [model.num_query_groups, model.num_attention_heads, model.moe_shared_expert_intermediate_size or 0]
+    cut += [model.expert_width] if model.num_experts else []
+    cut += [model.ffn_hidden_size] if model.expert_layers < model.num_layers else []
     tensor = [tp for tp in _divisors(machine.kind.node) if all(number % tp == 0 for number in cut)]
     pipeline = _divisors(model.num_layers)
     context = [2**k for k in range(12) if k == 0 or (data.seq_length % 2**k == 0 and data.seq_length // 2**k >= 1024)]

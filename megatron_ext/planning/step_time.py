@@ -262,7 +262,7 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     shared, expert = _shared_parameters(model), _expert_parameters(model)
     layers, micros = model.num_layers / work.pp, work.microbatches
     # of a layer, on this rank
-    expert_parameters = expert * (model.num_experts or 0) / work.tp / work.ep
+    expert_parameters = expert * (model.num_experts or 0) * _expert_share(model) / work.tp / work.ep
     uneven = speeds.uneven_experts if work.ep > 1 else 1.0
 
     def expert_products(flops: float, moved: int) -> float:
@@ -332,19 +332,19 @@ def rank_work(work: Work, *, head: bool) -> RankWork:
 
 def _layer(work: Work) -> Layer:
     model, t = work.model, work.micro * work.row / work.cp
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size if model.num_experts is None else model.expert_width
-    copies = model.moe_router_topk if model.num_experts else 0  # of each token, one for each of its experts
+    hidden = model.hidden_size
+    copies = model.moe_router_topk * _expert_share(model)  # of each token, one for each of its experts
     crossed = 2 * 2 * hidden * t * (work.tp - 1) / work.tp  # a gather and a scatter of the hidden states
     rotated = (model.num_attention_heads + model.num_query_groups) * model.head_size
     return Layer(
         products=2 * _shared_parameters(model) * t / work.tp,
         attention=2 * work.effective_context * model.query_width * t / work.tp,
-        elements=(12 * hidden + 4 * rotated + (0 if copies else 3 * ffn)) * t / work.tp,
-        tensor=crossed if copies else 2 * crossed,  # of attention and the MLP
+        elements=(12 * hidden + 4 * rotated + 3 * _mlp_width(model)) * t / work.tp,
+        tensor=(1 + _mlp_share(model)) * crossed,  # of attention and the MLP
         context=2 * 2 * model.num_query_groups * model.head_size / work.tp * t * (work.cp - 1) * work.exchanged,
         expert_products=2 * copies * _expert_parameters(model) * t / work.tp,
         # a copy is permuted for sending and sorted by expert on arrival, and the same on the way back
-        expert_elements=copies * (8 * hidden + 3 * ffn) * t / work.tp,
+        expert_elements=copies * (8 * hidden + 3 * model.expert_width) * t / work.tp,
         expert_tensor=copies * crossed,
         experts=2 * 2 * copies * hidden * t / work.tp * (work.ep - 1) / work.ep,
     )
@@ -356,14 +356,13 @@ def _recomputed(work: Work) -> Layer:
     t = work.micro * work.row / work.cp / work.tp
     # two norms read and write the hidden states; the activation function reads two factors and writes their product
     elements = ("layernorm" in modules) * 4 * model.hidden_size
-    dense = mlp and model.num_experts is None
-    elements += dense * 3 * model.ffn_hidden_size
+    elements += mlp * 3 * _mlp_width(model)
     router_or_mlp = _shared_parameters(model) - _attention_parameters(model)
     parts = Layer(
         products=mlp * router_or_mlp / _shared_parameters(model),
         attention=core,
         elements=elements * t / layer.elements,
-        tensor=dense / 2,  # a gather and a scatter of two of each
+        tensor=mlp * _mlp_share(model) / (1 + _mlp_share(model)),  # attention has as many gathers and scatters
         context=core,  # the exchange is part of attention
         expert_products=mlp,
         expert_elements=mlp,
@@ -383,10 +382,26 @@ def _expert_parameters(model: ModelConfig) -> int:
     return 3 * model.hidden_size * model.expert_width if model.num_experts else 0
 
 
-def _shared_parameters(model: ModelConfig) -> int:
-    """Count the parameters of one layer's matrices that every token uses: with experts, of the MLP only the router."""
+def _expert_share(model: ModelConfig) -> float:
+    """Return the fraction of the layers that have experts."""
+    return model.expert_layers / model.num_layers
+
+
+def _mlp_share(model: ModelConfig) -> float:
+    """Return the fraction of the layers that have an MLP for every token: a single one, or shared experts."""
+    return 1.0 if model.moe_shared_expert_intermediate_size else 1.0 - _expert_share(model)
+
+
+def _mlp_width(model: ModelConfig) -> float:
+    """Return the mean width over layers of the MLP for every token."""
+    share = _expert_share(model)
+    return share * (model.moe_shared_expert_intermediate_size or 0) + (1 - share) * model.ffn_hidden_size
+
+
+def _shared_parameters(model: ModelConfig) -> float:
+    """Count the parameters of one layer's matrices that every token uses, as a mean over layers; includes routers."""
     matrices = 2 if model.block == "phi" else 3
-    mlp = model.num_experts if model.num_experts is not None else matrices * model.ffn_hidden_size
+    mlp = matrices * _mlp_width(model) + (model.num_experts or 0) * _expert_share(model)
     return _attention_parameters(model) + model.hidden_size * mlp
 
 

@@ -107,6 +107,10 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
         num_experts=4 if model.num_experts else None,
         moe_router_topk=2,
         moe_ffn_hidden_size=None,
+        moe_shared_expert_intermediate_size=160 if model.moe_shared_expert_intermediate_size else None,
+        moe_layer_freq=(0,) + (1,) * (LAYERS - 1) if model.moe_layer_freq else (),
+        moe_router_num_groups=2 if model.moe_router_num_groups else None,
+        moe_router_group_topk=1 if model.moe_router_group_topk else None,
         query_pre_attn_scalar=None,
         vocab_size=None,
         init_method_std=0.1,  # a narrow model with few steps learns better from larger weights

@@ -78,7 +78,8 @@ class Trajectory:
         if not model.untie_embeddings_and_output_weights:
             full.pop("lm_head.weight", None)
         save_file(full, self.folder / f"{name}.safetensors", metadata={"format": "pt"})
-        vectors = [key for key, tensor in full.items() if tensor.ndim == 1]
+        # an expert bias is a buffer, not a parameter
+        vectors = [key for key, tensor in full.items() if tensor.ndim == 1 and "e_score_correction_bias" not in key]
         optimizer = {
             "betas": [options.adam_beta1, options.adam_beta2],
             "eps": options.adam_eps,
@@ -97,6 +98,7 @@ class Trajectory:
             "qk_clip_threshold": options.qk_clip_threshold,
             "moe_aux_loss_coeff": training.moe_aux_loss_coeff,
             "moe_router_load_balancing_type": training.moe_router_load_balancing_type,
+            "moe_router_bias_update_rate": training.moe_router_bias_update_rate,
             "micro_batch_size": config.data.micro_batch_size,
             "weighting": asdict(config.weighting) | {"strength": config.weighting.strength},
         }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from one_process import one_process
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_ext.batch import StepBatches, assemble, lay_end_to_end
@@ -54,7 +57,7 @@ def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_loss_of_one_group_is_transformers() -> None:
     """transformers counts a token once for each of its choices."""
     logits, chosen = routed(LENGTH)
-    ours = balance_losses(logits, chosen, CHOICES, LENGTH, dist.group.WORLD)
+    ours = balance_losses(logits.softmax(dim=-1), chosen, CHOICES, LENGTH, dist.group.WORLD)
     theirs = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     (mine,), (other,) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (ours, theirs))
@@ -65,22 +68,27 @@ def test_each_row_is_a_group_in_any_order_of_tokens() -> None:
     logits, chosen = routed(3 * LENGTH)
     rows = torch.arange(3).repeat_interleave(LENGTH)
     order = torch.randperm(3 * LENGTH, generator=torch.Generator().manual_seed(2))
-    found = balance_losses(logits[order], chosen[order], CHOICES, LENGTH, dist.group.WORLD, rows[order])
+    scores = logits[order].softmax(dim=-1)
+    found = balance_losses(scores, chosen[order], CHOICES, LENGTH, dist.group.WORLD, rows[order])
     each = [load_balancing_loss_func((row,), EXPERTS, CHOICES) / CHOICES for row in logits.split(LENGTH)]
     torch.testing.assert_close(found, sum(each), rtol=1e-6, atol=0)
     together = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
     assert abs(found / 3 - together) > 1e-4  # it is not linear in the tokens
 
 
-def gradients(ranks: parallel.Ranks, config: Config, trained: float = 1.0) -> tuple[StepResult, torch.Tensor]:
-    """One step's result and the routers' gradients before the update."""
+def stepper_of(ranks: parallel.Ranks, config: Config) -> Stepper:
+    """A model with initial weights and what trains it."""
     cpu = platform.choose("cpu")
     model = wrap(build_chunks(config, VOCABULARY, cpu), config)
     initialise(list(unwrap(model)), config.model, VOCABULARY, 1, ranks)
     group = parallel.context_group(config.parallel, ranks, cpu)
     optimizer = build_optimizer(model, config)
-    stepper = Stepper(model=model, optimizer=optimizer, platform=cpu, ranks=ranks, config=config, context=group)
-    chance = np.random.default_rng(3)
+    return Stepper(model=model, optimizer=optimizer, platform=cpu, ranks=ranks, config=config, context=group)
+
+
+def batches_of(config: Config, trained: float = 1.0, seed: int = 3) -> StepBatches:
+    """A global batch of four random rows."""
+    chance = np.random.default_rng(seed)
     rows = [
         TokenRow(
             tokens=chance.integers(0, VOCABULARY, LENGTH + 1),
@@ -95,8 +103,14 @@ def gradients(ranks: parallel.Ranks, config: Config, trained: float = 1.0) -> tu
         some = rows[first : first + size]
         masks = config.mask_options().at(LENGTH, [row.document_ends for row in some], LENGTH)
         batches.append(assemble(lay_end_to_end(some), masks, None, number_rows=True))
-    result = stepper.train(StepBatches(batches))
-    routers = [p.main_grad.clone() for c in model for n, p in c.named_parameters() if "router" in n]
+    return StepBatches(batches)
+
+
+def gradients(ranks: parallel.Ranks, config: Config, trained: float = 1.0) -> tuple[StepResult, torch.Tensor]:
+    """One step's result and the routers' gradients before the update."""
+    stepper = stepper_of(ranks, config)
+    result = stepper.train(batches_of(config, trained))
+    routers = [p.main_grad.clone() for c in stepper.model for n, p in c.named_parameters() if "router" in n]
     return result, torch.cat(routers)
 
 
@@ -128,3 +142,133 @@ def test_balancing_of_rows_does_not_depend_on_micro_batches(alone: parallel.Rank
         torch.testing.assert_close(routers, by_row[0][1], rtol=1e-4, atol=1e-7)
     assert by_batch[0][0].moe_aux_loss == pytest.approx(by_row[0][0].moe_aux_loss, rel=1e-6)
     assert abs(by_batch[1][0].moe_aux_loss - by_row[0][0].moe_aux_loss) > 1e-3
+
+
+DEEPSEEK = replace(
+    CONFIG.model,
+    ffn_hidden_size=40,
+    num_experts=8,
+    moe_router_topk=4,
+    moe_ffn_hidden_size=24,
+    moe_shared_expert_intermediate_size=16,
+    moe_layer_freq=(0, 1),
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_topk_scaling_factor=2.5,
+)
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+    assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max(), name
+
+
+def test_experts_are_deepseeks() -> None:
+    """Scores, groups, bias, normalization, factor and shared experts: outputs and gradients of transformers' module."""
+    (model,) = build_chunks(replace(CONFIG, model=DEEPSEEK), VOCABULARY, platform.choose("cpu"))
+    ours: Any = model.decoder.layers[1].mlp
+    options = {"n_shared_experts": 2, "moe_intermediate_size": 8, "hidden_size": 32}
+    routing = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    theirs: Any = DeepseekV3MoE(DeepseekV3Config(**options, **routing, routed_scaling_factor=2.5))
+    theirs.experts = DeepseekV3Experts(DeepseekV3Config(**options | {"moe_intermediate_size": 24}, **routing))
+    chance = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in ours.parameters():
+            weight.normal_(0.0, 0.3, generator=chance)
+        ours.router.expert_bias.normal_(0.0, 0.3, generator=chance)
+        theirs.gate.e_score_correction_bias.copy_(ours.router.expert_bias)
+    joined = ours.shared_experts.linear_fc1.weight
+    pairs = {
+        "router": (theirs.gate.weight, [ours.router.weight]),
+        "first": (theirs.experts.gate_up_proj, [expert.linear_fc1.weight for expert in ours.experts.local_experts]),
+        "second": (theirs.experts.down_proj, [expert.linear_fc2.weight for expert in ours.experts.local_experts]),
+        "shared gate and up": (theirs.shared_experts.gate_proj.weight, [joined]),
+        "shared down": (theirs.shared_experts.down_proj.weight, [ours.shared_experts.linear_fc2.weight]),
+    }
+    with torch.no_grad():
+        for parameter, parts in pairs.values():
+            stacked = torch.stack(parts) if parameter.ndim == 3 else parts[0]
+            parameter.copy_(stacked[: len(parameter)])
+        theirs.shared_experts.up_proj.weight.copy_(joined[16:])
+    inputs = torch.randn(64, 32, generator=chance)
+    ours_in, theirs_in = inputs.clone()[:, None].requires_grad_(), inputs.clone()[None].requires_grad_()
+    output, expected = ours(ours_in)[0][:, 0], theirs(theirs_in)[0]
+    assert_near(output, expected, "output")
+    towards = torch.randn(output.shape, generator=chance)
+    output.backward(towards)
+    expected.backward(towards)
+    assert ours_in.grad is not None
+    assert theirs_in.grad is not None
+    assert_near(ours_in.grad[:, 0], theirs_in.grad[0], "input")
+    for name, (parameter, parts) in pairs.items():
+        mine = torch.stack([part.grad for part in parts]) if parameter.ndim == 3 else parts[0].grad[: len(parameter)]
+        assert_near(mine, parameter.grad, name)
+
+
+def test_the_loss_of_sigmoid_scores_is_deepseeks(alone: parallel.Ranks) -> None:
+    """arXiv 2412.19437, equations 17 to 20, whatever bias and groups choose."""
+    config = replace(balanced(0.1, 4), model=DEEPSEEK)
+    stepper = stepper_of(alone, config)
+    router: Any = next(unwrap(stepper.model)).decoder.layers[1].mlp.router
+    router.expert_bias.copy_(torch.arange(8.0))
+    logits = []
+    router.register_forward_hook(lambda module, inputs, _: logits.append(module.gating(inputs[0]).detach()))
+    result = stepper.train(batches_of(config))
+    expected = 0.0
+    for row in logits[0].view(4, LENGTH, 8).sigmoid():
+        normalized = row / row.sum(dim=1, keepdim=True)  # 19
+        best = torch.zeros_like(row).scatter(1, row.topk(4).indices, 1.0)
+        f = 8 / (4 * LENGTH) * best.sum(dim=0)  # 18
+        expected += float((f * normalized.mean(dim=0)).sum()) / 4  # 17, 20
+    assert result.moe_aux_loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_the_bias_follows_the_counts_of_accepted_steps(
+    alone: parallel.Ranks, micro_batch_size: int, recompute: Literal["full"] | None
+) -> None:
+    """Evaluations, refused steps and steps without a trained token leave it unchanged, and are not counted later."""
+    config = replace(
+        CONFIG,
+        model=DEEPSEEK,
+        data=replace(CONFIG.data, micro_batch_size=micro_batch_size),
+        parallel=replace(CONFIG.parallel, recompute_granularity=recompute),
+        training=TrainingConfig(moe_router_bias_update_rate=2.0**-7),
+    )
+    stepper = stepper_of(alone, config)
+    router: Any = next(unwrap(stepper.model)).decoder.layers[1].mlp.router
+    counts = torch.zeros(8)
+
+    def count(module: Any, inputs: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if recompute is None or not torch.is_grad_enabled():  # the first of two passes
+            counts.add_(routed[1].sum(dim=0))
+
+    router.register_forward_hook(count)
+    expected = torch.zeros(8)
+    for seed in range(3):
+        counts.zero_()
+        assert not stepper.train(batches_of(config, seed=seed)).skipped
+        expected += 2.0**-7 * torch.sign(counts.mean() - counts)
+        assert torch.equal(router.expert_bias, expected)
+        assert counts.sum() == 4 * LENGTH * 4
+
+        stepper.evaluate(batches_of(config).train)
+        assert stepper.launch(batches_of(config), accepts=lambda result: False).refused
+        assert stepper.train(batches_of(config, trained=0.0)).without_tokens
+        assert torch.equal(router.expert_bias, expected)
+    assert len(expected.unique()) > 1
+
+
+def test_bias_and_counts_stay_in_float32(alone: parallel.Ranks) -> None:
+    """More tokens than bf16 can count."""
+    config = replace(CONFIG, model=DEEPSEEK, training=TrainingConfig(bf16=True, moe_router_bias_update_rate=1e-3))
+    stepper = stepper_of(alone, config)
+    router: Any = next(unwrap(stepper.model)).decoder.layers[1].mlp.router
+    stepper.train(batches_of(config))
+    assert router.weight.dtype == torch.bfloat16
+    assert router.expert_bias.dtype == router.local_tokens_per_expert.dtype == torch.float32
+    steps = (router.expert_bias / torch.tensor(1e-3)).abs()
+    assert set(steps.tolist()) <= {0.0, 1.0}
+    assert steps.any()

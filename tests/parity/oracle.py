@@ -6,7 +6,8 @@ i - w <= j <= i; sliding_w: i - w < j <= i; local layers of window n: i - n < j 
 i and j lie in one document; a document ends after its end token. Token weights are the dumped ones, or its own by
 arXiv 2503.09202: |log p_long - log p_short|, the short context being chunks of n tokens that score their last s, dense
 with lambda. Experts are balanced row by row, by Switch Transformer's equations 4 to 6 (arXiv 2101.03961) with every one
-of a token's choices counted.
+of a token's choices counted; those of sigmoid routers by DeepSeek-V3's 17 to 20, and by the bias of its section 2.1.2
+(arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def repeat(
     model = _model(trajectory, dtype)
     _mask_layers(model, options)
     _silence_positions(model, options["no_rope_freq"])
-    optimizer = _optimizer(model, options)
+    optimizer, counts = _optimizer(model, options), _count_choices(model)
     losses, trained_on, norms, token_weights, short_losses, balances = [], [], [], [], [], []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
@@ -87,6 +88,10 @@ def repeat(
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
+        for router, tokens in counts.items():
+            rise = options["moe_router_bias_update_rate"] * torch.sign(tokens.mean() - tokens)
+            router.e_score_correction_bias += rise
+            tokens.zero_()
     tied = model.config.tie_word_embeddings
     final = {k: v.detach() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
     gpt_oss = model.config.model_type == "gpt_oss"
@@ -173,6 +178,23 @@ def _model(trajectory: Path, dtype: torch.dtype) -> Any:
     assert not unexpected, unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set()), missing
     return model.train()
+
+
+def _count_choices(model: Any) -> dict[Any, torch.Tensor]:
+    """The tokens of each expert of the routers that have a bias, as passes that train add them up."""
+    counts = {
+        module: torch.zeros(module.num_experts)
+        for module in model.modules()
+        if hasattr(module, "e_score_correction_bias")
+    }
+
+    def count(router: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        if torch.is_grad_enabled():
+            counts[router] += torch.bincount(output[2].flatten(), minlength=router.num_experts)
+
+    for router in counts:
+        router.register_forward_hook(count)
+    return counts
 
 
 def _names_of_experts(config: Any) -> tuple[str, str, str, str]:
@@ -291,7 +313,10 @@ def _backward(
     for number, (tokens, mask, sees) in enumerate(zip(batch["tokens"], batch["loss_mask"], visible, strict=True)):
         row, trained = torch.from_numpy(tokens), torch.from_numpy(mask)
         losses, partition, routers = _losses(model, row, sees)
-        uneven = _balance(routers, model.config.num_experts_per_tok) / len(given) if routers else torch.zeros(())
+        sigmoid = model.config.model_type in ("dots1", "deepseek_v3")
+        uneven = torch.zeros(())
+        if routers:
+            uneven = _balance(routers, model.config.num_experts_per_tok, sigmoid=sigmoid) / len(given)
         weights = torch.from_numpy(given[number]).to(losses.dtype)
         if own_weights:
             weights, short = _dense_weights(model, row, trained, sees, losses.detach(), options["weighting"])
@@ -303,11 +328,16 @@ def _backward(
     return plain, weighted, token_weights, short_losses, balance
 
 
-def _balance(routers: Sequence[torch.Tensor], choices: int) -> torch.Tensor:
-    """The sum over layers of experts * sum over experts of (share of all choices) * (mean probability), of one row."""
+def _balance(routers: Sequence[torch.Tensor], choices: int, *, sigmoid: bool) -> torch.Tensor:
+    """The sum over layers of experts * sum over experts of (share of all choices) * (mean probability), of one row.
+
+    Of sigmoid routers these are the choices without bias and groups, and scores instead of probabilities.
+    """
     total = torch.zeros(())
     for logits in routers:
-        probabilities = logits.softmax(dim=1)
+        probabilities = (
+            logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True) if sigmoid else logits.softmax(dim=1)
+        )
         chosen = torch.zeros(logits.shape[1], dtype=logits.dtype)
         for token in logits.detach():
             chosen[token.argsort(descending=True)[:choices]] += 1 / (choices * len(logits))

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import SmallData
 from launcher import Commands
 from runs import CONFIG, read_jsonl, relative
+
+from megatron_ext.checkpoint.tensors import Stored
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
 SCRIPT = "pretrain_skyladder.py"
@@ -42,6 +45,12 @@ LAYOUTS_OF_EXPERTS = {
     "tp2 sp ep2": (4, f"{TP2} --sequence-parallel {EP2}"),
 }
 EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-aux-loss-coeff", "0.1")
+BIASED = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"),
+    *("--moe-shared-expert-intermediate-size", "48", "--moe-layer-freq", "0", "1", "1", "1"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    *("--moe-router-bias-update-rate", "0.02"),
+)
 FAST = [("pp2 vpp2", "dp2 distributed"), ("dp2 distributed", "tp2")]
 
 
@@ -63,6 +72,13 @@ class Grid:
     def resumed(self, source: str, target: str, *flags: str) -> list[list[float]]:
         """The same of the steps that `target` does from the checkpoint of `source`."""
         return self._losses(self._run(target, STEPS, (*flags, "--load", str(self.source(source, *flags)))))
+
+    def biases(self, layout: str, *flags: str) -> torch.Tensor:
+        """The expert biases at the end of a run of all steps."""
+        stored = Stored(self._run(layout, STEPS, flags) / "checkpoints" / f"iter_{STEPS:07d}")
+        names = sorted(name for name in stored.tensors if name.endswith("expert_bias"))
+        assert len(names) == 3
+        return torch.stack([stored.read(name) for name in names])
 
     def _losses(self, run: Path) -> list[list[float]]:
         return [[record["lm_loss"], record["grad_norm"]] for record in read_jsonl(run / "metrics.jsonl")]
@@ -118,6 +134,27 @@ def test_experts_find_their_ranks(grid: Grid, source: str, target: str) -> None:
     whole, resumed = grid.whole(*EXPERTS)[SAVED:], grid.resumed(source, target, *EXPERTS)
     assert len(resumed) == STEPS - SAVED
     assert relative(np.ravel(resumed), np.ravel(whole)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "more"),
+    [
+        ("cp2 ep2", "1", ()),
+        pytest.param("pp2 ep2 distributed", "tp2 sp", (), marks=pytest.mark.slow),
+        pytest.param("tp2 sp", "ep2 distributed", (), marks=pytest.mark.slow),
+        pytest.param("1", "1", ("--bf16",), marks=pytest.mark.slow),
+    ],
+)
+def test_expert_biases_go_on(grid: Grid, source: str, target: str, more: tuple[str, ...]) -> None:
+    """Bit for bit, in float32: they are sums of steps of one size."""
+    flags = (*BIASED, *more)
+    whole, resumed = grid.whole(*flags)[SAVED:], grid.resumed(source, target, *flags)
+    assert relative(np.ravel(resumed), np.ravel(whole)) <= TOLERANCE
+    biases = grid.biases("1", *flags)
+    loaded = grid.biases(target, *flags, "--load", str(grid.source(source, *flags)))
+    assert biases.dtype == torch.float32
+    assert torch.equal(loaded, biases)
+    assert len(biases.unique()) > 2
 
 
 @pytest.mark.slow

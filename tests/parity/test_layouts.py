@@ -42,6 +42,12 @@ QWEN3 = ("--qk-layernorm", "--kv-channels", "24")
 BALANCED = ("--moe-aux-loss-coeff", "0.1")
 MIXTRAL = ("--num-experts", "4", "--moe-ffn-hidden-size", "96", *BALANCED)
 QWEN3_MOE = (*QWEN3, "--num-experts", "6", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "40", *BALANCED)
+# DeepSeek-V3's experts, with Qwen3's attention
+DOTS1 = (*QWEN3, "--num-experts", "8", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "40", *BALANCED)
+DOTS1 += ("--moe-shared-expert-intermediate-size", "80", "--moe-layer-freq", "0", "1", "1", "1")
+DOTS1 += ("--moe-router-score-function", "sigmoid", "--moe-router-topk-scaling-factor", "2.5")
+DOTS1 += ("--moe-router-num-groups", "4", "--moe-router-group-topk", "2")
+DOTS1 += ("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.01")
 SINKS = ("--softmax-type", "learnable")
 GPT_OSS = ("--block", "gpt_oss", *MIXTRAL, "--local-window", "20", "--window-attn-skip-freq", "2")
 TP2 = "--tensor-model-parallel-size 2"
@@ -65,6 +71,7 @@ FAST = {
     "olmo3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, OLMO3),
     "qk clip mixtral ep2": Layout(EP2, 2, (*QK_CLIP, *MIXTRAL)),
     "qwen3-moe cp2 ep2": Layout(f"{CP2} {EP2}", 2, QWEN3_MOE),
+    "dots1 cp2 ep2 recompute full": Layout(f"{CP2} {EP2} --recompute-granularity full", 2, DOTS1),
 }
 SLOW = {
     "tp2 sp": Layout(TP2 + " --sequence-parallel", 2),
@@ -141,6 +148,10 @@ SLOW = {
     "qwen3-moe pp2 ep2 recompute modules": Layout(f"{PP2} {EP2} {MODULES} core_attn layernorm mlp", 4, QWEN3_MOE),
     "qwen3-moe cp2": Layout(CP2, 2, QWEN3_MOE),
     "qwen3-moe dp2 cp2 ep2 distributed": Layout(f"{CP2} {EP2} {DISTRIBUTED}", 4, QWEN3_MOE),
+    "dots1 tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, DOTS1),
+    "dots1 dp2 distributed micro-batch 1": Layout(f"{OVERLAPS} --micro-batch-size 1", 2, DOTS1),
+    "dots1 pp2 vpp2 recompute modules": Layout(f"{VPP2} {MODULES} core_attn layernorm mlp", 2, DOTS1),
+    "dots1 tp2 sp ep2 token weights": Layout(f"{TP2} --sequence-parallel {EP2}", 4, (*DOTS1, *WEIGHTED)),
     # ranks that share experts have different numbers of short contexts
     "qwen3-moe token weights ep2 balanced batches": Layout(
         f"{EP2} --balance-batches", 2, (*QWEN3_MOE, *WEIGHTED, "--score-row-share", "0.4")

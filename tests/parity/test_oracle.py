@@ -83,6 +83,13 @@ CASES = {  # the length of rows, and flags
     "own values": (256, "--no-document-mask"),
     "token weights, z-loss": (128, f"--no-document-mask {UNFROZEN} --z-loss 1e-3"),
     "Qwen3-MoE": (128, f"--document-mask {EXPERTS} --qk-layernorm --moe-router-topk 3"),
+    "dots1": (
+        128,
+        "--document-mask --qk-layernorm --num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 40 "
+        "--moe-shared-expert-intermediate-size 80 --moe-layer-freq 0 1 1 1 --moe-router-score-function sigmoid "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-aux-loss-coeff 0.1",
+    ),
     "document mask, eod masked": (256, "--document-mask --eod-mask-loss"),
     "own values, document mask": (512, "--document-mask"),
     "sliding": (256, "--no-document-mask --window-mask sliding"),

@@ -43,12 +43,16 @@ class Parameter:
         hugging_face: the tensors that it is assembled from.
         cut: how it is distributed.
         of: returns whether a model has it.
+        in_layer: returns whether a layer of a model, counted from 0, has it.
+        trained: whether it has a gradient; otherwise it is a buffer.
     """
 
     megatron: tuple[str, ...]
     hugging_face: tuple[str, ...]
     cut: Cut
     of: Callable[[ModelConfig], bool] = lambda model: True
+    in_layer: Callable[[ModelConfig, int], bool] = lambda model, layer: True
+    trained: bool = True
 
     def checkpoint(self, place: Place) -> str:
         """Return its name in a checkpoint, independent of the run's layer classes; a norm has its fused name."""
@@ -57,7 +61,7 @@ class Parameter:
 
     @property
     def stacked(self) -> bool:
-        """Whether every layer has one."""
+        """Whether layers have one each."""
         return "{i}" in self.megatron[0]
 
     @property
@@ -73,6 +77,7 @@ class Parameter:
         return [
             (layer, expert) if self.of_experts else (layer,)
             for layer in range(model.num_layers)
+            if self.in_layer(model, layer)
             for expert in range(experts)
         ]
 
@@ -97,14 +102,29 @@ class Rows:
 Predicate = Callable[[ModelConfig], bool]
 
 
-def _layer(megatron: str, hugging_face: str, cut: Cut, of: Predicate = lambda model: True) -> Parameter:
-    """Return a row for a parameter of every layer; several names are separated by spaces."""
+def _layer(
+    megatron: str,
+    hugging_face: str,
+    cut: Cut,
+    of: Predicate = lambda model: True,
+    in_layer: Callable[[ModelConfig, int], bool] = lambda model, layer: True,
+    *,
+    trained: bool = True,
+) -> Parameter:
+    """Return a row for a parameter of layers; several names are separated by spaces."""
     return Parameter(
         tuple(f"decoder.layers.{{i}}.{name}" for name in megatron.split()),
         tuple(f"model.layers.{{i}}.{name}" for name in hugging_face.split()),
         cut,
         of,
+        in_layer,
+        trained,
     )
+
+
+def _of_experts(megatron: str, hugging_face: str, cut: Cut, of: Predicate, *, trained: bool = True) -> Parameter:
+    """Return a row for a parameter of the layers with experts."""
+    return _layer(megatron, hugging_face, cut, of, ModelConfig.has_experts, trained=trained)
 
 
 def _experts(
@@ -120,9 +140,9 @@ def _experts(
     )
     matrices = " ".join(f"{module}.experts.{{e}}.{name}.weight" for name in gate_up.split())
     return (
-        _layer("mlp.router.weight", f"{module}.{router}.weight", Cut.WHOLE, of),
-        _layer(first, matrices, Cut.GATE_UP, of),
-        _layer(second, f"{module}.experts.{{e}}.{down}.weight", Cut.COLUMNS, of),
+        _of_experts("mlp.router.weight", f"{module}.{router}.weight", Cut.WHOLE, of),
+        _of_experts(first, matrices, Cut.GATE_UP, of),
+        _of_experts(second, f"{module}.experts.{{e}}.{down}.weight", Cut.COLUMNS, of),
     )
 
 
@@ -150,9 +170,21 @@ def _not_phi(model: ModelConfig) -> bool:
     return model.block != "phi"
 
 
+def _sigmoid(model: ModelConfig) -> bool:
+    return model.moe_router_score_function == "sigmoid"
+
+
+def _shared(model: ModelConfig) -> bool:
+    return model.moe_shared_expert_intermediate_size is not None
+
+
 def _dense(model: ModelConfig) -> bool:
-    """Whether a model has gate, up and down matrices, but no experts."""
-    return model.block != "phi" and model.num_experts is None
+    """Whether some layers have gate, up and down matrices, but no experts."""
+    return model.block != "phi" and model.expert_layers < model.num_layers
+
+
+def _has_no_experts(model: ModelConfig, layer: int) -> bool:
+    return not model.has_experts(layer)
 
 
 _QKV = "self_attention.linear_qkv"
@@ -192,9 +224,10 @@ TABLE: tuple[Parameter, ...] = (
         f"pre_mlp_layernorm.weight {_FUSED_NORM}",
         "post_attention_layernorm.weight",
         Cut.WHOLE,
-        lambda model: model.block == "llama" and model.num_experts is None,
+        lambda model: model.block == "llama" and _dense(model),
+        _has_no_experts,
     ),
-    _layer(  # not fused, because a router is between this norm and the matrices after it
+    _of_experts(  # not fused, because a router is between this norm and the matrices after it
         "pre_mlp_layernorm.weight",
         "post_attention_layernorm.weight",
         Cut.WHOLE,
@@ -203,10 +236,29 @@ TABLE: tuple[Parameter, ...] = (
     _layer("post_attention_norm.weight", "post_attention_layernorm.weight", Cut.WHOLE, _post_norms),
     _layer(f"pre_mlp_layernorm.weight {_FUSED_NORM}", "pre_feedforward_layernorm.weight", Cut.WHOLE, _gemma),
     _layer("post_mlp_norm.weight", "post_feedforward_layernorm.weight", Cut.WHOLE, _post_norms),
-    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", Cut.GATE_UP, _dense),
-    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut.COLUMNS, _dense),
-    *_experts("mlp", "gate_proj up_proj", "down_proj", lambda model: model.qk_layernorm),
-    *_experts("block_sparse_moe", "w1 w3", "w2", lambda model: not model.qk_layernorm and not _gpt_oss(model)),
+    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", Cut.GATE_UP, _dense, _has_no_experts),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut.COLUMNS, _dense, _has_no_experts),
+    *_experts("mlp", "gate_proj up_proj", "down_proj", lambda model: model.qk_layernorm or _sigmoid(model)),
+    *_experts(
+        "block_sparse_moe",
+        "w1 w3",
+        "w2",
+        lambda model: not (model.qk_layernorm or _sigmoid(model) or _gpt_oss(model)),
+    ),
+    _of_experts(
+        "mlp.router.expert_bias",
+        "mlp.gate.e_score_correction_bias",
+        Cut.WHOLE,
+        lambda model: model.moe_router_enable_expert_bias,
+        trained=False,
+    ),
+    _of_experts(
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight",
+        Cut.GATE_UP,
+        _shared,
+    ),
+    _of_experts("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", Cut.COLUMNS, _shared),
     # in files all experts of a layer are one tensor (stacked.py)
     *_experts("mlp", "gate_proj up_proj", "down_proj", _gpt_oss, router="router"),
     _layer("mlp.router.bias", "mlp.router.bias", Cut.WHOLE, _gpt_oss),
@@ -244,8 +296,12 @@ _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.
 
 
 @cache
-def _by_megatron_name(model: ModelConfig) -> dict[str, Parameter]:
-    return {name: parameter for parameter in parameters_of(model) for name in parameter.megatron}
+def _by_megatron_name(model: ModelConfig) -> dict[str, list[Parameter]]:
+    rows: dict[str, list[Parameter]] = {}
+    for parameter in parameters_of(model):
+        for name in parameter.megatron:
+            rows.setdefault(name, []).append(parameter)
+    return rows
 
 
 def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert: int = 0) -> tuple[Parameter, Place]:
@@ -267,7 +323,8 @@ def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert:
         if match:
             place.append(int(match.group()) + first)
             pattern = f"{pattern[: match.start()]}{{{letter}}}{pattern[match.end() :]}"
-    return _by_megatron_name(model)[pattern], tuple(place)
+    rows = _by_megatron_name(model)[pattern]
+    return next(row for row in rows if not place or row.in_layer(model, place[0])), tuple(place)
 
 
 def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
@@ -297,12 +354,15 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "k_norm": (model.head_size * (groups if model.block == "olmo3" else 1),),
         "self_attn": (heads,),  # the sinks
     }
-    if ".experts." in hugging_face_name:
-        shapes |= dict.fromkeys(("gate_proj", "up_proj"), (model.expert_width, width))
-        shapes["down_proj"] = (width, model.expert_width)
+    for module, inner in (
+        ("experts", model.expert_width),
+        ("shared_experts", model.moe_shared_expert_intermediate_size or 0),
+    ):
+        if f".{module}." in hugging_face_name:
+            shapes |= {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
     module, ending = hugging_face_name.split(".")[-2:]
     shape = shapes.get(module, (width,))
-    return shape[:1] if ending == "bias" else shape
+    return shape[:1] if ending.endswith("bias") else shape
 
 
 def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[Rows]:
@@ -401,6 +461,7 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     return sum(
         len(parameter.places(model)) * math.prod(full_shape(name, model, vocab_size))
         for parameter in parameters_of(model)
+        if parameter.trained
         for name in parameter.hugging_face
     )
 
@@ -411,5 +472,5 @@ def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
         return count_parameters(model, vocab_size)
     router_row = model.hidden_size + int(_gpt_oss(model))
     return count_parameters(replace(model, num_experts=model.moe_router_topk), vocab_size) + (
-        (model.num_experts - model.moe_router_topk) * router_row * model.num_layers  # other router rows
+        (model.num_experts - model.moe_router_topk) * router_row * model.expert_layers  # other router rows
     )
