@@ -151,6 +151,9 @@ SLOW = {
     "dots1 tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, DOTS1),
     "dots1 dp2 distributed micro-batch 1": Layout(f"{OVERLAPS} --micro-batch-size 1", 2, DOTS1),
     "dots1 pp2 vpp2 recompute modules": Layout(f"{VPP2} {MODULES} core_attn layernorm mlp", 2, DOTS1),
+    "dots1 pp2 ep2, a stage without experts": Layout(
+        f"{PP2} {EP2}", 4, (*DOTS1, "--moe-layer-freq", "0", "0", "1", "1")
+    ),
     "dots1 tp2 sp ep2 token weights": Layout(f"{TP2} --sequence-parallel {EP2}", 4, (*DOTS1, *WEIGHTED)),
     # ranks that share experts have different numbers of short contexts
     "qwen3-moe token weights ep2 balanced batches": Layout(

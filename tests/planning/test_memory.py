@@ -88,6 +88,25 @@ def test_shares_add_up_to_the_model() -> None:
     assert sum(stage_parameters(tied, 1024, stage) for stage in (0, 1)) == one  # the copy on the last stage
 
 
+def test_shares_of_a_mixture_add_up_to_the_model() -> None:
+    """With shared experts, and layers without experts in one of the stages."""
+    mixture = "--num-experts 4 --moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 64 --moe-layer-freq"
+    whole = config(f"{mixture} 0 1 1 1")
+    one = count_parameters(whole.model, 1024)
+    assert stage_parameters(whole, 1024, 0) == one
+    split, interleaved = (
+        [stage_parameters(config(f"{mixture} 0 1 1 1 {PIPELINE} {chunk}"), 1024, stage) for stage in (0, 1)]
+        for chunk in ("", "--num-layers-per-virtual-pipeline-stage 1")
+    )
+    assert sum(split) == one
+    assert interleaved == split
+    alternate = f"{mixture} 0 1 0 1 {PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
+    counts = [stage_parameters(config(alternate), 1024, stage) for stage in (0, 1)]
+    norm = 256  # the last one
+    dense, experts = 3 * 256 * 768, 4 * 256 + 4 * 3 * 256 * 128 + 3 * 256 * 64
+    assert counts[1] - counts[0] == 2 * (experts - dense) + norm
+
+
 def test_the_fullest_stage_is_the_first_but_for_a_large_vocabulary() -> None:
     many = config(f"{PIPELINE} --bf16 --global-batch-size 64")
     first, last = (stage_memory(many, 2, 1000, stage) for stage in (0, 1))

@@ -124,6 +124,25 @@ def test_experts_that_all_tokens_use_take_no_less_than_one_mlp_as_wide(modules: 
     assert rank_work(mixture, head=True).flops > rank_work(dense, head=True).flops
 
 
+@pytest.mark.parametrize("modules", [(), ("mlp",)])
+def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: tuple[str, ...]) -> None:
+    """Shared experts are an MLP for every token, as is that of a layer without experts."""
+    layers = LLAMA.num_layers
+    routed = replace(LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512)
+    shared = replace(routed, moe_shared_expert_intermediate_size=LLAMA.ffn_hidden_size)
+    some = replace(shared, moe_layer_freq=(0, 1) * (layers // 2))
+    of = {
+        name: vars(rank_work(replace(WORK, model=model, ep=2, recompute_modules=modules), head=True))
+        for name, model in {"dense": LLAMA, "routed": routed, "shared": shared, "some": some}.items()
+    }
+    for part in of["dense"]:
+        assert of["some"][part] == pytest.approx((of["dense"][part] + of["shared"][part]) / 2)
+    tokens, again = WORK.micro * WORK.row / WORK.cp * WORK.microbatches, 4 if modules else 3
+    mlp = 2 * 3 * LLAMA.hidden_size * LLAMA.ffn_hidden_size * tokens / WORK.tp * layers / WORK.pp
+    assert of["shared"]["flops"] - of["routed"]["flops"] == pytest.approx(again * mlp)
+    assert of["shared"]["tensor_bytes"] >= of["routed"]["tensor_bytes"]
+
+
 @pytest.mark.parametrize(("tp", "ep", "nvlink"), [(1, 8, True), (2, 4, True), (2, 8, False), (1, 32, False)])
 def test_tokens_travel_to_their_experts_and_back(tp: int, ep: int, nvlink: bool) -> None:
     work = Work(model=MIXTURE, gpu="H100", world=64, row=8192, tp=tp, ep=ep)

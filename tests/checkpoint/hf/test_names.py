@@ -21,6 +21,7 @@ from megatron_ext.checkpoint.hf.names import (
     all_names,
     count_active_parameters,
     count_parameters,
+    find,
     full_shape,
     join,
     parameters_of,
@@ -232,4 +233,30 @@ def test_every_cut_and_name_stands_in_the_table_once() -> None:
         for names in ([n for row in rows for n in row.megatron], [n for row in rows for n in row.hugging_face]):
             assert len(names) == len(set(names))
     with_sinks = ModelConfig(softmax_type="learnable")
-    assert all(any(row in parameters_of(model) for model in (*KINDS, with_sinks)) for row in TABLE)
+    assert all(any(row in parameters_of(model) for model in (*KINDS, with_sinks, MIXED)) for row in TABLE)
+
+
+MIXED = ModelConfig(
+    num_experts=4,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_shared_expert_intermediate_size=20,
+    moe_layer_freq=(0, 1, 1, 0),
+)
+
+
+def test_layers_have_experts_or_a_single_mlp() -> None:
+    names = set(all_names(MIXED))
+    assert len(names) == len(all_names(MIXED))
+    for layer, experts in enumerate(MIXED.moe_layer_freq):
+        own = {name.removeprefix(f"model.layers.{layer}.mlp.") for name in names if f"s.{layer}.mlp." in name}
+        assert ("gate_proj.weight" in own) == (not experts)
+        for name in ("gate.weight", "gate.e_score_correction_bias", "experts.3.up_proj.weight"):
+            assert (name in own) == bool(experts)
+        fused = find(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", 0, MIXED)[0].checkpoint((layer,))
+        assert ("layer_norm_weight" in fused) == (not experts)
+    assert full_shape("model.layers.1.mlp.shared_experts.down_proj.weight", MIXED, 9) == (128, 20)
+    assert full_shape("model.layers.1.mlp.gate.e_score_correction_bias", MIXED, 9) == (4,)
+    routed = count_parameters(MIXED, 9) - count_parameters(replace(MIXED, num_experts=2), 9)
+    assert routed == 2 * 2 * (3 * 128 * 384 + 128)  # two experts in each of two layers, without biases
+    assert count_active_parameters(MIXED, 9) == count_parameters(MIXED, 9) - 2 * 2 * 3 * 128 * 384

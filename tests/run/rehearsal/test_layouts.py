@@ -22,6 +22,8 @@ AGAIN = "--recompute-granularity selective --recompute-modules"
 OFFLOAD = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 0.01"
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
+SHARED = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+SHARED += " --moe-shared-expert-intermediate-size 1536"
 QUICK = {  # flags, processes, micro-batches
     "interleaved": ("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2, 4),
     "exchange": (f"{CONTEXT} exchange", 4, 1),
@@ -63,6 +65,11 @@ OTHERS = {
     "experts of 2, exchange": (f"{EP2} --context-parallel-size 2", 2, 1),
     "experts of 16": (f"{EXPERTS} --expert-model-parallel-size 16", 16, 1),
     "many experts": (f"{EXPERTS} --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 192", 1, 1),
+    "shared experts": (SHARED, 1, 1),
+    "shared experts of 2, tensor, sequence": (f"{SHARED} --expert-model-parallel-size 2 {TENSOR}", 4, 1),
+    "shared experts, mlp": (f"{SHARED} {AGAIN} mlp", 1, 2),
+    "a layer without experts": (f"{SHARED} --moe-layer-freq 0 1", 1, 2),
+    "a stage without experts": (f"{SHARED} --moe-layer-freq 0 1 --pipeline-model-parallel-size 2", 2, 4),
     "experts, mlp": (f"{EXPERTS} {AGAIN} mlp", 1, 2),
     "experts, full": (f"{EXPERTS} --recompute-granularity full", 1, 2),
     "offloaded": (f"{OFFLOAD} 1", 2, 1),
