@@ -69,7 +69,11 @@ OTHERS = {
     "shared experts of 2, tensor, sequence": (f"{SHARED} --expert-model-parallel-size 2 {TENSOR}", 4, 1),
     "shared experts, mlp": (f"{SHARED} {AGAIN} mlp", 1, 2),
     "a layer without experts": (f"{SHARED} --moe-layer-freq 0 1", 1, 2),
-    "a stage without experts": (f"{SHARED} --moe-layer-freq 0 1 --pipeline-model-parallel-size 2", 2, 4),
+    "a stage without experts": (
+        f"{SHARED} --num-layers 4 --moe-layer-freq 0 0 1 1 --pipeline-model-parallel-size 2",
+        2,
+        4,
+    ),
     "experts, mlp": (f"{EXPERTS} {AGAIN} mlp", 1, 2),
     "experts, full": (f"{EXPERTS} --recompute-granularity full", 1, 2),
     "offloaded": (f"{OFFLOAD} 1", 2, 1),
