@@ -104,9 +104,13 @@ class BalancedRouter(TopKRouter):
 
     Attributes:
         rows_t: the row of each token in the next call, as in `PackedBatch`.
+        expert_bias: float32 [E].
+        local_tokens_per_expert: float32 [E], since the last step.
     """
 
     rows_t: Tensor | None = None
+    expert_bias: Tensor | None
+    local_tokens_per_expert: Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -127,7 +131,7 @@ class BalancedRouter(TopKRouter):
         # not in evaluation, nor in the first of the two passes of a recomputed layer
         if not (self.training and torch.is_grad_enabled()):
             return probabilities_tE, chosen_tE
-        if self.expert_bias is not None:
+        if self.local_tokens_per_expert is not None:
             self.local_tokens_per_expert += chosen_tE.sum(dim=0)
         balance = self.config.packed_balance
         if balance.coefficient:

@@ -355,7 +355,7 @@ def _recomputed(work: Work) -> Layer:
     mlp, core = "mlp" in modules, "core_attn" in modules
     t = work.micro * work.row / work.cp / work.tp
     # two norms read and write the hidden states; the activation function reads two factors and writes their product
-    elements = ("layernorm" in modules) * 4 * model.hidden_size
+    elements: float = ("layernorm" in modules) * 4 * model.hidden_size
     elements += mlp * 3 * _mlp_width(model)
     router_or_mlp = _shared_parameters(model) - _attention_parameters(model)
     parts = Layer(
