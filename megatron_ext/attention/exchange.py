@@ -265,7 +265,8 @@ class KeyExchange:
                 key_u, value_u = self.kv_picks.of_rows(kept_and_received).split(sizes, dim=-1)
                 outputs.append(attend_remote(query, key_u, value_u, sink))
             else:  # nothing was received, but backward must still receive the gradients of the rows sent
-                outputs.append(kept_and_received.reshape(*query.shape[:2], sizes[1]))
+                assert local is not None
+                outputs.append(kept_and_received.reshape(*query.shape[:2], local.shape[-1]))
         remote = outputs[0] if parts == 1 else torch.cat(outputs, dim=1)
         if local is None:
             return remote

@@ -20,6 +20,9 @@ from megatron_ext.layout import PackedLayout
 
 T = TypeVar("T")
 
+# Computes what a kernel takes, keys [u, G, H] and values [u, G, W], from two tensors with a row for each token
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
 
 class Scheme(StrEnum):
     """Ways in which context-parallel ranks share attention; the values of `--cp-scheme`."""
@@ -122,11 +125,22 @@ class AttentionCall:
         value_tGW: Tensor,
         scale: float,
         sink_N: Tensor | None = None,
+        expand: Expand | None = None,
     ) -> Tensor:
-        """Return the attention output of this rank's queries, [t, N, W]; `sink_N` as in `Attend`."""
+        """Return the attention output of this rank's queries, [t, N, W]; `sink_N` as in `Attend`.
+
+        With `expand`, what is given as keys and values, and exchanged, is expanded on the ranks whose queries see it.
+        """
+        if expand is not None and isinstance(self.exchange, HeadExchange):  # it exchanges heads
+            (key_tGH, value_tGW), expand = expand(key_tGH, value_tGW), None
 
         def by(call: AttentionCall) -> LocalAttention:
-            return lambda query, key, value, sink: attend(query, key, value, call, scale, sink)
+            def local(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
+                if expand is not None:
+                    key, value = expand(key, value)
+                return attend(query, key, value, call, scale, sink)
+
+            return local
 
         match self.exchange:
             case None:

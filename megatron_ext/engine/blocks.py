@@ -5,7 +5,8 @@ phi     x + attention(norm(x)) + mlp(norm(x)), one norm
 gemma3  x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
 olmo3   x + norm(attention(x)), then x + norm(mlp(x))
 
-With experts, the mlp of a llama or gpt_oss block is a router and its experts, and shared experts if there are any.
+With experts, the mlp of a llama or gpt_oss block is a router and its experts, and shared experts if there are any. With
+`multi_latent_attention`, the attention of a llama block is that of latent_attention.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
+from megatron_ext.engine.latent_attention import LatentAttention
 from megatron_ext.engine.qk_norm import HeadsNorm
 
 # Megatron's bias-dropout-add: (training, fused) -> ((output, bias), residual, dropout) -> residual stream
@@ -145,6 +147,14 @@ def layer_spec(
         layer.submodules.sharded_state_dict_keys_map = {
             old: new for old, new in layer.submodules.sharded_state_dict_keys_map.items() if old == "input_layernorm."
         }  # no layer fuses the other norm with a matrix
+    if config.multi_latent_attention:
+        layer.submodules.input_layernorm = norm
+        column = TEColumnParallelLinear if transformer_engine else attention.linear_qkv
+        layer.submodules.self_attention = ModuleSpec(
+            module=LatentAttention,
+            params={"column": column, "row": attention.linear_proj, "norm": norm, "core_attention": core_attention},
+        )
+        layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
     if block == "phi":
         layer.module = ParallelLayer
         layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = norm, IdentityOp

@@ -236,6 +236,12 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return out
 
 
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotate the first R dimensions of each head, x [t, 1, N, H] by angles [t, 1, 1, R], in the half-split layout."""
+    rotated: torch.Tensor = _Rotate.apply(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+    return rotated
+
+
 def _rotate(
     t: torch.Tensor,
     freqs: torch.Tensor,
@@ -244,7 +250,7 @@ def _rotate(
     mscale: float = 1.0,
 ) -> torch.Tensor:
     assert (rotary_interleaved, multi_latent_attention, mscale) == (False, False, 1.0)
-    return _Rotate.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
+    return rotate(t, freqs)
 
 
 def install_rotation() -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_ext import rope
 from megatron_ext.attention.cache import Appended
 from megatron_ext.attention.choice import select
-from megatron_ext.attention.interface import Attend
+from megatron_ext.attention.interface import Attend, Expand
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.engine import blockwise_mlp, compat, te_options
@@ -54,6 +54,12 @@ class PackedTransformerConfig(TransformerConfig):
     packed_rotary_size: int  # number of rotated dimensions of a head; these come first
     packed_two_bases: bool  # whether local layers have their own rotary angles
     packed_balance: LoadBalance
+    # of latent attention, under Megatron's names
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
 
 
 class PackedCall(PackedSeqParams):
@@ -93,24 +99,31 @@ class PackedAttention(MegatronModule):
         self,
         query_t1NH: Tensor,
         key_t1GH: Tensor,
-        value_t1GH: Tensor,
+        value_t1GW: Tensor,
         attention_mask: None,
         packed_seq_params: PackedCall,
+        expand: Expand | None = None,
         **unused: Any,
     ) -> Tensor:
-        """Return the attention output, [t, 1, N * H]; `packed_seq_params` defines which keys each query sees."""
+        """Return the attention output, [t, 1, N * W]; `packed_seq_params` defines which keys each query sees.
+
+        `expand` as in `AttentionCall.run`.
+        """
         query_tNH, key_tGH = query_t1NH.squeeze(1), key_t1GH.squeeze(1)
         if self.rotary_factor != 1:
             rotated, plain = query_tNH.split((self.rotary_size, query_tNH.shape[-1] - self.rotary_size), dim=-1)
             query_tNH = torch.cat((rotated * self.rotary_factor, plain), dim=-1)
-        batch, value_tGH = packed_seq_params.batch, value_t1GH.squeeze(1)
+        batch, value_tGW = packed_seq_params.batch, value_t1GW.squeeze(1)
+        if expand is not None and packed_seq_params.appended is not None:  # no token is expanded again for later ones
+            (key_tGH, value_tGW), expand = expand(key_tGH, value_tGW), None
         if batch.probe is not None:
-            batch.probe.observe(self.layer_number, self.local, query_tNH, key_tGH, self.scale)
+            key = key_tGH if expand is None else expand(key_tGH, value_tGW)[0]
+            batch.probe.observe(self.layer_number, self.local, query_tNH, key, self.scale)
         if packed_seq_params.appended is not None:  # the cached keys and values of each text come first
-            key_tGH, value_tGH = packed_seq_params.appended.extend(self.layer_number, key_tGH, value_tGH)
+            key_tGH, value_tGW = packed_seq_params.appended.extend(self.layer_number, key_tGH, value_tGW)
         call = batch.local_attention if self.local else batch.attention
         assert call is not None
-        out_tNH = call.run(self.backend, query_tNH, key_tGH, value_tGH, self.scale, self.softmax_offset)
+        out_tNH = call.run(self.backend, query_tNH, key_tGH, value_tGW, self.scale, self.softmax_offset, expand)
         return out_tNH.flatten(1).unsqueeze(1)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:

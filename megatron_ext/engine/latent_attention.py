@@ -1,0 +1,153 @@
+"""Multi-head latent attention (MLA, arXiv 2405.04434), with Megatron's parameter names.
+
+    latent, rotated = split(W_down x)                     [Z], [A]: one for all heads
+    latent = norm(latent), rotated = rope(rotated)
+    key_n, value_n = split(W_up latent, head n)           [B], [W]; key_n = (rotated, key_n)
+
+Queries are W_q x, or W_up norm(W_down x) with `q_lora_rank`; the last A dimensions of a head are rotated. Here the
+rotated dimensions come first in queries and keys, and what files store as pairs (x0, x1), (x2, x3), ... is reordered
+when it is computed, so weights are as in the files.
+
+A row of (rotated, latent) has Z + A numbers, its keys and values N (H + W). If a row has fewer, context-parallel ranks
+exchange these rows, and every rank computes the keys and values that its queries see: `attention.interface.Expand`.
+
+Tensor parallelism: every rank computes all rows of (rotated, latent), and from them the keys and values of its heads.
+The gradients of the rows are summed over the ranks once, where rows are copied (or, with sequence parallelism,
+gathered). The latent's up-projection does not communicate, since its input may come from a context-parallel rank.
+
+Megatron's MLASelfAttention was not used: it computes its own angles, from positions that restart in each segment, and
+calls attention with keys and values that are already expanded.
+
+Legend: t tokens of this context-parallel rank, s of them on this tensor-parallel rank under sequence parallelism, D
+hidden size, N heads of this rank, H = A + B size of a query or key head, W of a value head, Z of the latent.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import ModuleSpec, build_module
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.engine.compat import rotate
+
+EPSILON = 1e-6  # of the latents' norms: fixed in transformers and in DeepSeek's own code
+
+
+class LocalLinear(torch.nn.Module):
+    """A matrix product without communication: x [..., inputs] -> [..., outputs] of this rank, and None for a bias."""
+
+    def __init__(self, inputs: int, outputs: int, config: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Return the product; a pair, as Megatron's layers do."""
+        return F.linear(x, self.weight), None
+
+
+class LatentAttention(MegatronModule):
+    """The attention of a layer: x [s, 1, D] -> [s, 1, D].
+
+    Args:
+        config: `PackedTransformerConfig`.
+        layer_number: index in the whole model, from 1.
+        column, row, norm, core_attention: Megatron's or Transformer Engine's layers, and `PackedAttention`.
+        pg_collection: the process groups.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *,
+        column: type,
+        row: type,
+        norm: type,
+        core_attention: ModuleSpec,
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config)
+        self.group = pg_collection.tp
+        heads, ranks = config.num_attention_heads, self.group.size()
+        self.heads, self.sizes = heads // ranks, (config.qk_head_dim, config.v_head_dim)
+        self.row = config.kv_lora_rank, config.qk_pos_emb_head_dim
+        query_size = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+        split = functools.partial(build_module, config=config, is_expert=False, bias=False, tp_group=self.group)
+        column = functools.partial(
+            split, column, init_method=config.init_method, gather_output=False, skip_bias_add=False
+        )
+        if config.q_lora_rank is None:
+            self.linear_q_proj = column(config.hidden_size, query_size, tp_comm_buffer_name="q_proj")
+        else:
+            self.linear_q_down_proj = LocalLinear(config.hidden_size, config.q_lora_rank, config)
+            self.q_layernorm = norm(config=config, hidden_size=config.q_lora_rank, eps=EPSILON)
+            self.linear_q_up_proj = column(config.q_lora_rank, query_size, tp_comm_buffer_name="q_up_proj")
+            self.linear_q_down_proj.weight.sequence_parallel = config.sequence_parallel
+        self.linear_kv_down_proj = LocalLinear(config.hidden_size, sum(self.row), config)
+        self.linear_kv_down_proj.weight.sequence_parallel = config.sequence_parallel
+        self.kv_layernorm = norm(config=config, hidden_size=config.kv_lora_rank, eps=EPSILON)
+        self.linear_kv_up_proj = LocalLinear(config.kv_lora_rank, self.heads * sum(self.sizes), config)
+        set_tensor_model_parallel_attributes(self.linear_kv_up_proj.weight, True, 0, 1)
+        self.core_attention = build_module(core_attention, config=config, layer_number=layer_number)
+        self.linear_proj = split(
+            row,
+            heads * config.v_head_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+        )
+        self.exchanges_latent = sum(self.row) < self.heads * (sum(self.sizes) + config.qk_pos_emb_head_dim)
+        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+
+    def forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Any, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """Return the output and no bias; the angles are [t, 1, 1, A]."""
+        plain, angles = self.config.qk_head_dim, rotary_pos_emb
+        if self.config.q_lora_rank is None:
+            joint, _ = self.linear_q_proj(hidden_states)
+        else:
+            joint, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))
+        query_t1NH = rotate(_rotated_first(joint.unflatten(-1, (self.heads, -1)), plain), angles)
+
+        latent, pairs = self.linear_kv_down_proj(hidden_states)[0].split(self.row, dim=-1)
+        rows = torch.cat((self.kv_layernorm(latent), pairs), dim=-1)
+        if self.config.sequence_parallel:
+            rows = gather_from_sequence_parallel_region(rows, group=self.group)
+        else:
+            rows = copy_to_tensor_model_parallel_region(rows, group=self.group)
+        latent_t11Z, pairs_t11A = rows[:, :, None].split(self.row, dim=-1)
+        key, value, expand = rotate(_rotated_first(pairs_t11A, 0), angles), latent_t11Z, self.expand
+        if not self.exchanges_latent:
+            (key, value), expand = expand(key, value), None
+        attend = functools.partial(
+            self.core_attention, attention_mask=None, packed_seq_params=packed_seq_params, expand=expand
+        )
+        if self.recomputes_core and self.training:
+            attended = tensor_parallel.checkpoint(attend, False, query_t1NH, key, value)
+        else:
+            attended = attend(query_t1NH, key, value)
+        return self.linear_proj(attended)
+
+    def expand(self, rotated: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute keys [..., N, H] and values [..., N, W] from rotated [..., 1, A] and latent [..., 1, Z]."""
+        both, _ = self.linear_kv_up_proj(latent.squeeze(-2))
+        plain, value = both.unflatten(-1, (self.heads, -1)).split(self.sizes, dim=-1)
+        return torch.cat((rotated.expand(*plain.shape[:-1], -1), plain), dim=-1), value
+
+
+def _rotated_first(x: Tensor, plain: int) -> Tensor:
+    """Put the pairs (x0, x1), (x2, x3), ... after `plain` dimensions first, as (x0, x2, ..., x1, x3, ...)."""
+    return torch.cat((x[..., plain::2], x[..., plain + 1 :: 2], x[..., :plain]), dim=-1)

@@ -1,0 +1,245 @@
+"""Latent attention in float64: against transformers, and on several processes against one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import call
+from megatron.core.transformer import ModuleSpec, build_module
+from one_process import one_process
+from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from megatron_ext import rope
+from megatron_ext.attention.cache import KeyValueCache
+from megatron_ext.attention.interface import Scheme
+from megatron_ext.batch import ContextOptions, pack
+from megatron_ext.config import Config, ModelConfig, ParallelConfig
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.engine import parallel, platform
+from megatron_ext.engine.blocks import layer_spec
+from megatron_ext.engine.model import PackedAttention, PackedCall, transformer_config
+from megatron_ext.masks import MaskOptions
+
+T, D, N, LATENT, QUERY_LATENT, PLAIN, ROTATED, VALUE = 24, 20, 6, 10, 14, 8, 4, 6
+ENDS = [5, 17, 24]
+CPU = torch.device("cpu")
+
+if torch.cuda.is_available():
+    pytest.skip("one CPU process", allow_module_level=True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensor- and context-parallel sizes, and how the attention is computed."""
+
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    query_latent: bool = True
+    scheme: Scheme = Scheme.EXCHANGE
+    latent: bool = True
+    recompute: bool = False
+
+
+def drawn(name: str, *shape: int) -> Tensor:
+    """Draw a whole tensor, the same on every process."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+
+
+def build(layout: Layout) -> Any:
+    """Build this process's part of the module, with weights drawn by name."""
+    options = ParallelConfig(
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        recompute_granularity="selective" if layout.recompute else None,
+    )
+    model = ModelConfig(num_layers=1, hidden_size=D, num_attention_heads=N, num_query_groups=N, kv_channels=12)
+    transformer = transformer_config(
+        Config(model=model, parallel=options), platform.Platform(CPU, "gloo", transformer_engine=False)
+    )
+    sizes = {"kv_lora_rank": LATENT, "qk_head_dim": PLAIN, "qk_pos_emb_head_dim": ROTATED, "v_head_dim": VALUE}
+    others = {"multi_latent_attention": True, "params_dtype": torch.float64}
+    q_lora_rank = QUERY_LATENT if layout.query_latent else None
+    for name, value in {**sizes, **others, "q_lora_rank": q_lora_rank, "packed_rotary_size": ROTATED}.items():
+        setattr(transformer, name, value)
+    spec, _ = layer_spec(transformer, "llama", ModuleSpec(module=PackedAttention), transformer_engine=False)
+    attention = build_module(spec, config=transformer, layer_number=1).self_attention
+    for name, weight in attention.named_parameters():
+        axis = getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
+        shape = [size * (layout.tp if n == axis else 1) for n, size in enumerate(weight.shape)]
+        weight.data = part(drawn(name, *shape), axis, layout.tp) + (1.0 if "norm" in name else 0.0)
+    attention.exchanges_latent = layout.latent
+    return attention
+
+
+def part(whole: Tensor, axis: int, size: int) -> Tensor:
+    """This tensor-parallel rank's part, cut along `axis`; -1: it is not cut."""
+    return whole if axis < 0 else whole.chunk(size, axis)[parallel.parallel_state.get_tensor_model_parallel_rank()]
+
+
+def angles(positions_t: Tensor) -> Tensor:
+    return rope.angles(positions_t, rope.inverse_frequencies(ROTATED, 100.0)).double()[:, None, None, :]
+
+
+def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
+    """Of each layout: this rank's tokens, outputs and gradients, all of its tokens and summed, and the bytes sent."""
+    first, cpu = layouts[0], platform.choose("cpu")
+    sizes = ParallelConfig(tensor_model_parallel_size=first.tp, context_parallel_size=first.cp)
+    ranks = parallel.start(sizes, 1, cpu, seed=1)
+    results = []
+    for layout in layouts:
+        attention = build(layout)
+        group = parallel.context_group(sizes, ranks, cpu)
+        context = ContextOptions(group, "auto", layout.scheme, N, N) if layout.cp > 1 else None
+        row = TokenRow(np.arange(T + 1), np.array(ENDS), np.ones(T, dtype=np.bool_))
+        batch = pack([row], T, MaskOptions(document_mask=True), context)
+        tokens = batch.tokens_t
+        local = tokens.chunk(layout.tp)[ranks.tensor] if layout.sp else tokens
+        x = drawn("hidden", T, 1, D)[local].requires_grad_()
+        out, bias = attention(x, rotary_pos_emb=angles(batch.positions_t), packed_seq_params=PackedCall(batch))
+        assert bias is None
+        out.backward(drawn("gradient", T, 1, D)[local])
+        gradients = {"hidden": x.grad}
+        for name, weight in attention.named_parameters():
+            gradients[name] = weight.grad
+            if getattr(weight, "sequence_parallel", False):
+                dist.all_reduce(weight.grad, group=ranks.tensor_group)
+            if layout.cp > 1:
+                dist.all_reduce(weight.grad, group=ranks.context_group)
+        results.append({"tokens": local, "out": out.detach(), **gradients, "bytes": group.traffic.take()})
+    return results
+
+
+def check(alone: dict[str, Any], one: dict[str, Any], layout: Layout, tensor_rank: int) -> None:
+    """Compare a rank with one process: its tokens, and its part of the weights."""
+    for name, want in alone.items():
+        if name in ("tokens", "bytes"):
+            continue
+        got = one[name]
+        if name in ("out", "hidden"):
+            want = want[one["tokens"]]
+        for axis in range(want.dim()):
+            if want.shape[axis] != got.shape[axis]:
+                want = want.chunk(layout.tp, axis)[tensor_rank]
+        assert want.abs().max() > 1e-3, name
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} of {layout}: {m}")
+
+
+@pytest.mark.parametrize("query_latent", [True, False])
+def test_it_is_transformers(query_latent: bool) -> None:
+    config = DeepseekV3Config(
+        hidden_size=D,
+        num_attention_heads=N,
+        num_key_value_heads=N,
+        q_lora_rank=QUERY_LATENT if query_latent else None,
+        kv_lora_rank=LATENT,
+        qk_nope_head_dim=PLAIN,
+        qk_rope_head_dim=ROTATED,
+        v_head_dim=VALUE,
+        rms_norm_eps=1e-3,  # not that of the latents' norms
+        attn_implementation="sdpa",
+    )
+    theirs: Any = DeepseekV3Attention(config, 0).double()
+    norms = {"kv_a_layernorm": LATENT} | ({"q_a_layernorm": QUERY_LATENT} if query_latent else {})
+    for name, size in norms.items():  # theirs computes in float32
+        epsilon = getattr(theirs, name).variance_epsilon
+        setattr(theirs, name, torch.nn.RMSNorm(size, eps=epsilon, dtype=torch.float64))
+    names = {
+        "linear_q_down_proj": "q_a_proj",
+        "q_layernorm": "q_a_layernorm",
+        "linear_q_up_proj": "q_b_proj",
+        "linear_q_proj": "q_proj",
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+        "linear_kv_up_proj": "kv_b_proj",
+        "linear_proj": "o_proj",
+    }
+    with one_process():
+        (ours,) = of_rank(0, [Layout(query_latent=query_latent)])
+        weights = dict(build(Layout(query_latent=query_latent)).named_parameters())
+    for name, weight in weights.items():
+        getattr(theirs, names[name.removesuffix(".weight")]).weight.data = weight.data.clone()
+    position = (
+        torch.arange(T) - torch.tensor([0, *ENDS])[torch.bucketize(torch.arange(T), torch.tensor(ENDS), right=True)]
+    )
+    turned = angles(position)[:, 0, 0][None]
+    document = torch.bucketize(torch.arange(T), torch.tensor(ENDS), right=True)
+    sees = (document[:, None] == document) & torch.ones(T, T, dtype=torch.bool).tril()
+    x = drawn("hidden", T, 1, D).transpose(0, 1).requires_grad_()
+    out, _ = theirs(x, position_embeddings=(turned.cos(), turned.sin()), attention_mask=sees[None, None])
+    out.backward(drawn("gradient", T, 1, D).transpose(0, 1))
+    want = {"out": out.detach().transpose(0, 1), "hidden": x.grad.transpose(0, 1)}
+    want |= {name: getattr(theirs, names[name.removesuffix(".weight")]).weight.grad for name in weights}
+    check(want, ours, Layout(), 0)
+
+
+def test_full_heads_and_recomputation_are_the_same() -> None:
+    with one_process():
+        alone, *others = of_rank(0, [Layout(), Layout(latent=False), Layout(recompute=True)])
+    for other in others:
+        check(alone, other, Layout(), 0)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (2, Layout(cp=2)),
+        (3, Layout(cp=3)),
+        (2, Layout(tp=2)),
+        (2, Layout(tp=2, sp=True)),
+        pytest.param(4, Layout(tp=2, sp=True, cp=2), marks=pytest.mark.slow),
+    ],
+)
+def test_processes_compute_what_one_does(processes: int, layout: Layout) -> None:
+    """With the latent exchanged and with full heads, whose bytes are counted; and with heads exchanged for tokens."""
+    layouts = [layout, replace(layout, latent=False), replace(layout, recompute=True, query_latent=False)]
+    if layout.cp > 1:
+        layouts.append(replace(layout, scheme=Scheme.ULYSSES))
+    with one_process():
+        alone = dict(zip((True, False), of_rank(0, [Layout(), Layout(query_latent=False)]), strict=True))
+    ranks = call(of_rank, processes, layouts, group=False)
+    for rank, results in enumerate(ranks):
+        for other, result in zip(layouts, results, strict=True):
+            check(alone[other.query_latent], result, other, rank % layout.tp)
+    latent, full = (sum(results[n]["bytes"] for results in ranks) for n in (0, 1))
+    assert latent * N // layout.tp * (PLAIN + ROTATED + VALUE) == full * (LATENT + ROTATED)
+    assert (latent > 0) == (layout.cp > 1)
+
+
+def test_generation_and_probes_get_keys_of_all_heads() -> None:
+    """A text that comes in pieces, next to a cache, is what it is as a whole; each token is expanded once."""
+    with one_process():
+        (whole,) = of_rank(0, [Layout()])
+        attention = build(Layout()).eval()
+        backend, seen, observed = attention.core_attention.backend, [], []
+
+        def noted(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+            seen.append(key)
+            return backend(query, key, *rest)
+
+        attention.core_attention.backend = noted
+        cache, outputs = KeyValueCache(slots=1, capacity=ENDS[0]), []
+        for count in (3, 1, 1):
+            appended = cache.append([0], [count])
+            probe = SimpleNamespace(observe=lambda layer, local, query, key, scale: observed.append(key))
+            batch: Any = SimpleNamespace(attention=appended.call(None), local_attention=None, probe=probe)
+            first = int(appended.positions[0])
+            outputs.append(
+                attention(
+                    drawn("hidden", T, 1, D)[first : first + count],
+                    rotary_pos_emb=angles(torch.from_numpy(appended.positions)),
+                    packed_seq_params=PackedCall(batch, appended),
+                )[0]
+            )
+    torch.testing.assert_close(torch.cat(outputs), whole["out"][: ENDS[0]], rtol=0, atol=1e-12)
+    assert [key.shape for key in seen] == [(n, N, PLAIN + ROTATED) for n in (3, 4, 5)]
+    assert torch.equal(torch.cat(observed), seen[-1])
