@@ -71,7 +71,8 @@ def build(layout: Layout) -> Any:
     q_lora_rank = QUERY_LATENT if layout.query_latent else None
     for name, value in {**sizes, **others, "q_lora_rank": q_lora_rank, "packed_rotary_size": ROTATED}.items():
         setattr(transformer, name, value)
-    spec, _ = layer_spec(transformer, "llama", ModuleSpec(module=PackedAttention), transformer_engine=False)
+    core = ModuleSpec(module=PackedAttention)
+    spec, _ = layer_spec(transformer, "llama", core, experts=False, transformer_engine=False)
     attention = build_module(spec, config=transformer, layer_number=1).self_attention
     for name, weight in attention.named_parameters():
         axis = getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
