@@ -6,6 +6,8 @@
              nodes (570)
     scale    rows of 1M and 4M tokens on 64 to 512 ranks, with the time of each plan
     times    the time of `plan` and of one rank's lists at 512K on 64 ranks, by window: goals 50 and 20 ms
+    latent   bytes that latent attention exchanges, as full heads and as the latent (engine/latent_attention.py), and
+             the products that the receivers of the latent add, as a share of attention's
 
 Documents are log-normal like FineWeb-Pro's (median 849, mean 1,364 tokens; arXiv 2503.15450, Table 26). A single
 document can have most of a row's attention pairs, and then has to be split under any plan.
@@ -31,7 +33,9 @@ MANY = 200  # rows of documents of `spread`
 SPREAD = ((128 * K, (2, 4, 8, 16, 64)), (512 * K, (2, 4, 8, 16, 64)))
 ROW_COSTS = (64.0, 570.0)  # values of --cp-row-cost: NVLink, and between nodes
 SCALE = ((1024 * K, (64, 256, 512)), (4096 * K, (64, 256, 512)))
-PARTS = ("spread", "scale", "times")
+PARTS = ("spread", "scale", "times", "latent")
+LATENT, ROTATED, PLAIN, VALUE = 512, 64, 128, 128  # sizes of DeepSeek-V3 and of Moonlight
+LATENT_MODELS = (("DeepSeek-V3", 128, 1), ("DeepSeek-V3", 128, 8), ("Moonlight", 16, 1), ("Moonlight", 16, 8))
 BALANCE = 1.10
 REPEATS = 5
 
@@ -149,6 +153,26 @@ def time_plans(count: int, policy: str) -> list[tuple[str, bool]]:
     return goals
 
 
+def latent(policy: str) -> None:
+    """Print what one layer exchanges in forward, in bfloat16, for a row of one document and a row of many."""
+    print(
+        "\nlatent attention, one layer's forward, MiB sent by 8 context-parallel ranks (one tensor-parallel rank each)"
+    )
+    print(f"{'model':12}{'heads':>6}{'tp':>3}  {'row':14}{'full heads':>11}{'latent':>9}{'ratio':>7}{'products':>10}")
+    kinds = (("one, 128K", np.array([], dtype=np.int64)), ("many, 128K", log_normal_rows(128 * K)[0]))
+    for (name, heads, tp), (row, ends) in itertools.product(LATENT_MODELS, kinds):
+        made = plan(build_layout(128 * K, ends, 128 * K), 8, policy)
+        rows, mine = int(made.rows_moved.sum()), heads // tp
+        full, small = mine * (PLAIN + ROTATED + VALUE), LATENT + ROTATED
+        expanded = sum(len(made.rank(rank).kv_rows) for rank in range(8)) - made.layout.tokens
+        products = expanded * LATENT * mine * (PLAIN + VALUE)
+        attention = int(made.pairs.sum()) * mine * (PLAIN + ROTATED + VALUE)
+        print(
+            f"{name:12}{mine:6}{tp:3}  {row:14}{rows * full * 2 / K**2:11.1f}{rows * small * 2 / K**2:9.1f}"
+            f"{full / small:7.1f}{products / attention:10.2%}"
+        )
+
+
 def main() -> None:
     """Print the tables, the goals and the times; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -161,6 +185,8 @@ def main() -> None:
         spread(chosen.policy)
     if "scale" in chosen.parts:
         scale(chosen.policy)
+    if "latent" in chosen.parts:
+        latent(chosen.policy)
     if "times" in chosen.parts:
         goals += time_plans(chosen.windows, chosen.policy)
     for text, good in goals:
