@@ -43,14 +43,21 @@ EPSILON = 1e-6  # of the latents' norms: fixed in transformers and in DeepSeek's
 
 
 class LocalLinear(torch.nn.Module):
-    """A matrix product without communication: x [..., inputs] -> [..., outputs] of this rank, and None for a bias."""
+    """A matrix product without communication, x [..., inputs] -> [..., outputs].
 
-    def __init__(self, inputs: int, outputs: int, config: Any) -> None:
+    The matrix is whole on every tensor-parallel rank, or with `part` each rank has its own rows.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: Any, *, part: bool = False) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        if part:
+            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        else:  # True: Megatron sums the gradients of the ranks, which have different tokens
+            self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return the product; a pair, as Megatron's layers do."""
+        """Return the product and None for a bias, as Megatron's layers do."""
         return F.linear(x, self.weight), None
 
 
@@ -82,24 +89,21 @@ class LatentAttention(MegatronModule):
         self.heads, self.sizes = heads // ranks, (config.qk_head_dim, config.v_head_dim)
         self.row = config.kv_lora_rank, config.qk_pos_emb_head_dim
         query_size = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
-        split = functools.partial(build_module, config=config, is_expert=False, bias=False, tp_group=self.group)
-        column = functools.partial(
-            split, column, init_method=config.init_method, gather_output=False, skip_bias_add=False
+        build = functools.partial(build_module, config=config, is_expert=False, bias=False, tp_group=self.group)
+        to_heads = functools.partial(
+            build, column, init_method=config.init_method, gather_output=False, skip_bias_add=False
         )
         if config.q_lora_rank is None:
-            self.linear_q_proj = column(config.hidden_size, query_size, tp_comm_buffer_name="q_proj")
+            self.linear_q_proj = to_heads(config.hidden_size, query_size, tp_comm_buffer_name="q_proj")
         else:
             self.linear_q_down_proj = LocalLinear(config.hidden_size, config.q_lora_rank, config)
             self.q_layernorm = norm(config=config, hidden_size=config.q_lora_rank, eps=EPSILON)
-            self.linear_q_up_proj = column(config.q_lora_rank, query_size, tp_comm_buffer_name="q_up_proj")
-            self.linear_q_down_proj.weight.sequence_parallel = config.sequence_parallel
+            self.linear_q_up_proj = to_heads(config.q_lora_rank, query_size, tp_comm_buffer_name="q_up_proj")
         self.linear_kv_down_proj = LocalLinear(config.hidden_size, sum(self.row), config)
-        self.linear_kv_down_proj.weight.sequence_parallel = config.sequence_parallel
         self.kv_layernorm = norm(config=config, hidden_size=config.kv_lora_rank, eps=EPSILON)
-        self.linear_kv_up_proj = LocalLinear(config.kv_lora_rank, self.heads * sum(self.sizes), config)
-        set_tensor_model_parallel_attributes(self.linear_kv_up_proj.weight, True, 0, 1)
+        self.linear_kv_up_proj = LocalLinear(config.kv_lora_rank, self.heads * sum(self.sizes), config, part=True)
         self.core_attention = build_module(core_attention, config=config, layer_number=layer_number)
-        self.linear_proj = split(
+        self.linear_proj = build(
             row,
             heads * config.v_head_dim,
             config.hidden_size,
@@ -129,11 +133,14 @@ class LatentAttention(MegatronModule):
         else:
             rows = copy_to_tensor_model_parallel_region(rows, group=self.group)
         latent_t11Z, pairs_t11A = rows[:, :, None].split(self.row, dim=-1)
-        key, value, expand = rotate(_rotated_first(pairs_t11A, 0), angles), latent_t11Z, self.expand
+        key, value = rotate(_rotated_first(pairs_t11A, 0), angles), latent_t11Z
         if not self.exchanges_latent:
-            (key, value), expand = expand(key, value), None
+            key, value = self.expand(key, value)
         attend = functools.partial(
-            self.core_attention, attention_mask=None, packed_seq_params=packed_seq_params, expand=expand
+            self.core_attention,
+            attention_mask=None,
+            packed_seq_params=packed_seq_params,
+            expand=self.expand if self.exchanges_latent else None,
         )
         if self.recomputes_core and self.training:
             attended = tensor_parallel.checkpoint(attend, False, query_t1NH, key, value)

@@ -375,7 +375,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gpt_oss": lambda gate: gate * torch.sigmoid(1.702 * gate),
 }
 # gpt-oss: the gate is clamped from above, up on both sides, and the product is gate * (up + 1)
-_CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+_CLAMPED: dict[str, Any] = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 
 
 def _leave(weight: Tensor) -> Tensor:
