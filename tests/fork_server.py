@@ -33,8 +33,6 @@ LATE = ["megatron_ext.run.stages", "megatron_ext.run.scoring", "torch._dynamo", 
 
 def main_of(script: str) -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.main  # type: ignore[no-any-return]

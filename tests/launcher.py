@@ -120,7 +120,6 @@ class Running:
 
     @property
     def statuses(self) -> list[int | None]:
-        """The exit status of each rank."""
         return [done.status for done in self.done()]
 
     def words(self) -> str:
@@ -151,7 +150,6 @@ class Commands:
         return self.start(script, *flags).finish(timeout_s)
 
     def run(self, script: str, *flags: object) -> None:
-        """Run `script` to its successful end in every process."""
         running = self.start(script, *flags)
         running.finish(600)
         assert running.statuses == [0] * self._processes, running.words()
@@ -218,12 +216,10 @@ def _start(job: dict[str, Any], processes: int, environment: Mapping[str, str], 
     meeting = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank, server in enumerate(_SERVERS[:processes]):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | meeting if processes > 1 or launched else {}
-        assert server.stdin is not None
         server.stdin.write(json.dumps(job | {"said": str(said[rank]), "environment": place | environment}) + "\n")
         server.stdin.flush()
     children = []
     for server in _SERVERS[:processes]:
-        assert server.stdout is not None
         answer = server.stdout.readline()
         assert answer, f"the server of {job} ended with {server.poll()}"
         try:

@@ -31,7 +31,6 @@ def build_models(*configs: Config) -> list[PackedGPT]:
     ranks = parallel.start(configs[0].parallel, configs[0].model.num_layers, here, seed=1)
     for config in configs:
         size = config.model.vocab_size
-        assert size is not None
         (model,) = build_chunks(config, size, here)
         initialise([model], config.model, size, 1, ranks)
         models.append(model)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from launcher import ROOT, TIMEOUT_S, Agent, Commands, Torchrun
+from launcher import ROOT, TIMEOUT_S, Agent, Commands, Done, Torchrun
 from safetensors.torch import load_file  # numpy's knows no bfloat16
 
 TRAINER = "pretrain_skyladder.py"
@@ -105,6 +105,14 @@ def finish(running: Agent, folder: Path) -> RunResult:
     (done,) = running.finish(TIMEOUT_S)
     assert done.status is not None, running.words()
     return RunResult(folder, done.status, done.stdout, done.stderr)
+
+
+def refusal(done: Done) -> str:
+    """The one line with which a command refused its input."""
+    assert done.status == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return line.removeprefix("error: ")
 
 
 def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -38,7 +38,6 @@ def test_weights_of_the_data_are_laid_out_like_its_tokens() -> None:
         for number, row in enumerate(ROWS)
     ]
     weights = lay_end_to_end(rows).weights
-    assert weights is not None
     assert weights.tolist() == [1, 2, 3, 0, 1, 2, 3, 1]
 
 
@@ -61,7 +60,6 @@ def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> N
         group = ContextGroup(rank, size, None, Traffic())
         context = ContextOptions(group=group, policy="balanced", scheme=None, heads=4, key_heads=2)
         batch = assemble(tokens, masks, context, scores)
-        assert batch.places is not None
         own = batch.places.of_rank(rank)
         assert batch.tokens_t.tolist() == tokens.tokens[own.numpy()].tolist()
         assert [len(batch.places.of_rank(other)) for other in range(size)] == list(batch.places.counts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -80,9 +79,11 @@ def test_literal_borders(length: int, ends: list[int], window: int, wanted: list
 @example(row=(5, [5, 5, 1], 2))
 @settings(max_examples=300, deadline=None)
 def test_segments_are_the_dense_masks(row: tuple[int, list[int], int]) -> None:
-    layout = build_layout(*row)
-    mask = dense_mask(*row)
+    length, ends, window = row
+    given_ends = np.array(ends, dtype=np.int32)
+    layout, mask = build_layout(length, given_ends, window), dense_mask(*row)
     assert (mask_of(layout) == mask).all()
+    assert given_ends.tolist() == ends
     # two tokens share a segment exactly where the mask links them, in one direction or through others
     linked = mask | mask.T
     segment = np.repeat(np.arange(layout.segments), layout.lengths)
@@ -102,17 +103,6 @@ def test_positions_and_effective_context_count_keys(row: tuple[int, list[int], i
     assert AttentionMask(layout).effective_context == pytest.approx((2 * keys.sum() - row[0]) / row[0], rel=1e-12)
 
 
-@given(row=rows(), order=st.randoms())
-@settings(max_examples=50, deadline=None)
-def test_order_and_repetition_of_ends_do_not_matter(row: tuple[int, list[int], int], order: object) -> None:
-    length, ends, window = row
-    mixed = ends + ends[:2]
-    order.shuffle(mixed)  # type: ignore[attr-defined]
-    wanted = build_layout(length, sorted(set(ends)), window).cu_seqlens.tolist()
-    assert build_layout(length, mixed, window).cu_seqlens.tolist() == wanted
-    assert build_layout(length, np.array(mixed, dtype=np.int32), window).cu_seqlens.tolist() == wanted
-
-
 @given(tokens=st.integers(0, 60), left_window=st.none() | st.integers(0, 70))
 def test_the_pairs_of_a_segment_are_counted(tokens: int, left_window: int | None) -> None:
     wanted = sum(token + 1 if left_window is None else min(token, left_window) + 1 for token in range(tokens))
@@ -124,17 +114,6 @@ def test_squares_of_a_long_row_do_not_overflow() -> None:
     layout = build_layout(2**19, [], 2**19)
     assert AttentionMask(layout).context_sum == 2**38
     assert AttentionMask(concatenate([layout] * 4)).effective_context == 2**19
-
-
-def test_the_inputs_are_not_changed() -> None:
-    ends = np.array([7, 3], dtype=np.int64)
-    build_layout(10, ends, 4)
-    assert ends.tolist() == [7, 3]
-
-
-def test_a_layout_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        build_layout(4, [], 4).row_length = 5  # type: ignore[misc]
 
 
 @given(length=st.integers(1, 24), count=st.integers(1, 4), data=st.data())
@@ -163,20 +142,11 @@ def test_more_tokens_than_int32_counts_are_refused() -> None:
         build_layout(2**31, [], 4)
 
 
-def test_concatenating_twice_is_concatenating_once() -> None:
-    a, b, c = build_layout(6, [2], 4), build_layout(6, [], 6), build_layout(6, [5], 1)
-    nested = concatenate([concatenate([a, b]), c])
-    assert nested.cu_seqlens.tolist() == concatenate([a, b, c]).cu_seqlens.tolist()
-    assert nested.cu_seqlens.tolist() == [0, 2, 4, 6, 12, 13, 14, 15, 16, 17, 18]
-
-
 @pytest.mark.parametrize(
     ("bad", "text", "good"),
     [
         ((0, [], 4), "row_length: got 0, needs >= 1", (1, [], 4)),
-        ((-3, [], 4), "row_length: got -3, needs >= 1", (1, [], 4)),
         ((8, [], 0), "window: got 0, needs >= 1", (8, [], 1)),
-        ((8, [], -1), "window: got -1, needs >= 1", (8, [], 1)),
         ((8, [9], 4), "document_ends: got values from 9 to 9, needs 0..8", (8, [8], 4)),
         ((8, [4, -1], 4), "document_ends: got values from -1 to 4, needs 0..8", (8, [4, 0], 4)),
     ],

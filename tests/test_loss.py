@@ -39,8 +39,6 @@ def whole(hidden: Tensor, weight: Tensor, labels: Tensor, grad: Tensor, vocabula
     logits = hidden @ weight[:vocabulary].T
     losses, partition = F.cross_entropy(logits, labels, reduction="none"), logits.logsumexp(dim=1)
     (losses + Z_LOSS * partition.square()).backward(grad.double())
-    assert hidden.grad is not None
-    assert weight.grad is not None
     entropy = -(logits.softmax(dim=1) * logits.log_softmax(dim=1)).sum(dim=1)
     return losses.detach(), hidden.grad, weight.grad, partition.detach(), entropy.detach()
 
@@ -51,9 +49,6 @@ def blocked(
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     found = cross_entropy(hidden, weight, labels, shard, block, entropy=True)
     (found.cross_entropy_t + Z_LOSS * found.log_partition_t.square()).backward(grad)
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    assert found.entropy_t is not None
     assert not found.entropy_t.requires_grad
     return found.cross_entropy_t.detach(), hidden.grad, weight.grad, found.log_partition_t.detach(), found.entropy_t
 
@@ -87,8 +82,6 @@ def test_the_block_that_forward_leaves_changes_nothing(block: int, weight_grad: 
             found.append((losses.cross_entropy_t, leaves[0].grad, leaves[1].grad if total is None else total.clone()))
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
-            assert one is not None
-            assert another is not None
             assert one.any()
             assert torch.equal(one, another)
 
@@ -151,7 +144,6 @@ def test_bf16_error_is_at_most_twice_that_of_torch_in_bf16() -> None:
     plain = F.cross_entropy(logits, labels, reduction="none")
     (plain + Z_LOSS * logits.logsumexp(dim=1).square()).backward(grad.bfloat16())
     for one, torchs, wanted in zip(got, (plain, plain_hidden.grad, plain_weight.grad), exact, strict=False):
-        assert torchs is not None
         assert (one - wanted).abs().max() <= 2 * (torchs - wanted).abs().max()
 
 
@@ -294,7 +286,6 @@ def test_z_loss_literal() -> None:
     assert total.item() == pytest.approx(0.5 * 2 + 0.1 * (4 + 16))
     assert terms.stacked().tolist() == [pytest.approx(3.0), 3.0, 2.0, 0.5, 0.25, 1.0, 0.0]
     total.backward()
-    assert partition.grad is not None
     assert partition.grad.tolist() == [pytest.approx(0.4), 0.0, pytest.approx(-0.8)]
 
 
@@ -307,7 +298,6 @@ def test_loss_terms_literal() -> None:
     assert terms.stacked().dtype == torch.float64
     assert not terms.stacked().requires_grad
     total.backward()
-    assert losses.grad is not None
     assert losses.grad.tolist() == [1.0, 0.5, 0.0, 0.25]
 
 
@@ -326,7 +316,6 @@ def test_untrained_losses_leak_nowhere(poison: float) -> None:
     total, terms = loss_terms(of(losses), torch.ones(4), trained, scores_t=torch.tensor([poison, 2.0, 9.0, 4.0]))
     assert terms.stacked().tolist() == [3.0, 3.0, 2.0, 2.0, 2.0, 0.0, 6.0]
     total.backward()
-    assert losses.grad is not None
     assert losses.grad.tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
@@ -359,7 +348,6 @@ def test_nothing_trained_sums_to_zero() -> None:
     assert terms.stacked().tolist() == [0.0] * 7
     total.backward()
     assert total.item() == 0
-    assert losses.grad is not None
     assert losses.grad.tolist() == [0.0] * 3
 
 

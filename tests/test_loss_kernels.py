@@ -146,9 +146,6 @@ def losses_and_gradients(
     hidden, weight = (x.clone().to(DEVICE).requires_grad_() for x in (hidden, weight))
     found = cross_entropy(hidden, weight, labels.to(DEVICE), shard, block, entropy=True, fused=fused)
     (found.cross_entropy_t + Z_LOSS * found.log_partition_t.square()).backward(grad.to(DEVICE))
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    assert found.entropy_t is not None
     parts = (found.cross_entropy_t, hidden.grad, weight.grad, found.log_partition_t, found.entropy_t)
     return tuple(part.detach().cpu() for part in parts)
 
@@ -183,7 +180,6 @@ def test_gradients_and_labels_need_not_lie_close_together() -> None:
         leaf = hidden.clone().to(DEVICE).requires_grad_()
         losses = cross_entropy(leaf, weight.to(DEVICE), spread.to(DEVICE), VocabularyShard(0, 37), 4, fused=fused)
         losses.cross_entropy_t.sum().backward()
-        assert leaf.grad is not None
         found.append(leaf.grad)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 

@@ -56,7 +56,6 @@ def test_masks_are_the_formulas(length, ends, window, local_window, every, kind,
     for number in range(1, 5):
         local = options.is_local(number)
         mask = masks.local if local else masks.scheduled
-        assert mask is not None
         expected = formula(length, ends, options, window, local)
         np.testing.assert_array_equal(seen(mask), expected)
         np.testing.assert_array_equal(mask.first_keys(), expected.argmax(axis=1))
@@ -80,7 +79,6 @@ def local_first_keys(window: int, mask: str = "grid", *, fixed: bool = False, en
     """Of 8 tokens in a local layer of 3: the first token that each sees."""
     options = MaskOptions(bool(ends), mask, 3, 2, num_layers=2, local_fixed=fixed)  # type: ignore[arg-type]
     local = options.at(8, [np.array(ends, dtype=np.int64)], window).local
-    assert local is not None
     return local.first_keys().tolist()
 
 
@@ -124,8 +122,3 @@ def test_the_drawn_dependencies() -> None:
     masks = LayerMasks(AttentionMask(layout, left_window=2), is_local=(False, False))
     assert masks.scheduled.first_keys().tolist() == [0, 0, 0, 1, 2, 3, 4, 7, 7, 7]
     assert masks.first_dependencies().tolist() == [0, 0, 0, 0, 0, 1, 2, 7, 7, 7]
-
-
-def test_without_a_reach_the_context_is_the_sum_of_squared_lengths() -> None:
-    layout = build_layout(12, [3, 10], 4)
-    assert LayerMasks(AttentionMask(layout)).context_sum == np.square(layout.lengths).sum()

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib.metadata import requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-# released and to come
-VERSIONS = [f"{major}.{minor}.{patch}" for major in (1, 2, 3) for minor in range(31) for patch in (0, 1)]
-
-
-def transformer_engine(texts: list[str]) -> Requirement:
-    (found,) = (one for one in map(Requirement, texts) if one.name == "transformer-engine")
-    return found
-
-
-def test_the_gpu_extra_takes_what_megatron_was_written_for() -> None:
-    ours, theirs = transformer_engine(EXTRAS["gpu"]), transformer_engine(requires("megatron-core") or [])
-    taken = [version for version in VERSIONS if ours.specifier.contains(version, prereleases=True)]
-    assert "2.11.0" in taken
-    assert [version for version in taken if not theirs.specifier.contains(version, prereleases=True)] == []
-    assert "pytorch" in ours.extras
 
 
 def test_images_for_gpus_keep_their_triton() -> None:

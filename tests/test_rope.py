@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig
@@ -55,21 +55,6 @@ def test_equals_transformers(size: int, base: float) -> None:
     rounding = 1e-6 + 4 * 2**-24 * POSITIONS[:, None]
     assert ((turned.cos() - cos[0]).abs() <= rounding).all()
     assert ((turned.sin() - sin[0]).abs() <= rounding).all()
-
-
-@pytest.mark.parametrize(("size", "base"), SIZES_AND_BASES)
-def test_frequencies_by_the_formula(size: int, base: float) -> None:
-    wanted = [base ** (-2 * k / size) for k in range(size // 2)]
-    torch.testing.assert_close(
-        inverse_frequencies(size, base), torch.tensor(wanted, dtype=torch.float64), rtol=1e-14, atol=0
-    )
-
-
-def test_literal_angles() -> None:
-    assert inverse_frequencies(4, 100.0).tolist() == pytest.approx([1.0, 0.1])
-    turned = angles(torch.tensor([0, 3]), inverse_frequencies(4, 100.0))
-    torch.testing.assert_close(turned, torch.tensor([[0, 0, 0, 0], [3, 0.3, 3, 0.3]]))
-    assert turned.dtype == torch.float32
 
 
 FAR = torch.cat([torch.arange(17), 2 ** torch.arange(5, 21), 2**20 - torch.arange(1, 4000, 97)]).to(torch.int32)
@@ -197,20 +182,6 @@ def test_scaling_equals_transformers(kind: str, size: int, base: float, factor: 
     assert not torch.allclose(ours, inverse_frequencies(size, base), rtol=1e-3, atol=0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    kind=st.sampled_from(sorted(KINDS)),
-    size=st.sampled_from([4, 32, 80, 128]),
-    base=st.floats(100, 1e8),
-    factor=st.floats(1.01, 64),
-    original=st.integers(16, 8192),
-)
-def test_scaling_equals_transformers_anywhere(kind: str, size: int, base: float, factor: float, original: int) -> None:
-    options = {} if kind == "linear" else {"rope_original_length": original}
-    model = scaled(kind, size, base, rope_scaling_factor=factor, **options)
-    torch.testing.assert_close(model_frequencies(model, LENGTH).float(), theirs(model)[0], rtol=1e-5, atol=0)
-
-
 def test_yarns_attention_factor_can_be_given() -> None:
     model = scaled("yarn", 64, 1e4, rope_original_length=1024, rope_attention_factor=1.25)
     assert attention_factor(model) == theirs(model)[1] == 1.25
@@ -263,12 +234,6 @@ def test_bases_by_window() -> None:
     assert bases == [1e4, 1e4, 5e5, 5e5, 1e6]
     assert ModelConfig(rotary_base=7.0).rotary_base_at(5) == 7.0
     assert settled(model, 10).rotary_base_at(5) == 1e6
-
-
-def test_which_layers_turn() -> None:
-    assert [ModelConfig(no_rope_freq=3).has_rope(layer) for layer in range(1, 7)] == [True, True, False] * 2
-    assert not any(ModelConfig(no_rope_freq=1).has_rope(layer) for layer in range(1, 5))
-    assert all(ModelConfig().has_rope(layer) for layer in range(1, 5))
 
 
 def test_advice_for_longer_rows() -> None:

@@ -85,11 +85,6 @@ def test_every_chunk_is_dealt_once_and_evenly(lengths: list[int], capacity: int,
         assert max(loads) - min(loads) <= max(lengths)
 
 
-def test_equal_chunks_fill_micro_batches_exactly() -> None:
-    shares = distribute(np.full(8, 1024), 4096)
-    assert [len(share) for share in shares] == [4, 4]
-
-
 @pytest.mark.parametrize("padding", [0, 2])
 def test_layout_without_chunks_is_padding_alone(padding: int) -> None:
     nothing = np.empty(0, dtype=np.int64)

@@ -26,8 +26,6 @@ NAME = f"megatron_ext-{PROJECT['version']}"
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel and, beside it, what the wheel depends on."""
-
     wheel: Path
     venv: Path
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import mistakes, warnings_of
@@ -37,6 +34,7 @@ def warned(flags: str) -> list[str]:
             "--window-schedule continual --window-switch-step 19",
         ),
         (LONG, "costs up to all 1,600 steps", f"{LONG} --save-seconds 1800"),
+        ("--save none", "save: got nothing, so the weights are lost", "--save there"),
         (
             f"{LINEAR} --window-rate 16 {UNFROZEN}",
             "in the first 1 of 30 steps, every weight is 1",
@@ -53,13 +51,3 @@ def test_warnings(bad: str, said: str, good: str) -> None:
     (line,) = warned(bad)
     assert said in line
     assert warned(good) == []
-
-
-def test_without_a_folder_the_weights_are_lost(alone: Commands, small_data: SmallData) -> None:
-    flags = ["--train-iters", 1, "--lr-warmup-iters", 0, "--seq-length", 64, "--window-rate", 0.125]
-    (trained,) = alone.attempt("pretrain_skyladder.py", *CONFIG, *small_data.flags, *flags)
-    assert trained.status == 0
-    begun, ended = trained.stderr.split("step 1/1")
-    assert begun.count("warning: save: got nothing, so the weights are lost") == 1
-    assert begun.count("warning: window_schedule: ") == 1
-    assert ended.count("warning: the weights are lost") == 1

@@ -30,7 +30,6 @@ def slow(function: Callable[..., Any], rank: str | None) -> Callable[..., Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Train with a slow disk."""
     torch.save, torch.load = slow(torch.save, "0"), slow(torch.load, None)
     return int(pretrain(argv))
 

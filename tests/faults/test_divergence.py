@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import SmallData
 from launcher import Commands
-from runs import CONFIG, attempt, read_jsonl
+from runs import CONFIG, read_jsonl
 
 from megatron_ext.run.signals import DIVERGED
 
@@ -75,23 +75,7 @@ def recommended(stderr: str) -> list[str]:
     return line.partition("start again with ")[2].partition(" and a lower --lr")[0].split()
 
 
-def test_the_recommended_flags_continue_the_run(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """The first steps are fine because of warm-up, so the run can continue from their checkpoint."""
-    run = tmp_path / "run"
-    command = [SCRIPT, *COMMON, *small_data.flags, "--train-iters", 6, "--save-interval", 1, "--save", run]
-    wild = ["--lr", 1e30, "--lr-warmup-iters", 5, "--lr-warmup-from-zero", "--clip-grad", 0]
-    (done,) = alone.attempt(*command, *wild)
-    assert done.status == DIVERGED, done.stderr
-    first = run / "checkpoints" / "iter_0000001"
-    newest, *more = recommended(done.stderr)[1:]
-    assert Path(newest).parent == first.parent
-    (done,) = alone.attempt(*command, *wild, "--load", first, *more, "--lr", 1e-4)
-    assert done.status == 0, done.stderr
-    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(6))
-
-
 def staged(path: Path, lr: float) -> list[object]:
-    """The flags of two stages, of which the second has this learning rate."""
     stages = [{"name": "calm"}, {"name": "wild", "optimizer": {"lr": lr, "lr_warmup_iters": 2, "clip_grad": 0.0}}]
     content = yaml.safe_load(Path(CONFIG[1]).read_text()) | {"stages": stages}
     content["optimizer"] |= {"lr_warmup_from_zero": True, "lr_warmup_iters": 1}
@@ -132,20 +116,8 @@ def test_a_validation_loss_that_is_not_finite(two: Commands, small_data: SmallDa
 
 
 def check_validation(run: Path) -> None:
-    """Two steps are complete and saved; their validation has no record."""
     facts = json.loads((run / "diverged.json").read_text())
     newest = run / "checkpoints" / "iter_0000002"
     assert (facts["what"], facts["step"], facts["checkpoint"]) == ("validation loss", 2, str(newest))
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1]
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
-
-
-@pytest.mark.slow
-def test_under_torchrun(small_data: SmallData, tmp_path: Path) -> None:
-    """torchrun itself exits with 1: diverged.json has the status."""
-    run = tmp_path / "run"
-    done = attempt([*COMMON, *small_data.flags, *SPOILT, "--pipeline-model-parallel-size", 2], 2, run)
-    assert done.returncode == 1
-    assert json.loads((run / "diverged.json").read_text())["exit_code"] == DIVERGED
-    assert done.stderr.count("diverged: ") == 1
-    assert f"exitcode  : {DIVERGED} " in done.stderr

@@ -36,7 +36,6 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 @pytest.fixture(scope="module")
 def whole(flags: list[object], alone: Commands, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The validation losses of a run without early stopping."""
     run = tmp_path_factory.mktemp("whole") / "run"
     alone.run(TRAINER, *flags, "--save", run)
     assert history(run)[-1]["how"] == "done"
@@ -86,18 +85,6 @@ def test_two_replicas_and_two_stages_stop_where_one_process_does_resumed_or_not(
     assert "nothing is left to do: the run stopped early before" in done[0].stderr
     assert len(losses(run)) == end // EVERY + 1
     assert history(run)[-1]["how"] == last["how"]
-
-
-@pytest.mark.slow
-def test_more_patience_continues_the_run(
-    flags: list[object], alone: Commands, whole: list[float], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    alone.run(TRAINER, *flags, "--early-stopping-patience", PATIENCE, "--save", run)
-    assert saved_steps(run) == [end_of(whole, PATIENCE)]
-    alone.run(TRAINER, *flags, "--early-stopping-patience", PATIENCE + 2, "--save", run, "--load", run)
-    assert saved_steps(run)[-1] == end_of(whole, PATIENCE + 2)
-    assert losses(run) == whole[: end_of(whole, PATIENCE + 2) // EVERY + 1]
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-
 
 
 def undisturbed(data: SmallData, folder: Path, processes: int, *flags: object) -> list[dict]:
-    """The metrics of a run that is not killed."""
     Commands(processes).run(TRAINER, *COMMON, *data.flags, *flags, "--save", folder)
     return without_times(read_jsonl(folder / "metrics.jsonl"))
 
@@ -59,7 +58,6 @@ def wait_at_random(running: Running, run: Path, chance: random.Random) -> bool:
 
 
 def same_file(now: os.stat_result, before: os.stat_result) -> bool:
-    """Whether nobody has replaced or emptied it."""
     return now.st_ino == before.st_ino and now.st_size >= before.st_size
 
 

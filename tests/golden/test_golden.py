@@ -33,7 +33,6 @@ RUNS = yaml.safe_load((FOLDER / "runs.yaml").read_text())
 
 
 def losses_of(name: str, folder: Path) -> dict[str, list[float]]:
-    """Run one of RUNS in `folder` and return its numbers step by step."""
     flags = [*RUNS["common"].split(), *RUNS["runs"][name].split()]
     Commands().run(TRAINER, *CONFIG, "--data-path", CORPUS, *flags, "--save", folder / name)
     records = read_jsonl(folder / name / "metrics.jsonl")

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint.models import SIZES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inputs.table import Change
 from inputs.world import change_file
 from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.hf.config import FAMILIES
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.manifest import FileFacts, Manifest, facts_of
 from megatron_ext.checkpoint.pretrained import Pretrained
@@ -185,30 +187,9 @@ def test_manifests(effort: settings, tmp_path: Path) -> None:
     fuzz(effort, spoilt(good), (folder / "manifest.json").write_bytes, read)
 
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-MORE = ["rope_scaling", "rope_parameters", "head_dim", "sliding_window", "use_sliding_window", "max_window_layers"]
-MORE += [
-    "layer_types",
-    "no_rope_layers",
-    "no_rope_layer_interval",
-    "partial_rotary_factor",
-    "num_experts",
-    "hidden_act",
-]
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "ministral", "smollm3", "qwen3_moe", "mixtral", "phi", "gemma3_text"]
-FAMILIES += ["olmo3"]
+LLAMA = SIZES | {"model_type": "llama", "rope_theta": 10_000.0, "tie_word_embeddings": False}
+MORE = ["rope_scaling", "head_dim", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"]
+MORE += ["no_rope_layers", "no_rope_layer_interval", "partial_rotary_factor", "num_experts", "hidden_act"]
 ANGLES = st.dictionaries(
     st.sampled_from(["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "mscale"])
     | st.sampled_from(["original_max_position_embeddings", "attention_factor", "beta_fast", "mscale_all_dim"]),
@@ -221,7 +202,8 @@ ANGLES = st.dictionaries(
 def test_models_of_hugging_face(effort: settings, tmp_path: Path) -> None:
     config, index = tmp_path / "config.json", tmp_path / "model.safetensors.index.json"
     values = st.tuples(
-        st.sampled_from(FAMILIES), st.dictionaries(st.sampled_from([*LLAMA, *MORE]), VALUES | ANGLES, max_size=3)
+        st.sampled_from(sorted(FAMILIES)),
+        st.dictionaries(st.sampled_from([*LLAMA, *MORE]), VALUES | ANGLES, max_size=3),
     )
     good = json.dumps({"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}).encode()
     maps = st.dictionaries(st.text(max_size=3), VALUES, max_size=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import shutil
@@ -27,7 +26,7 @@ Tool = Callable[..., None]
 
 
 def make(world: Path, tool: Tool) -> None:
-    """Make the valid files: a data set, a tokenizer, models of both kinds, a run, scores, a packed data set.
+    """Make the valid files: a data set, a tokenizer, models of both kinds, a run, scores.
 
     Args:
         world: the folder to make.
@@ -47,7 +46,6 @@ def make(world: Path, tool: Tool) -> None:
     (world / "dataset").mkdir()
     for file in world.glob("data.*"):
         shutil.copy(file, world / "dataset")
-    shutil.copytree(world / "dataset", world / "packed")
     flags = ["--config", world / "good.yaml", "--tokenizer-model", "bytes", "--seq-length", 64]
     flags += ["--train-iters", 2, "--global-batch-size", 2]
     data = ["--data-path", world / "data"]
@@ -57,7 +55,6 @@ def make(world: Path, tool: Tool) -> None:
     tool("tools/convert_checkpoint.py", "megatron-to-hf", *run, "--tokenizer", "none")
     scores = ["--checkpoint", world / "hf", "--output", world / "scores", "--context", 16]
     tool("tools/score_tokens.py", *scores, *flags, *data)
-    tool("tools/pack_data.py", *flags, "--data-path", world / "packed" / "data", "--packing", "best_fit")
 
 
 def prepare(folder: Path, good: Path | None, changes: tuple[Change, ...]) -> None:
@@ -66,16 +63,7 @@ def prepare(folder: Path, good: Path | None, changes: tuple[Change, ...]) -> Non
     else:
         shutil.copytree(good, folder)
     for change in changes:
-        for path in _files(folder, change.file):
-            change_file(path, change)
-
-
-def _files(folder: Path, name: str) -> list[Path]:
-    if "*" not in name:
-        return [folder / name]
-    found = [Path(path) for path in glob.glob(str(folder / name))]
-    assert found, name
-    return found
+        change_file(folder / change.file, change)
 
 
 def change_file(path: Path, change: Change) -> None:
@@ -94,9 +82,5 @@ def change_file(path: Path, change: Change) -> None:
             path.write_text(json.dumps({"sha256": sealed} | content))
         case "cut":
             path.write_bytes(path.read_bytes()[:value])
-        case "put":
-            place, raw = value
-            content = path.read_bytes()
-            path.write_bytes(content[:place] + raw + content[place + len(raw) :])
         case "remove":
             path.unlink()

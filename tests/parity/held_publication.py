@@ -20,7 +20,6 @@ _publish = folders.publish
 def publish(aside: Path) -> Path:
     """Wait in the publishing thread; training that waits for the thread gets an error instead."""
     saved = folders.step_of(aside.with_name(aside.name.split(".")[0]))
-    assert saved is not None
     metrics = aside.parents[1] / "metrics.jsonl"
     if not (aside.parent / folders.POINTER).exists():
         assert wait_until(lambda: len(read_jsonl(metrics)) >= saved + 4, TIMEOUT_S), "no step is done meanwhile"
@@ -31,5 +30,4 @@ folders.publish = publish
 
 
 def main(argv: list[str]) -> int:
-    """The trainer's."""
     return one_step_ahead.main(argv)

@@ -9,5 +9,4 @@ Platform.steps_ahead = 1  # type: ignore[assignment, method-assign]
 
 
 def main(argv: list[str]) -> int:
-    """The trainer's."""
     return pretrain_skyladder.main(argv)

@@ -83,7 +83,6 @@ class RandomCase:
 
     @property
     def alone(self) -> Run:
-        """The same training by one process, row by row."""
         config = self.run.config
         return Run(
             replace(
@@ -98,7 +97,6 @@ class RandomCase:
 
 
 def draw_case(seed: int) -> RandomCase:
-    """The case of a seed."""
     chance = random.Random(seed)
     rejected = 0
 
@@ -125,7 +123,6 @@ def draw_case(seed: int) -> RandomCase:
 
 
 def changed(config: Config) -> Iterator[tuple[str, Any]]:
-    """Every field whose value is not the default, and its value."""
     for section in vars(config).values():
         for field in fields(section):
             value = getattr(section, field.name)
@@ -429,7 +426,6 @@ def located(run: Run, data: Path, scores: Path, folder: Path, load: Path | None 
 
 def prepare(config: Config) -> None:
     """Make the packing plans and the score store that a run reads: short losses drawn near a new model's own."""
-    assert config.model.vocab_size is not None
     plain = replace(config, weighting=WeightingConfig())
     for number in (0, 1) if config.training.eval_interval else (0,):
         for split in splits(plain, config.model.vocab_size, number):

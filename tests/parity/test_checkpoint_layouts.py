@@ -66,7 +66,6 @@ class Grid:
         return self._losses(self._run("1", STEPS, flags))
 
     def source(self, layout: str, *flags: str) -> Path:
-        """A run that ends after SAVED steps."""
         return self._run(layout, SAVED, flags)
 
     def resumed(self, source: str, target: str, *flags: str) -> list[list[float]]:

@@ -23,8 +23,6 @@ EVALUATION = f"--eval-interval {STEPS} --eval-iters 1 --eval-lengths 7 {LENGTH}"
 
 @dataclass(frozen=True)
 class Layout:
-    """Flags of a layout, its processes, and the model it needs."""
-
     flags: str
     processes: int
     model: tuple[str, ...] = field(default=())

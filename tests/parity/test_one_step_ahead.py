@@ -54,7 +54,6 @@ def test_steps_go_on_while_a_checkpoint_is_published(small_data: SmallData, tmp_
         manifest = Manifest.read(folder)
         manifest.check_content(folder, manifest.files)
     newest = locate(tmp_path)
-    assert newest is not None
     assert newest.folder.name == folder_name(10)
 
 
@@ -89,6 +88,5 @@ def test_a_signal(small_data: SmallData, tmp_path: Path) -> None:
     assert running.statuses == [85, 85]
     steps = len(read_jsonl(run / "metrics.jsonl"))
     newest = locate(run)
-    assert newest is not None
     assert newest.folder.name == folder_name(steps)
     assert json.loads((run / "stopped.json").read_text())["step"] == steps

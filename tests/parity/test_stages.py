@@ -38,7 +38,6 @@ def written(path: Path, small: SmallData, keep: list[str], **long: Any) -> list[
 
 
 def trace(run: Path) -> list[dict[str, Any]]:
-    """The metrics of both stages."""
     return without_times([*read_jsonl(run / "short/metrics.jsonl"), *read_jsonl(run / "long/metrics.jsonl")])
 
 

@@ -97,10 +97,3 @@ def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str], beside: str
     assert text in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out" / "tokenizer.json").exists()
-
-
-@pytest.mark.parametrize("name", ["a.model", "a.tiktoken"])
-def test_files_of_no_library(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    (tmp_path / name).write_bytes(b"nonsense")
-    assert main(["--input", str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
-    assert f"{name} is not a " in capfd.readouterr().err

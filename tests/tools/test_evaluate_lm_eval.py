@@ -14,31 +14,20 @@ from launcher import Commands
 
 pytestmark = pytest.mark.slow  # `make test-eval` runs them
 TOOL = "tools/evaluate.py"
+LOCAL = "dataset_path: json\ndataset_kwargs: {data_files: {test: %s}}\ntest_split: test\n"
 TASKS = {
-    "choice": """task: choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: multiple_choice
+    "choice": """output_type: multiple_choice
 doc_to_text: "{{question}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: "{{answer}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
-    "text": """task: text
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: loglikelihood_rolling
+    "text": """output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{story}}"
 metric_list: [{metric: word_perplexity}]
 """,
-    "write": """task: write
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: generate_until
+    "write": """output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{choices[0]}}"
 generation_kwargs: {until: ["."], max_gen_toks: 24, do_sample: false}
@@ -50,7 +39,6 @@ MAX_LENGTH = 96  # shorter than the stories: contexts are cut, and rolling takes
 
 
 def write_tasks(folder: Path) -> Path:
-    """Task files with local data; their folder."""
     folder.mkdir()
     lines = [
         {
@@ -63,7 +51,7 @@ def write_tasks(folder: Path) -> Path:
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, text in TASKS.items():
-        (folder / f"{name}.yaml").write_text(text % (folder / "data.jsonl"))
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n" + LOCAL % (folder / "data.jsonl") + text)
     return folder
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.models import EACH, write_model
-from conftest import SmallData
 from evaluation.plain import greedy_texts
 from launcher import Commands
-from runs import CONFIG
+from runs import refusal
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -30,13 +29,6 @@ def greedy(folder: Path, prompts: list[list[int]], new: int, stop: list[int]) ->
 def written(commands: Commands, model: Path, output: Path, *flags: object) -> list[list[int]]:
     commands.run(TOOL, model, "--output", output, "--overwrite", *flags)
     return [json.loads(line)["tokens"] for line in output.read_text().splitlines()]
-
-
-def refusal(commands: Commands, *flags: object) -> str:
-    (done,) = commands.attempt(TOOL, *flags)
-    assert done.status == 2, done
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    return line
 
 
 @pytest.mark.parametrize("architecture", EACH)
@@ -72,24 +64,6 @@ def test_two_processes_write_with_experts_what_one_writes(alone: Commands, tmp_p
         assert written(Commands(2), model, tmp_path / "two.jsonl", *options, *layout) == one
 
 
-def test_a_checkpoint_of_another_layout_writes_what_its_export_writes(
-    alone: Commands, small_data: SmallData, tmp_path: Path
-) -> None:
-    """Trained by pipeline and tensor parallelism in four processes, generated from by one and by two."""
-    run, export = tmp_path / "run", tmp_path / "export"
-    short = ["--train-iters", 2, "--global-batch-size", 4, "--seq-length", 128, "--lr-warmup-iters", 0, "--lr", 1e-2]
-    layout = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
-    Commands(4).run("pretrain_skyladder.py", *CONFIG, *small_data.flags, *short, *layout, "--save", run)
-    alone.run("tools/convert_checkpoint.py", "megatron-to-hf", "--input", run, "--output", export)
-    tokenizer = Tokenizer(small_data.tokenizer)
-    prompts = ["def main(", "import os", "class A:\n    def"]
-    expected = greedy(export, [tokenizer.encode(prompt) for prompt in prompts], NEW, [tokenizer.eod_id])
-    options = ["--prompt", *prompts, "--max-new-tokens", NEW]
-    assert written(alone, run, tmp_path / "out.jsonl", *options) == expected
-    two = written(Commands(2), run, tmp_path / "out.jsonl", *options, "--tensor-model-parallel-size", 2)
-    assert two == expected
-
-
 def test_one_text_is_shown_as_it_comes_and_several_in_turn(
     alone: Commands, stories_model: Path, tmp_path: Path
 ) -> None:
@@ -122,11 +96,5 @@ def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:
 def test_angles_that_follow_the_text_are_refused_beyond_their_length(alone: Commands, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama-dynamic", max_position_embeddings=32)
     options = [model, "--tokenizer", "bytes", "--prompt", "a" * 20, "--max-new-tokens"]
-    assert "got up to 33 tokens" in refusal(alone, *options, 13)
+    assert "got up to 33 tokens" in refusal(alone.attempt(TOOL, *options, 13)[0])
     assert alone.attempt(TOOL, *options, 12)[0].status == 0
-
-
-def test_a_text_beyond_the_trained_length_is_warned_of(alone: Commands, stories_model: Path) -> None:
-    (done,) = alone.attempt(TOOL, stories_model, "--prompt", "The", "--max-new-tokens", 515)
-    assert done.status == 0
-    assert "beyond the 512 that" in done.stderr

@@ -43,17 +43,6 @@ def test_a_dataset_of_another_tokenizer_is_refused(small_data: SmallData, capsys
     assert "corpus was made with another tokenizer" in error
 
 
-def test_the_masks_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*BY_HAND, "--no-document-mask", "--window", "6", "--left-window", "2"]) == 0
-    text = capsys.readouterr().out
-    assert cells(text, "document") == list("aaabbbbbbbcc")
-    assert cells(text, "keys") == list("123333123333")
-    output = tmp_path / "row.png"
-    assert main([*BY_HAND, "--output", str(output)]) == 0
-    assert capsys.readouterr().out.endswith(f"\n{output}\n")
-    assert output.stat().st_size > 10_000
-
-
 def test_a_row_of_a_dataset(small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
     """The end token stands where a document ends and nowhere else; the sample and the seed choose the row."""
 

@@ -7,16 +7,16 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import zarr
+from checkpoint.models import write_model
 from conftest import SmallData
 from launcher import Commands
 from runs import CONFIG, read_jsonl
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 SCORE, TRAIN = "tools/score_tokens.py", "pretrain_skyladder.py"
 LENGTH, STEPS, BATCH = 128, 2, 4
@@ -77,33 +77,13 @@ def exported(trajectory: Path, name: str) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Random tiny models as transformers saves them, by family."""
     folder = tmp_path_factory.mktemp("models")
-    sizes: dict[str, Any] = {
-        "vocab_size": 1031,  # the data's token ids are fewer, and no multiple of anything
-        "hidden_size": 32,
-        "intermediate_size": 72,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "rms_norm_eps": 1e-4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-    }
-    configs = {
-        "llama": LlamaConfig(**sizes, head_dim=12),
-        "qwen2": Qwen2Config(**sizes, tie_word_embeddings=True),
-        "mistral": MistralConfig(**sizes, sliding_window=7),
-    }
+    # the data's token ids are fewer than 1031, which is no multiple of anything
+    changed = {"llama": {"head_dim": 12}, "qwen2": {}, "mistral": {"sliding_window": 7}}
 
     def saved(family: str) -> Path:
-        place = folder / family
-        if not place.exists():
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(configs[family])
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    torch.nn.init.normal_(parameter, std=0.5)
-            model.save_pretrained(place, max_shard_size="100KB")
-        return place
+        if not (folder / family).exists():
+            write_model(folder / family, family, shard="100KB", vocab_size=1031, **changed[family])
+        return folder / family
 
     return saved
 
