@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "docs" / "experiments"
@@ -25,35 +24,11 @@ def budget(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("budget")
 
 
-def test_the_design_has_fifty_runs(budget: Any) -> None:
-    seeds = range(1, 8)
-    assert len(budget.section_a(seeds, budget.RATES)) == 18
-    assert len(budget.both(seeds, budget.RATES, 2e-3)) == 50
-
-
-def test_documents_have_the_lengths_of_the_design(budget: Any, stories_model: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(stories_model / "tokenizer.json"))
-    text = "Once upon a time, Lily went to the park.\n" * 20_000
-    documents = budget.cut([text], tokenizer)
-    assert "".join(documents) == text
-    lengths = [len(one.ids) for one in tokenizer.encode_batch(documents, add_special_tokens=False)]
-    assert np.median(lengths) == pytest.approx(67, rel=0.1)
-    assert np.mean(lengths) == pytest.approx(123, rel=0.1)
-
-
 def test_every_experiment_can_be_imported() -> None:
     """In a process of its own: a package of the tests has the name of an experiment."""
     names = " ".join(path.stem for path in EXPERIMENTS.glob("*.py"))
     command = [sys.executable, "-c", f"import {names.replace(' ', ', ')}"]
     subprocess.run(command, cwd=EXPERIMENTS, env=os.environ | {"PYTHONPATH": str(EXPERIMENTS.parents[1])}, check=True)
-
-
-def test_slopes_and_the_best_rate(budget: Any) -> None:
-    """Each doubling of the share is worth 0.02 nats; 4e-3 is the best rate of constant."""
-    losses = {budget.name_of(share, 2e-3): [5 - 0.02 * n, 6 - 0.02 * n] for n, share in enumerate(budget.SHARES)}
-    assert budget.slopes(losses, 2e-3) == pytest.approx([-0.02, -0.02])
-    rates = {budget.name_of("constant", rate): [4 - 100 * rate] for rate in budget.RATES}
-    assert budget.best_rate(rates, "constant", budget.RATES) == 4e-3
 
 
 @pytest.mark.slow

@@ -45,7 +45,6 @@ def fill(folder: Path, names: list[str]) -> None:
 
 
 def left(folder: Path) -> list[str]:
-    """Files in the folders that users and tools share."""
     roots = [folder / name for name in ("data", "runs", *(cache.split("/")[0] for cache in CACHES))]
     return sorted(str(path.relative_to(folder)) for root in roots for path in root.rglob("*") if path.is_file())
 

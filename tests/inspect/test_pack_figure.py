@@ -10,7 +10,7 @@ from hypothesis import given
 from test_pack_view import dense, owners, views
 
 from megatron_ext.errors import UserError
-from megatron_ext.inspect.pack_figure import CELLS, PALE, draw_pack, mask_image, rank_colors, write_pack
+from megatron_ext.inspect.pack_figure import PALE, mask_image, rank_colors, write_pack
 from megatron_ext.inspect.pack_view import PackView, view_row
 
 
@@ -21,18 +21,6 @@ def test_a_cell_has_the_color_of_the_querys_rank_and_is_pale_where_the_key_is_fe
     fetched = (owner[:, None] != owner)[..., None]
     expected = np.where(fetched, 1 - (1 - colors) * PALE, colors)
     np.testing.assert_allclose(image, np.where(dense(view)[..., None], expected, 1.0))
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("length", "ranks"), [(1, 1), (2, 2), (1300, 13), (2**19, 64)])
-def test_rows_of_any_length_are_drawn(length: int, ranks: int) -> None:
-    view = view_row(length, [length // 2, length // 3], window=max(1, length // 5), cp_size=ranks)
-    figure = draw_pack(view)
-    figure.canvas.draw()
-    assert figure.axes[0].get_xlim() == (0, length)
-    image = mask_image(view)
-    assert image.shape == (min(length, CELLS),) * 2 + (3,)
-    assert (np.diagonal(image) < 1).any(axis=0).all()  # each token sees itself
 
 
 def test_the_picture_is_written_atomically(tmp_path: Path) -> None:

@@ -77,7 +77,6 @@ def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
 
 
 def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0, weighted: bool = False) -> Path:
-    """A run folder as training leaves it, TensorBoard aside."""
     with MetricsWriter(folder, resume_step=first, logging=QUIET) as writer:
         for step in range(first, steps):
             if evaluate_every and step % evaluate_every == 0:

@@ -24,7 +24,6 @@ def test_a_page_fits_its_window_and_draws_its_charts(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 120, evaluate_every=20) for name in ("a long name " * 12, "other")]
     page = write_comparison(runs, tmp_path / "compare.html")
     page.write_text(page.read_text(encoding="utf-8") + PROBE, encoding="utf-8")
-    assert BROWSER is not None
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
          "--window-size=500,900", f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=20000",

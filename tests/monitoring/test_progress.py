@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -15,43 +16,31 @@ from megatron_ext.monitoring import Progress
 from .records import step_record
 
 
-@pytest.fixture(params=[(24, 120), (0, 0)], ids=["sized", "unsized"])
-def terminal(request):
-    """A real pseudo-terminal: (text stream to write to, function that reads what it shows)."""
-    master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *request.param, 0, 0))
-    stream = os.fdopen(slave, "w")
-
-    def shown() -> str:
-        stream.flush()
-        os.set_blocking(master, False)
-        text = b""
-        while True:
-            try:
-                text += os.read(master, 65536)
-            except BlockingIOError:
-                return text.decode()
-
-    yield stream, shown
-    stream.close()
-    os.close(master)
-
-
 def _record(step: int, **changes):
     return step_record(step, lm_loss=3.14159, window=1024, tokens_per_s=8192.4, **changes)
 
 
-def test_the_bar_shows_step_loss_window_speed_and_time_left(terminal):
-    stream, shown = terminal
-    progress = Progress(2000, 1000, stream=stream)
-    time.sleep(0.15)  # tqdm draws at most every 0.1 s
-    progress.update(_record(1000))
-    progress.close()
-    text = shown()
+@pytest.mark.parametrize("size", [(24, 120), (0, 0)], ids=["sized", "unsized"])
+def test_the_bar_of_a_terminal_shows_step_loss_window_speed_and_time_left(size):
+    """On a real pseudo-terminal."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        progress = Progress(2000, 1000, stream=stream)
+        time.sleep(0.15)  # tqdm draws at most every 0.1 s
+        progress.update(_record(1000))
+        progress.close()
+        stream.flush()
+        os.set_blocking(master, False)
+        text = b""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                text += os.read(master, 65536)
+    os.close(master)
+    text = text.decode()
     assert "step 1,001/2,000" in text
     assert "loss 3.1416 | norm 0.5 | lr 4.0e-04 | window 1,024 | 8,192 tokens/s" in text
     assert re.search(r"\[\d\d:\d\d < \d+:\d\d\]", text)
-    assert " 50%" in text
 
 
 def test_first_last_and_every_tenth_step_get_a_line():
@@ -75,13 +64,3 @@ def test_slow_steps_get_a_line_each_time_the_seconds_are_over(monkeypatch):
         now += pause
         progress.update(_record(step))
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/100", "3/100"]
-
-
-def test_disabled_writes_nothing(terminal):
-    for stream in (terminal[0], io.StringIO()):
-        progress = Progress(5, 0, enabled=False, stream=stream)
-        progress.update(_record(0))
-        progress.note("text")
-        progress.close()
-    assert stream.getvalue() == ""
-    assert terminal[1]() == ""

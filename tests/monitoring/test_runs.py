@@ -78,13 +78,6 @@ def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path)
     assert load_run(write_run(tmp_path / "plain", 3)).mixture() is None
 
 
-def test_runs_are_named_by_the_shortest_end_of_their_paths_that_differs(tmp_path):
-    folders = [write_run(tmp_path / group / "run", 1) for group in ("a", "b")]
-    assert [run.name for run in load_runs(folders)] == ["a/run", "b/run"]
-    other = write_run(tmp_path / "a" / "other", 1)
-    assert [run.name for run in load_runs([folders[0], other])] == ["run", "other"]
-
-
 def test_validation_by_length_is_sorted_by_number_and_may_begin_later(tmp_path):
     write_run(tmp_path, 3)
     later = evaluation_record(2, 3.0, by_length={"1024": 2.5, "128": 3.0})

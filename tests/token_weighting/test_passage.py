@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +48,3 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         Passage.read(tmp_path)
     with pytest.raises(UserError, match="lists differ in length"):
         Passage.read(write_passage_file(tmp_path, weights=[1.0, 2.0]))
-
-
-def opacities(weights: list[float]) -> list[float]:
-    n = len(weights)
-    passage = Passage(0, 0, tuple(range(n)), None, tuple(weights), (0.0,) * n)
-    return [float(found) for found in re.findall(r"60,([\d.]+)\)", passage.html())]
-
-
-def test_heavier_tokens_have_a_stronger_background() -> None:
-    """One outlier does not make the others pale."""
-    weights = [0.75 + step / 100 for step in range(100)]
-    shown = opacities(weights)
-    assert shown == sorted(shown)
-    assert (shown[0], shown[-1]) == (0.08, 0.8)
-    assert opacities([*weights, 1e6])[:-1] == pytest.approx(shown, abs=0.02)
-    assert opacities([0.0, 1.0, 1.0]) == [0.08, 0.08]

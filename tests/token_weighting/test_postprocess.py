@@ -118,30 +118,6 @@ def test_a_row_is_the_same_bits_in_any_company(score: Score, post: Post, data: s
 
 
 @pytest.mark.parametrize(
-    ("score", "post"), [pair for pair in PAIRS if pair[0] not in (Score.MILE, Score.LONGCE, Score.FOCAL)]
-)
-def test_a_row_of_zeros_is_uniform(score: Score, post: Post) -> None:
-    nan = [[np.nan] * 4]
-    kept = [[True, True, False, True]]
-    for seed in range(5):
-        weights = weigh(
-            nan, nan, score=score, post=post, trained=kept, same_context=[[True] * 4], strength=0.3, seed=seed
-        )
-        np.testing.assert_array_equal(weights, [[1, 1, 0, 1]])
-
-
-@pytest.mark.parametrize(("score", "post"), PAIRS)
-def test_a_row_without_trained_tokens_weighs_nothing(score: Score, post: Post) -> None:
-    losses = np.full((2, 3), np.nan)
-    losses[1] = 1, 2, 3
-    trained = np.array([[False] * 3, [True] * 3])
-    entropy = {"entropy": losses} if score is Score.MILE else {}
-    weights = weigh(losses, 2 * losses, score=score, post=post, strength=0.5, trained=trained, **entropy)
-    assert not weights[0].any()
-    assert weights[1].any()
-
-
-@pytest.mark.parametrize(
     ("kappa", "tokens", "kept"),
     [
         (0.2, 10, 2),

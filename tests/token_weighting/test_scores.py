@@ -15,38 +15,20 @@ DOUBT = [[0.0, math.log(2), math.log(4), math.log(4)]]  # p 1 1/2 1/4 1/4
 ENTROPY = [[0.0, 1.0, 2.0, 1.0]]
 BY_HAND: list[tuple[str, str, dict[str, Any], list[float]]] = [
     ("abs", "dense", {}, [1.25, 0.75, 1, 1]),
-    ("abs", "dense", {"strength": 0}, [2, 0, 1, 1]),
-    ("abs", "sparse", {"strength": 0.25}, [4, 0, 0, 0]),
     ("abs", "sparse", {"strength": 0.75}, [4 / 3, 0, 4 / 3, 4 / 3]),
     ("abs", "none", {}, [2, 0, 1, 1]),
     ("ppmi", "dense", {"strength": 0.25}, [2.25, 0.25, 0.25, 1.25]),
     ("ppmi", "sparse", {"strength": 0.5}, [2, 0, 0, 2]),
-    ("ppmi", "none", {}, [2, 0, 0, 1]),
-    ("ppmi", "none", {"shift": 1}, [2, 0, 0, 1]),
     ("ppmi", "none", {"shift": 2}, [2 - math.log(2), 0, 0, 1 - math.log(2)]),
-    ("ppmi", "dense", {"shift": math.e, "strength": 0}, [4, 0, 0, 0]),
-    ("ppmi", "sparse", {"shift": math.e, "strength": 0.25}, [4, 0, 0, 0]),
     ("npmi", "dense", {"strength": 0.5}, [0.5, 0.5, 2.5, 0.5]),
-    ("npmi", "sparse", {"strength": 0.25}, [0, 0, 4, 0]),
-    ("npmi", "none", {}, [0, 0, 1, 0]),
-    ("npmi", "none", {"shift": 2}, [0, 0, 1 - math.log(2), 0]),
     ("npmi", "none", {"shift": math.e}, [1, 1, 1, 1]),  # all scores 0
     ("longce", "none", {}, [5, 1, math.exp(-1), math.e]),
     ("longce", "none", {"clip": 2}, [2, 1, math.exp(-1), 2]),
-    ("longce", "none", {"clip": 100}, [math.exp(2), 1, math.exp(-1), math.e]),
-    ("rho1", "sparse", {"strength": 0.25}, [0, 0, 4, 0]),
     ("rho1", "sparse", {"strength": 0.5}, [0, 2, 2, 0]),
-    ("rho1", "sparse", {"strength": 0.75}, [0, 4 / 3, 4 / 3, 4 / 3]),
     ("focal", "dense", {"strength": 0}, [0, 1, 1.5, 1.5]),
     ("focal", "sparse", {"strength": 0.5}, [0, 0, 2, 2]),
-    ("focal", "none", {"strength": 1}, [0, 0.5, 0.75, 0.75]),
     ("focal", "none", {"strength": 2}, [0, 0.25, 0.5625, 0.5625]),
-    ("focal", "none", {"strength": 0}, [1, 1, 1, 1]),
-    ("focal", "dense", {"strength": 1}, [1, 1, 1, 1]),
-    ("abs", "sparse", {"strength": 1}, [1, 1, 1, 1]),
     ("mile", "dense", {"strength": 0.5}, [0.75, 1, 1.25, 1]),
-    ("mile", "sparse", {"strength": 0.25}, [0, 0, 4, 0]),
-    ("mile", "none", {"strength": 1}, [1, 2, 3, 2]),
     ("mile", "none", {"strength": 2}, [1, 4, 9, 4]),
 ]
 
@@ -75,13 +57,3 @@ def test_a_loss_or_entropy_below_zero_by_rounding_counts_as_zero() -> None:
 def test_small_doubts_keep_their_digits() -> None:
     weights = weigh([[1e-12, 3e-12]], None, score="focal", post="dense", strength=0)
     np.testing.assert_allclose(weights, [[0.5, 1.5]], rtol=2e-7)
-
-
-def test_longce_of_a_huge_pmi_is_its_bound() -> None:
-    np.testing.assert_array_equal(weigh([[0.0, 1.0]], [[1e4, 1.0]], score="longce", post="none"), [[5, 1]])
-
-
-def test_a_higher_score_is_a_worse_token_under_rho1_and_a_helped_one_under_ppmi() -> None:
-    trained_model, reference = [[4.0, 1.0]], [[1.0, 4.0]]
-    np.testing.assert_array_equal(weigh(trained_model, reference, score="rho1", post="sparse", strength=0.5), [[2, 0]])
-    np.testing.assert_array_equal(weigh(trained_model, reference, score="ppmi", post="sparse", strength=0.5), [[0, 2]])

@@ -53,7 +53,6 @@ class Case:
         """The first token of the segment of `token` in the long context of a kind of layers."""
         batch, place = divmod(token, self.total // len(self.masks))
         mask = self.masks[batch].local if kind == "local" else self.masks[batch].scheduled
-        assert mask is not None
         return token - place + segment_start(mask.layout, place)
 
     def chunk_start(self, token: int) -> int:
@@ -107,7 +106,6 @@ divisions = st.builds(
 
 
 def wanted_places(batch: PackedBatch) -> np.ndarray:
-    assert batch.wanted is not None
     return batch.wanted.numpy()
 
 
@@ -122,9 +120,7 @@ def test_every_scored_token_sees_its_short_context_and_no_more(case: Case, divis
             token = int(tokens[place])
             for kind in kinds:
                 mask = batch.masks.local if kind == "local" else batch.masks.scheduled
-                assert mask is not None
                 original = case.masks[0].local if kind == "local" else case.masks[0].scheduled
-                assert original is not None
                 assert mask.left_window == original.left_window
                 near = max(case.first_seen(token, kind), case.chunk_start(token))
                 seen = tokens[segment_start(mask.layout, int(place)) : place + 1]
@@ -171,11 +167,9 @@ def filled_in(passes: list[ShortPass], total: int) -> np.ndarray:
     losses = np.full(total, -1)
     for batches in zip(*(one.batches for one in passes), strict=True):
         places = batches[0].places
-        assert places is not None
         assert places.counts == tuple(len(wanted_places(batch)) for batch in batches)
         gathered = np.concatenate([batch.tokens_t.numpy()[wanted_places(batch)] for batch in batches])
         for batch in batches:
-            assert batch.places is not None
             np.testing.assert_array_equal(batch.places.order, places.order)
         losses[places.order.numpy()] = gathered
         np.add.at(landed, places.order.numpy(), 1)

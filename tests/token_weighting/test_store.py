@@ -133,7 +133,6 @@ def score(path: Path, identity: StoreIdentity, rows: list[int], start: Barrier, 
 
 
 def start_scoring(path: Path, identity: StoreIdentity, shares: list[list[int]]) -> list[tuple[BaseProcess, Connection]]:
-    """One process for each share of rows, and the ends of their pipes."""
     barrier, ranks = PROCESSES.Barrier(len(shares) + 1), []
     for rows in shares:
         reader, writer = PROCESSES.Pipe(duplex=False)

@@ -96,14 +96,18 @@ def test_every_kind_of_input_gives_the_same_tokens(options: PreprocessOptions, t
     preprocess(options)
     wanted = Path(options.output_prefix + ".bin").read_bytes()
     raw = lines(TEXTS)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw))
-    (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(raw, "zstd", asbytes=True))
+    # of two gzip members, of two zstd frames; a dictionary-encoded column
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw[:400]) + gzip.compress(raw[400:]))
+    frames = [pyarrow.compress(part, "zstd", asbytes=True) for part in (raw[:400], raw[400:])]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=70)
+    encoded = pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()})
+    pyarrow.parquet.write_table(encoded, tmp_path / "b.parquet")
     texts = tmp_path / "texts"
     texts.mkdir()
     for number, text in enumerate(TEXTS):
         (texts / f"{number:03}.txt").write_text(text)
-    for name in ("a.jsonl.gz", "*.zst", "a.parquet", "texts"):
+    for name in ("a.jsonl.gz", "*.zst", "a.parquet", "b.parquet", "texts"):
         preprocess(replace(options, inputs=[str(tmp_path / name)], overwrite=True))
         assert Path(options.output_prefix + ".bin").read_bytes() == wanted, name
 
@@ -136,7 +140,6 @@ def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path)
     source, whole = IndexedSource(kept.output_prefix), IndexedSource(f"{options.output_prefix}-one")
     names = metadata(kept)["document_sources"]
     assert sorted(names) == ["0", "1", "2", "3", "4"]  # type: ignore[call-overload]
-    assert source.document_sources is not None
     assert [names[number] for number in source.document_sources] == [str(i % 5) for i in range(299)]  # type: ignore[index]
     np.testing.assert_array_equal(source.document_sources, whole.document_sources)
     assert preprocess(replace(kept, resume=True)).complete
@@ -156,7 +159,6 @@ def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Pa
     books = replace(books, shard_bytes=300)
     assert preprocess(books).documents == len(BOOKS)
     names, source = metadata(books)["document_sources"], IndexedSource(books.output_prefix)
-    assert source.document_sources is not None
     wanted = sorted(BOOKS, key=lambda book: hashlib.sha256(book[1].encode()).digest())
     for number, (subject, book) in enumerate(wanted):
         assert names[source.document_sources[number]] == subject  # type: ignore[index]
@@ -231,7 +233,6 @@ def test_a_tokenizer_that_has_changed_is_refused() -> None:
 def test_the_statistics_of_lengths() -> None:
     """Lengths 1, 1, 1, 5: mean 2, m2 = (3 + 9) / 4 = 3, m3 = (-3 + 27) / 4 = 6, m4 = (3 + 81) / 4 = 21."""
     found = length_statistics(np.array([1, 1, 1, 5]))
-    assert found is not None
     assert (found["mean"], found["median"], found["p75"], found["max"]) == (2, 1, 2, 5)
     assert (found["skewness"], found["kurtosis"]) == pytest.approx((6 / 3**1.5, 21 / 9 - 3))
     assert length_statistics(np.array([3, 3]))["kurtosis"] is None  # type: ignore[index]
@@ -281,13 +282,15 @@ def measured(folder: Path, **options: object) -> tuple[list[str], int, int]:
     return problems, own, worker
 
 
-def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """For 2 and for 12 MB of documents of 20 kB."""
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, ending: str) -> None:
+    """For 2 and for 12 MB of documents of 20 kB, which are some kB if compressed."""
     peaks = []
     for documents in (100, 600):
         rows = ({"text": "word " * 4000, "repo": i % (documents // 3)} for i in range(documents))
-        file = tmp_path / "a.jsonl.gz"
-        file.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows), 1))
+        raw = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        file = tmp_path / f"a.jsonl.{ending}"
+        file.write_bytes(gzip.compress(raw, 1) if ending == "gz" else pyarrow.compress(raw, "zstd", asbytes=True))
         output = str(tmp_path / str(documents))
         found = measured(tmp_path, inputs=[str(file)], output_prefix=output, shard_bytes=1 << 20, concat_by="repo")
         peaks.append(found[1:])

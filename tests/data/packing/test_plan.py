@@ -38,14 +38,6 @@ def test_a_saved_plan_is_memory_mapped(plan: PackingPlan, tmp_path: Path) -> Non
     assert folder.parent == tmp_path / "deep" / "data.packing"
 
 
-def test_a_new_plan_replaces_the_old(plan: PackingPlan, tmp_path: Path) -> None:
-    other = build_plan("carry_over", ListedSource(LENGTHS), range(5), 4, 0)
-    for each in (plan, other):
-        save_plan(each, tmp_path / "plan")
-        assert load_plan(tmp_path / "plan", each.key).rows == each.rows
-    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
-
-
 @pytest.mark.parametrize(
     "change",
     [

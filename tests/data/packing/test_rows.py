@@ -76,24 +76,6 @@ def test_a_mask_takes_labels_away_and_adds_none(
         assert_same(row, TokenRow(plain.tokens, plain.document_ends, plain.trained & held))
 
 
-def test_a_row_drawn() -> None:
-    """The example of the docstring: a whole document, the middle of one, the end of one, padding."""
-    source = ListedSource([4, 9, 5])
-    plan = build("carry_over", [4, 9, 5], 12)
-    pieces = np.array([[0, 0, 4], [1, 2, 3], [2, 2, 3], [1, 0, 9], [2, 0, 3]])
-    drawn = PackingPlan(plan.key, np.array([0, 3, 5]), pieces)
-    row = PackedRows(source, drawn, 0, pad_id=PAD).plan_row(0)
-    assert row.tokens.tolist() == [0, 1, 2, 3, 1002, 1003, 1004, 2002, 2003, 2004, PAD, PAD, PAD]
-    assert row.document_ends.tolist() == [4, 7, 10]
-    assert row.trained.astype(int).tolist() == [1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0]
-    full = PackedRows(source, drawn, 0, pad_id=PAD).plan_row(1)
-    assert full.tokens.tolist() == [*range(1000, 1009), 2000, 2001, 2002, 2003]
-    assert full.document_ends.tolist() == [9]
-    assert full.trained.all()
-    masked = PackedRows(source, drawn, 0, mask_eod=True).plan_row(1)
-    assert np.flatnonzero(~masked.trained).tolist() == [8]
-
-
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_carry_over_gives_the_rows_of_random(lengths: list[int], row_length: int, seed: int, mask_eod: bool) -> None:

@@ -86,10 +86,6 @@ def test_a_list_in_the_configuration_may_name_files(tmp_path: Path, monkeypatch:
         (MixturePart("d/a", weight=float("nan")), "mixture: a: got weight nan"),
         (MixturePart("a", packing="bm25", packing_options=("x",)), "packing_options: got 'x', needs NAME=NUMBER"),
         (MixturePart("a", packing_options=("x=1",)), "mixture: a: packing: random has no option 'x'; it takes none"),
-        (
-            MixturePart("a", packing="upsample_long", packing_options=("fctor=2",)),
-            "upsample_long has no option 'fctor'",
-        ),
         (MixturePart("a", packing="whole_document", packing_options=("below=64",)), "needs more than the 64 tokens"),
     ],
 )

@@ -156,7 +156,6 @@ def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
         length = int(source.document_lengths[number])
         assert source.read(number, 0, length).tolist() == wanted["input_ids"]
         mask = source.read_mask(number, 0, length)
-        assert mask is not None
         assert mask.tolist() == [value == 1 for value in wanted["assistant_masks"]]
         trained += sum(wanted["assistant_masks"])
     metadata = json.loads(Path(options.output_prefix + ".json").read_text())

@@ -89,20 +89,6 @@ def put_parquet(path: Path, columns: dict[str, object], rows: int = 2) -> Path:
     return path
 
 
-def test_every_kind_holds_the_same_texts(tmp_path: Path) -> None:
-    raw = lines(TEXTS)
-    frames = zstd(raw[:40]) + zstd(raw[40:])
-    files = [
-        put(tmp_path / "a.jsonl", raw),
-        put(tmp_path / "a.jsonl.gz", gzip.compress(raw[:40]) + gzip.compress(raw[40:])),
-        put(tmp_path / "a.jsonl.zst", frames),
-        put_parquet(tmp_path / "a.parquet", {"n": [1, 2, 3, 4], "text": TEXTS}),
-        put_parquet(tmp_path / "b.parquet", {"text": pyarrow.array(TEXTS).dictionary_encode()}),
-    ]
-    for file in files:
-        assert [document.text for document in read_documents([file])] == TEXTS, file
-
-
 def test_damaged_compression_is_named(tmp_path: Path) -> None:
     raw = lines(TEXTS * 100)
     for name, whole in (("a.jsonl.gz", gzip.compress(raw)), ("a.jsonl.zst", zstd(raw))):
