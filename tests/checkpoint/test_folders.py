@@ -17,7 +17,6 @@ from megatron_ext.errors import UserError
 
 
 def write(run: Path, step: int, content: bytes = b"tensors") -> Path:
-    """A checkpoint as the trainer publishes it."""
     aside = folders.begin(run, step)
     (aside / "file").write_bytes(content)
     replace(manifest({"file": facts_of(aside / "file")}), step=step).write(aside)
@@ -25,7 +24,6 @@ def write(run: Path, step: int, content: bytes = b"tensors") -> Path:
 
 
 def located(path: Path, **more: bool) -> Path | None:
-    """The folder that is found."""
     checkpoint = folders.locate(path, **more)
     return None if checkpoint is None else checkpoint.folder
 

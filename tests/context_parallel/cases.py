@@ -78,11 +78,9 @@ class Case:
 
     @property
     def alone(self) -> Case:
-        """The same training as one process does it."""
         return replace(self, policy="auto", scheme="exchange", recompute=None, overlaps=False, parts=None)
 
     def config(self, parallel: Parallel) -> Config:
-        """The engine's configuration with a layout's parallel sizes."""
         overlaps = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         return Config(
             model=ModelConfig(
@@ -123,7 +121,6 @@ class Case:
         )
 
     def row_at(self, sample: int) -> TokenRow:
-        """The row of a sample index."""
         row = self._drawn(sample)
         if self.weighting.token_weighting == "dataset":
             weights = np.random.default_rng([10, sample]).random(self.length).astype(np.float32)
@@ -165,7 +162,6 @@ class Case:
     def _trained(self, sample: int) -> np.ndarray:
         first = sample - sample % self.micro_batch
         if self.trained == "rank":
-            assert self.masked is not None
             cp_size, policy, rank = self.masked
             trained = np.ones(self.micro_batch * self.length, dtype=np.bool_)
             trained[plan(self.masks(first).scheduled.layout, cp_size, policy).rows[rank]] = False

@@ -14,8 +14,6 @@ from context_parallel.cases import Outcome, Parallel
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is shared out over processes."""
-
     name: str
     processes: int
     cp: int
@@ -45,9 +43,6 @@ def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    """How far two outcomes are apart."""
-    assert ours.weights is not None
-    assert theirs.weights is not None
     found = {
         name: relative(getattr(ours, name), getattr(theirs, name))
         for name in ("lm_loss", "train_loss", "grad_norm", "denominator")

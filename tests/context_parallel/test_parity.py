@@ -166,7 +166,6 @@ class Runs:
         return self._seen[key]
 
     def alone(self, case: Case, part: str = "fast") -> Outcome:
-        """The same training as one process does it."""
         seen = self._seen.setdefault(("alone", part), {})
         if case.alone not in seen:
             jobs = list(dict.fromkeys(one.alone for layout in self._asked for one in cases(layout, part)))
@@ -182,7 +181,6 @@ def runs() -> Runs:
 
 
 def completed(runs: Runs, layout: Layout, case: Case, part: str = "fast") -> list[Outcome]:
-    """What each process saw of a case that was not refused."""
     outcomes = runs.of(layout, part)[case]
     assert not isinstance(outcomes[0], str), f"{case}: {outcomes[0]}"
     return outcomes
@@ -246,7 +244,6 @@ def test_the_masks_are_what_they_are_called(runs: Runs) -> None:
             ((_, made),) = case.plans(4, step)[sample // case.micro_batch]
             counts = [int(trained[rows].sum()) for rows in made.rows]
             if case.trained == "rank":
-                assert case.masked is not None
                 assert [rank for rank, count in enumerate(counts) if not count] == [case.masked[2]]
             elif case.trained == "uneven":
                 assert len(set(counts)) > 1

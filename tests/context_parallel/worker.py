@@ -54,7 +54,6 @@ class Collectives(TorchDispatchMode):
         return to_others * (sent.numel() // len(sent) if len(sent) else 0) * sent.element_size()
 
     def take(self) -> list[tuple[str, int]]:
-        """The calls since the last time."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -64,8 +63,6 @@ def _is_group(arg: Any) -> bool:
 
 
 class Recorder:
-    """Keeps what a Weigher weighed."""
-
     def __init__(self, weigher: Weigher) -> None:
         self._weigher, self._seen = weigher, []
         self.fill_in = weigher.fill_in
@@ -84,8 +81,6 @@ class Recorder:
 
 
 class Worker:
-    """The engine's parts, built for one case after the other."""
-
     def __init__(self, sizes: Parallel) -> None:
         self.sizes = sizes
         config = Case(1).config(sizes)
@@ -111,7 +106,6 @@ class Worker:
         return model
 
     def train(self, case: Case) -> Outcome:
-        """The case's steps, then an evaluation on other rows."""
         config = case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
         context = context_options(config, self.ranks, group)
@@ -157,7 +151,6 @@ class Worker:
 
     @torch.no_grad()
     def probe(self, probe: Probe) -> ProbeOutcome:
-        """The losses of this process's tokens."""
         case, config = probe.case, probe.case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
         context = context_options(config, self.ranks, group)

@@ -245,8 +245,6 @@ def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(
 def test_megatrons_router_still_lacks_a_name_without_transformer_engine() -> None:
     """Where this fails, the name is there: remove compat.install_router."""
     spec = importlib.util.find_spec("megatron.core.transformer.moe.moe_utils")
-    assert spec is not None
-    assert spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     if fresh.HAVE_TE:

@@ -2,35 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import replace
 
-import pytest
-import torch
-
-from megatron_ext.attention.choice import select
-from megatron_ext.config import Config, TrainingConfig
-from megatron_ext.engine import compat, environment, platform
-from megatron_ext.errors import UserError
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_backend_can_serve_where_the_run_would_select_it(bf16: bool) -> None:
-    compat.install_optimizer()
-    config, here = Config(training=TrainingConfig(bf16=bf16)), platform.choose("auto")
-    found = environment.look(config, here)
-    assert found.packages["pyarrow"] == importlib.metadata.version("pyarrow")
-    text = "\n".join(found.summary())
-    assert f"torch {torch.__version__}" in text
-    for name, reason in found.backends.items():
-        arguments = (name, here.device, torch.bfloat16 if bf16 else torch.float32, config.model.head_size)
-        if reason is None:
-            select(*arguments)
-        else:
-            assert f"  {name} cannot: it {reason}" in text
-            with pytest.raises(UserError, match="cannot serve") as caught:
-                select(*arguments)
-            assert reason in str(caught.value)
+from megatron_ext.config import Config
+from megatron_ext.engine import environment, platform
 
 
 def test_differences_between_ranks_are_reported_once_per_host() -> None:

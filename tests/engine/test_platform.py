@@ -46,14 +46,6 @@ def test_a_run_fails_without(small_data: SmallData, tmp_path: Path, monkeypatch:
     assert FAILURES[name] in stderr, stderr[-3000:]
 
 
-@on_cpu
-@pytest.mark.slow
-def test_the_same_run_passes_with_all(small_data: SmallData, tmp_path: Path) -> None:
-    result = attempt([*small_data.flags, *FLAGS, *PIPELINE], 2, tmp_path / "run")
-    assert result.returncode == 0, result.stderr
-    assert len(result.metrics) == 1
-
-
 @pytest.fixture
 def patched() -> Iterator[None]:
     """All patches installed, as in a process that has not yet used a device."""

@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
 from megatron_ext.checkpoint.hf.names import Parameter, full_shape, parameters_of
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine import weights
-from megatron_ext.engine.weights import Initial, fill
+from megatron_ext.engine.weights import Initial, deviation, fill
 
 SEED, VOCABULARY = 2**63 + 5, 57  # padded to 64
 MODEL = ModelConfig(
@@ -103,3 +103,19 @@ def test_a_hugging_face_folder_is_read_by_blocks(
     vectors = sum(tensor.numel() for name, tensor in tensors.items() if tensor.ndim == 1)
     assert matrices <= sum(read) <= matrices + tp * vectors  # each rank reads its own share, once
     assert max(read) <= max(block, max(tensor.shape[-1] for tensor in tensors.values()))
+
+
+SIZES = {"num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 4}
+INNER = ("model.embed_tokens.weight", "model.layers.3.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
+RESIDUAL = ("model.layers.3.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight")
+
+
+def test_deviations_by_hand() -> None:
+    """Width 256, 8 layers. TinyLlama: sqrt(2 / 1280) = 0.0395, 1 / (16 * 8) = 0.0078. Megatron: 0.02, 0.02 / 4."""
+    tinyllama, megatron = ModelConfig(**SIZES, init_scheme="tinyllama"), ModelConfig(**SIZES)
+    for name in INNER:
+        assert deviation(name, tinyllama) == pytest.approx(0.0395285, rel=1e-5)
+        assert deviation(name, megatron) == 0.02
+    for name in RESIDUAL:
+        assert deviation(name, tinyllama) == 1 / 128
+        assert deviation(name, megatron) == 0.005

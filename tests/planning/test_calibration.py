@@ -82,15 +82,8 @@ def test_a_benchmark_file_is_read(tmp_path: Path) -> None:
     path, truth = tmp_path / "h100.jsonl", known(0.5, 0.3)
     with path.open("w") as file:
         for context in (512, 2048, 8192):
-            sizes = {
-                "preset": "1B",
-                "seq_length": 8192,
-                "rows": 4,
-                "micro": 1,
-                "vocab_size": 32000,
-                "layers": 12,
-                "recompute": "none",
-            }
+            sizes = {"preset": "1B", "seq_length": 8192, "rows": 4, "micro": 1, "vocab_size": 32000, "layers": 12}
+            sizes |= {"recompute": "none"}
             line = {"part": "step", "shape": "1B-8K", "window": context, "effective_context": context, **sizes}
             file.write(json.dumps(line | {"seconds": 1.0}) + "\n")
     timed = read_timed(path, "H100", 1)

@@ -70,13 +70,6 @@ def test_what_is_not_there(run: Run) -> None:
     assert lines[0].split(" does")[0] in strict.stderr
 
 
-def test_a_packing_plan_that_has_not_been_made(run: Run, small_data: SmallData) -> None:
-    done = run(*SMALL, "strict", *small_data.flags, "--packing", "best_fit")
-    assert done.status == 2
-    assert "has no best_fit plan for seq_length 512" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_what_training_would_refuse(run: Run, small_data: SmallData, tmp_path: Path) -> None:
     """Where both sides are here, without `strict` too."""
     hugging_face = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +11,9 @@ from launcher import Commands
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
-from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import (
-    attention_bytes,
     estimate,
-    fullest_rank,
     fullest_stage,
-    layer_bytes,
     stage_memory,
     stage_parameters,
     uncounted,
@@ -32,7 +27,6 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 
 
 def measured(flags: str, processes: int) -> list[dict[str, Any]]:
-    """What each process found."""
     words = [*SHAPE.split(), *BATCH.split(), *flags.split()]
     done = Commands(processes).attempt("benchmarks/memory.py", *words)
     assert [rank.status for rank in done] == [0] * processes, done
@@ -67,11 +61,6 @@ def test_the_formula_is_what_processes_hold(flags: str, processes: int) -> None:
 
 def config(flags: str) -> Config:
     return parse(f"--vocab-size 1000 {SHAPE} {BATCH} {flags}".split())
-
-
-def one_layer(config: Config) -> int:
-    """What a layer keeps on the first context-parallel rank."""
-    return layer_bytes(config, attention_shapes(config, config.data.seq_length)[0][0])
 
 
 def test_shares_add_up_to_the_model() -> None:
@@ -121,27 +110,6 @@ def test_the_fullest_stage_is_the_first_but_for_a_large_vocabulary() -> None:
     assert first.activations == last.activations + 512 * 256 * 4
 
 
-def test_what_makes_it_smaller() -> None:
-    plain = stage_memory(config("--bf16 --no-use-distributed-optimizer"), 4, 1000, 0)
-    shared = stage_memory(config("--bf16 --use-distributed-optimizer"), 4, 1000, 0)
-    assert shared.optimizer == -(-plain.optimizer // 4)
-    assert stage_memory(config("--bf16"), 4, 1000, 0) == shared  # a GPU's default
-    assert stage_memory(config("--bf16 --device cpu"), 4, 1000, 0) == plain
-    full = stage_memory(config("--bf16 --recompute-granularity full"), 4, 1000, 0)
-    assert full.activations < plain.activations / 3
-    every = "--recompute-granularity full --recompute-method block --recompute-num-layers"
-    none, all_ = (stage_memory(config(f"--bf16 {every} {n}"), 4, 1000, 0).activations for n in (1, 4))
-    assert full.activations == all_ < none < plain.activations + one_layer(config("--bf16"))
-    two_bases = "--bf16 --recompute-granularity full --local-window 64 --rotary-base-local"
-    more = stage_memory(config(f"{two_bases} 500"), 4, 1000, 0).activations - full.activations
-    assert more == 4 * 512 * config("").model.head_size  # the local layers' angles
-    interleaved = f"{PIPELINE} --bf16 --global-batch-size 64 --num-layers-per-virtual-pipeline-stage"
-    chunks = stage_memory(config(f"{interleaved} 1"), 2, 1000, 0).activations
-    stream = 512 * 256 * 2
-    # 2 (p - 1) + (2 - 1) p + 1 chunks of a layer, what each hands on, and what is received ahead
-    assert chunks == 5 * (one_layer(config("--bf16")) + stream) + 2 * stream
-
-
 def test_the_smallest_window_is_estimated_too() -> None:
     """Flash attention's scratch grows with the number of segments: a first window of 8 may need most."""
     flags = "--bf16 --seq-length 8192 --ffn-hidden-size 256 --vocab-size 128 --window-schedule linear"
@@ -155,30 +123,6 @@ def test_the_smallest_window_is_estimated_too() -> None:
     # one segment all the same, of which a query sees 9 keys
     sliding = config(f"{starts[0]} --attention-backend torch_varlen --window-mask sliding")
     assert estimate(sliding, 1, 128) == estimate(large, 1, 128)
-
-
-def test_a_context_parallel_rank_is_as_full_as_its_plan_says() -> None:
-    """The first of two ranks has both ends of a document, and keeps the projected rows of its local pieces."""
-    flags = "--bf16 --context-parallel-size 2 --seq-length 4096"
-    exchange, heads = (config(f"{flags} --cp-scheme {scheme}") for scheme in ("exchange", "ulysses"))
-    ((first,), (second,)) = attention_shapes(exchange, 4096)
-    assert first.local == replace(first.local, queries=1024, keys=1024, segments=1)
-    assert first.remote == replace(first.remote, queries=1024, keys=4096, segments=1)
-    assert (second.local, second.remote) == (None, replace(first.remote, queries=2048, keys=3072, segments=1))
-    t, heads_8, keys_2, size = 2048, 8, 2, 32
-    angles_and_sums = t * (4 * 2 * size + 4 * heads_8)
-    projected, rotated, received = heads_8 + 2 * keys_2, heads_8 + keys_2, 2 * keys_2 * 4096 / t
-    assert attention_bytes(exchange, first) == angles_and_sums + 2 * size * t * (
-        projected + rotated + received + 2 * heads_8
-    )
-    assert attention_bytes(exchange, second) == angles_and_sums + 2 * size * t * (
-        heads_8 + 2 * keys_2 * 3072 / t + 2 * heads_8
-    )
-    assert fullest_rank(exchange, 2, 1000) == 0
-    ((all_tokens,), (same,)) = attention_shapes(heads, 4096)
-    assert all_tokens == same
-    assert (all_tokens.tokens, all_tokens.local) == (t, replace(first.remote, queries=4096, keys=4096))
-    assert attention_shapes(config(flags), 32)[0][0].scheme is None  # whole segments on every rank
 
 
 def test_what_is_not_counted_is_said() -> None:

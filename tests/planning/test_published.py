@@ -42,7 +42,6 @@ class Figure:
     steps: int = 0
 
     def predicted(self, speeds: Speeds) -> float:
-        """Predict the value from the setting alone."""
         setting = dict(self.setting)
         shapes = setting.pop("model")
         model = ModelConfig(**(PRESETS[shapes] if isinstance(shapes, str) else shapes))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import pretrain_skyladder
 import tools.recipes as tool
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse, parse_stages
@@ -44,7 +43,6 @@ def known() -> dict[str, Recipe]:
 
 @cache
 def configs() -> dict[str, Config]:
-    """Every stage of every recipe, by NAME or NAME: STAGE."""
     stages = ((recipe.name, stage) for recipe in known().values() for stage in recipe.stages())
     return {name if stage.name is None else f"{name}: {stage.name}": stage.config for name, stage in stages}
 
@@ -285,41 +283,6 @@ def test_prolongs_hours() -> None:
         assert plans[stage].flops.scheduled / (0.4 * 989e12) / 3600 == pytest.approx(hours, rel=0.1)
 
 
-PLANNED = re.compile(r"tokens +([\d,]+) in ([\d,]+) steps\nwindow +(\w+), .*\n((?:  step .*\n)+)")
-AT_STEP = re.compile(r"step +([\d,]+) +window +([\d,]+) +learning rate ([\d.e+-]+)(?:   rotary base +[\d,]+)?\n")
-
-
-def number(text: str) -> int:
-    return int(text.replace(",", ""))
-
-
-@some_or_all
-def test_a_dry_run_says_what_the_recipe_says(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """By the trainer's own command: each stage's steps, tokens, windows and rates."""
-    for name in names or known():
-        check_dry_run(known()[name], capsys)
-
-
-def check_dry_run(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--config", str(recipe.path), "--dry-run", "--world-size", str(recipe.facts.world_size)]
-    assert pretrain_skyladder.main(command) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    stages, planned = recipe.stages(), PLANNED.findall(said.out)
-    assert len(planned) == len(stages)
-    for stage, (tokens, steps, schedule, lines) in zip(stages, planned, strict=True):
-        config = stage.config
-        assert number(steps) == config.training.train_iters
-        assert number(tokens) == number(steps) * config.data.global_batch_size * config.data.seq_length
-        assert schedule == config.window.window_schedule
-        windows, rates = config.window_schedule(), config.learning_rate_schedule()
-        found = AT_STEP.findall(lines)
-        assert len(found) == lines.count("\n") >= 3
-        for step, window, rate in found:
-            assert number(window) == windows.window_at(number(step))
-            assert float(rate) == pytest.approx(rates.at(number(step)), rel=1e-3)
-
-
 @some_or_all
 def test_a_recipe_written_whole_is_the_same(names: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
@@ -335,15 +298,6 @@ def write_recipe(folder: Path, facts: object) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump({"recipe": facts, "data": {"data_path": ["x"]}}))
     return path
-
-
-def test_the_facts_of_a_recipe(tmp_path: Path) -> None:
-    figures = {"flops": "9.9e20", "time_saved": 0.131, "gpu_hours": {"a": 10}, "validation_loss": {8192: 2.5}}
-    facts = read_recipe(write_recipe(tmp_path, FACTS | {"published": figures | {"remark": "no gain"}})).facts
-    start = "validation loss 2.500 at 8,192; 9.9e20 FLOPs; 13.1% of the time saved; "
-    assert facts.published.in_words("a") == start + "10 GPU hours; no gain"
-    assert facts.published.in_words(None) == start + "no gain"
-    assert read_recipe(write_recipe(tmp_path, FACTS)).facts.published.in_words(None) == "none published"
 
 
 @pytest.mark.parametrize(
@@ -365,24 +319,6 @@ def test_a_fact_that_is_missing(tmp_path: Path) -> None:
         read_recipe(write_recipe(tmp_path, {name: value for name, value in FACTS.items() if name != "gpu"}))
     with pytest.raises(UserError, match=r"cpu_smoke\.yaml: recipe: got nothing, needs a mapping"):
         read_recipe(ROOT / "examples/configs/cpu_smoke.yaml")
-
-
-@pytest.mark.parametrize("content", ["", "[1, 2]", "a: b: c"])
-def test_a_file_without_a_configuration_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "empty.yaml").write_text(content)
-    with pytest.raises(UserError, match=r"empty\.yaml, needs (a mapping of the sections|valid YAML)"):
-        recipes(tmp_path)
-    (tmp_path / "empty.yaml").write_text("training: {train_iters: 1}")
-    assert recipes(tmp_path) == []
-
-
-def test_the_trainer_ignores_the_facts(tmp_path: Path) -> None:
-    """Its options are those of the same file without them, also in a file that extends it."""
-    with_facts = parse(["--config", str(write_recipe(tmp_path, FACTS))])
-    child, plain = tmp_path / "child.yaml", tmp_path / "plain.yaml"
-    child.write_text("extends: run.yaml\nrecipe: {title: another}\n")
-    plain.write_text("data: {data_path: [x]}\n")
-    assert with_facts == parse(["--config", str(child)]) == parse(["--config", str(plain)])
 
 
 def test_the_command_lists_shows_and_shrinks(

@@ -14,7 +14,6 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.data.rows.balance import assign_rows
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.planning.sampled_rows import BATCHES, SampledRows
-from megatron_ext.planning.step_time import read_speeds, step_time, work_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 4096
@@ -70,18 +69,3 @@ def test_assigned_rows_are_as_uneven_as_their_assignment(config: Config, replica
     assert rows.imbalance(LENGTH, replicas) == pytest.approx(np.mean(worst), rel=0.06)
     in_order = SampledRows(config, rows_at(drawn)).imbalance(LENGTH, replicas)
     assert in_order >= rows.imbalance(LENGTH, replicas) * (1 - 1e-9)
-
-
-def test_one_rank_exchanges_nothing_and_documents_less_than_one(config: Config) -> None:
-    short = SampledRows(config, rows_at(lambda sample: np.arange(64, LENGTH, 64)))
-    long = SampledRows(config, rows_at(whole))
-    assert short.shared(LENGTH, 1) == (0.0, 1.0)
-    assert short.shared(LENGTH, 4).exchanged < 0.02 < 0.5 < long.shared(LENGTH, 4).exchanged <= 1.0
-
-
-def test_documents_shorten_a_step(config: Config) -> None:
-    rows, speeds = SampledRows(config, rows_at(drawn)), read_speeds()
-    sampled = work_of(config, 2, "H100", 512, LENGTH, rows)
-    most = work_of(config, 2, "H100", 512, LENGTH)
-    assert step_time(sampled, speeds).attention < step_time(most, speeds).attention
-    assert step_time(sampled, speeds).products == step_time(most, speeds).products

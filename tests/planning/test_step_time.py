@@ -41,23 +41,6 @@ def test_a_wider_window_never_takes_less_time(one: int, other: int) -> None:
         assert less <= more * (1 + 1e-12)
 
 
-def test_products_are_the_multiply_adds_over_their_speed() -> None:
-    work = Work(model=LLAMA, gpu="H100", world=1, row=8192)
-    matrices = 2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336
-    speed = 989e12 * SPEEDS.reached["hopper"].matmul
-    assert step_time(work, SPEEDS).products == pytest.approx(32 * 3 * 2 * matrices * 8192 / speed)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "backend", "share"),
-    [("H100", "auto", 0.55), ("H100", "torch_varlen", 0.34), ("A100", "auto", 0.58), ("H200", "te_thd", 0.341)],
-)
-def test_attention_is_computed_at_the_share_of_its_kernel(gpu: str, backend: str, share: float) -> None:
-    work = Work(model=LLAMA, gpu=gpu, world=1, row=8192, attention_backend=backend)
-    flops = 3.5 * 4 * 32 * 8192 * (8192 + 128) / 2 * 32 * 128
-    assert step_time(work, SPEEDS).attention == pytest.approx(flops / (SPEEDS.gpu(gpu).bf16 * 1e12 * share))
-
-
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_sharing_a_row_keeps_the_time_of_products(axis: str) -> None:
     alone = Work(model=LLAMA, gpu="H100", world=2, row=8192, rows=2)
@@ -157,16 +140,3 @@ def test_tokens_travel_to_their_experts_and_back(tp: int, ep: int, nvlink: bool)
     assert step_time(work, SPEEDS).experts == pytest.approx(expected)
     again = step_time(replace(work, recompute_modules=("mlp",)), SPEEDS)
     assert again.experts == pytest.approx(expected * 1.5)
-
-
-def test_all_experts_are_updated_by_the_ranks_that_hold_them() -> None:
-    work = Work(model=MIXTURE, gpu="H100", world=64, row=8192, ep=8)
-    block = 3 * 2048 * 768
-    rest = 48 * (2 * 2048 * 128 * 36 + 2048 * 128) + 2 * 151936 * 2048
-    speed = SPEEDS.gpu("H100").bandwidth * 1e9 * SPEEDS.bandwidth
-    # 64 ranks share the rest's state, 8 that of each of the 16 experts here
-    assert step_time(work, SPEEDS).optimizer == pytest.approx(24 * (rest / 64 + 48 * 16 * block / 8) / speed)
-    # few tokens: products take as long as reading and writing the experts' weights
-    few = replace(work, row=64)
-    assert step_time(few, SPEEDS).products >= 48 * 16 * block * (2 + 10) / speed
-    assert step_time(replace(few, row=32), SPEEDS).products > 0.9 * step_time(few, SPEEDS).products

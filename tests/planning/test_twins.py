@@ -103,7 +103,6 @@ def check_shape(recipe: Recipe) -> None:
 
 
 def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, alone: Commands) -> float:
-    """Pack, score and train as the recipe does; the seconds of training."""
     flags, stages = write_twin(recipe, small_data, data, folder)
     for stage in stages:
         wanted = [*flags, *(["--stage", stage.name] if stage.name else []), "--save", folder / "run"]
@@ -158,14 +157,3 @@ def test_a_twin_keeps_what_its_recipe_keeps(small_data: SmallData, tmp_path: Pat
     assert [stage.config.checkpoint.init_optimizer for stage in twins] == [False, True, False]
     assert [stage.config.optimizer.lr_first_step for stage in twins] == [0, 8, 0]
     assert [stage.config.data.first_sample for stage in twins] == [0, 32, 0]
-
-
-def test_a_twins_file_says_where_it_comes_from(small_data: SmallData, tmp_path: Path) -> None:
-    recipe = next(one for one in known() if one.name == "prolong_8b")
-    _, stages = write_twin(recipe, small_data, Path("x"), tmp_path)
-    content = yaml.safe_load((tmp_path / "twin.yaml").read_text())
-    facts = content["recipe"]
-    assert (facts["twin_of"], facts["world_size"], facts["lengths"]) == (str(recipe.path), 2, 1024)
-    assert facts["steps"] == pytest.approx((5120 + 2560 + 256) / STEPS)
-    assert [entry["name"] for entry in content["stages"]] == ["64k", "512k", "sft"]
-    assert [stage.config.parallel.context_parallel_size for stage in stages] == [1, 2, 1]

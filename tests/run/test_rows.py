@@ -27,7 +27,6 @@ def write_data(prefix: Path, token: int, length: int) -> str:
 def test_rows_are_counted_by_dataset(tmp_path: Path) -> None:
     parts = [write_data(tmp_path / folder / "x", token, 20) for token, folder in enumerate("ab", start=1)]
     rows = open_rows(Config(data=DataConfig(data_path=("7", parts[0], "3", parts[1]), seq_length=LENGTH)), 10)
-    assert rows.mixed is not None
     first, second = rows.mixed.sources
     assert [first.label, second.label] == ["x (1)", "x (2)"]
     assert [first.share, second.share] == pytest.approx([0.7, 0.3])
@@ -45,12 +44,6 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     arguments = ("best_fit", source, range(40), LENGTH, part_seed(config.training.seed, 1))
     save_plan(build_plan(*arguments), plan_folder(padded, plan_key(*arguments)))
     mixed = open_rows(config, 10).mixed
-    assert mixed is not None
     assert [source.row_tokens for source in mixed.sources] == [16.0, 12.0]
     drawn = mixed.rows_of(range(700))
     assert drawn == {"full": 300, "padded": 400}
-
-
-def test_one_dataset_is_not_a_mixture(tmp_path: Path) -> None:
-    path = write_data(tmp_path / "x", 1, 20)
-    assert open_rows(Config(data=DataConfig(data_path=(path,), seq_length=LENGTH)), 10).mixed is None

@@ -128,7 +128,6 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, *arguments: object, environment: dict[str, str] | None = None) -> str:
-        """`sbatch` with these arguments; the job's number."""
         return self.call("sbatch", "--parsable", *arguments, environment=environment)
 
     def field(self, job: str, name: str) -> str:
@@ -141,7 +140,6 @@ class Cluster:
         return self.field(job, "JobState")
 
     def logs(self) -> str:
-        """The last lines of every daemon."""
         files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"== {file.name}\n" + file.read_text(errors="replace")[-3000:] for file in files)
 

@@ -94,13 +94,6 @@ def test_a_list_of_no_files_is_refused(tmp_path: Path) -> None:
     assert shlex.split(without_slurm(tmp_path).stdout)[-8:-7] == ["a b.jsonl"]
 
 
-def test_a_line_that_looks_like_a_flag_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "files.txt").write_text("--overwrite\na.jsonl\n-b.jsonl\n")
-    words = shlex.split(without_slurm(tmp_path, PARTS=1).stdout)
-    first = words.index("--input")
-    assert words[first + 1 : first + 5] == ["./--overwrite", "a.jsonl", "./-b.jsonl", "--output-prefix"]
-
-
 def test_groups_over_several_parts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "files.txt").write_text("a.jsonl\nb.jsonl\n")
     for flags in (["--concat-by=repo"], ["--concat", "repo"]):

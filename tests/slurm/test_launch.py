@@ -56,11 +56,6 @@ def test_a_container_sees_the_checkout_the_run_and_the_mounts(tmp_path: Path) ->
     assert words.index("--no-container-mount-home") < words.index("bash")
 
 
-def test_flags_win_over_the_script(tmp_path: Path) -> None:
-    words = shlex.split(launch(tmp_path, "--save-seconds", "60", script=PRETRAIN).stdout)
-    assert words[words.index("pretrain_skyladder.py") + 1 :][:4] == ["--save-seconds", "1800", "--save-seconds", "60"]
-
-
 def test_the_run_is_no_flag(tmp_path: Path) -> None:
     done = launch(tmp_path, "--lr", "1e-4", flag := "--save=x", script=PRETRAIN)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -55,7 +55,6 @@ class Job:
 
     @property
     def saved(self) -> int:
-        """The step of the newest checkpoint."""
         pointer = self.run / POINTER
         return int(pointer.read_text()) if pointer.exists() else 0
 
@@ -71,7 +70,6 @@ class Job:
         return state
 
     def log(self) -> str:
-        """What the batch shell said."""
         return self.output.read_text() if self.output.exists() else ""
 
     def logs(self) -> str:
@@ -82,7 +80,6 @@ class Job:
 
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The job that nobody disturbs."""
     job = Job(cluster, small_data, tmp_path_factory.mktemp("whole") / "run")
     job.wait_for("COMPLETED")
     assert [record["step"] for record in job.metrics] == list(range(STEPS))

@@ -160,7 +160,6 @@ def test_a_token_meets_the_experts_that_it_goes_to() -> None:
 
 
 def parameter(hugging_face_name: str) -> Any:
-    """The row of the table that holds this Hugging Face name."""
     (row,) = [row for row in TABLE if hugging_face_name in row.hugging_face]
     return row
 

@@ -21,7 +21,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def content(rope: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Entries of a Llama's config.json."""
     plain = {name: value for name, value in SIZES.items() if name != "rope_parameters"}
     return plain | {"model_type": "llama", "rope_parameters": {"rope_theta": 500.0} | rope} | more
 

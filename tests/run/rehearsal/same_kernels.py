@@ -30,7 +30,6 @@ def force_routing(chosen_tE: Any, choices: int) -> None:
 
 
 def main(request_file: str, result_file: str) -> None:
-    """Compute the request's step."""
     request = Request.read(request_file)
     if request.fake:
         from megatron_ext.run.rehearsal import cuda_library

@@ -17,7 +17,6 @@ from conftest import slow_but
 from launcher import Commands, call, free_port
 from mocked import TINY, mocked
 
-from megatron_ext.attention import flash_attn_4
 from megatron_ext.config.arguments import parse
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import stage_memory
@@ -51,7 +50,6 @@ def recipe_files() -> dict[str, Recipe]:
 
 
 def cases_of(recipe: Recipe) -> Iterator[Case]:
-    """Yield each stage of a recipe."""
     for stage, plan in recipe.plans().items():
         name = recipe.name if stage is None else f"{recipe.name}: {stage}"
         argv = ("--config", str(recipe.path), *(() if stage is None else ("--stage", stage)))
@@ -59,7 +57,6 @@ def cases_of(recipe: Recipe) -> Iterator[Case]:
 
 
 def case_of(name: str) -> Case:
-    """Find a recipe's stage by the name of its case."""
     (case,) = (case for case in cases_of(recipe_files()[name.split(": ")[0]]) if case.name == name)
     return case
 
@@ -73,7 +70,6 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def computed(rank: int, request: str, result: str) -> None:
-    """Compute the step of a request for real."""
     same_kernels.main(request, result)
 
 
@@ -233,34 +229,6 @@ def test_many_short_segments(backend: str) -> None:
     assert memory.total == pytest.approx(sum(step["memory"].values()), rel=LARGEST_DIFFERENCE)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(flash_attn_4.missing() is not None, reason=f"flash-attn-4 {flash_attn_4.missing()}")
-def test_auto_is_rehearsed_with_flash_attention_4() -> None:
-    """Its kernels are compiled for Hopper; FLOPs are those of torch's kernel, and memory nearly."""
-    words = "--hidden-size 512 --num-attention-heads 4 --seq-length 4096 --context-parallel-size 2 --window-start 64"
-    steps = {}
-    for backend in ("auto", "torch_varlen"):
-        argv = [*TINY.split(), *words.split(), "--attention-backend", backend]
-        steps[backend] = in_process(Request(argv, 2, 0, [64, 4096], "whole"))["steps"]
-        assert [step["fault"] for step in steps[backend]] == [None, None]
-    short, long = (set(step["flops"]) for step in steps["auto"])
-    assert {"megatron_ext::packed_attention", "megatron_ext::packed_attention_backward"} <= short
-    assert {"flash_attn_4::_flash_attn_fwd", "flash_attn_4::_flash_attn_bwd"} <= long
-    flops = [sum(of_backend[1]["flops"].values()) for of_backend in steps.values()]
-    assert flops[0] == flops[1]
-    memory = [sum(of_backend[1]["memory"].values()) for of_backend in steps.values()]
-    assert memory[0] == pytest.approx(memory[1], rel=0.1)
-
-
-@pytest.mark.slow
-def test_long_documents_beside_short_ones() -> None:
-    """Two kernels share a row by borders that are made on the device: their FLOPs are known all the same."""
-    argv = [*case_of("prolong_8b: 512k").argv, "--num-layers", "1", "--global-batch-size", "64"]
-    (step,) = in_process(Request(argv, 1024, 0, [524288], "drawn"))["steps"]
-    assert step["fault"] is None
-    assert sum(step["flops"].values()) > 0
-
-
 def test_the_command(alone: Commands, tmp_path: Path) -> None:
     flags = [*TINY.split(), "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     words = ["--world-size", "4", "--windows", "32,full", "--json", str(tmp_path / "found.json"), *flags]
@@ -300,28 +268,6 @@ def test_what_cannot_be_rehearsed_is_one_line(
     assert rehearse(["--world-size", "4", *words, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}")
-
-
-def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ext.errors import UserError
-    from megatron_ext.run.rehearsal import cuda_library
-
-    monkeypatch.setattr(cuda_library, "version", lambda name: "2.10.0+cpu")
-    with pytest.raises(UserError, match=r"torch: got 2\.10\.0\+cpu, a rehearsal needs 2.11 to 2.13; pip install one"):
-        cuda_library.torch_version()
-    monkeypatch.setattr(cuda_library, "version", lambda name: "2.11.1")
-    assert cuda_library.torch_version() == "2.11.1"
-
-
-def test_a_torch_for_cuda_is_refused(tmp_path: Path) -> None:
-    from megatron_ext.errors import UserError
-    from megatron_ext.run.rehearsal.cuda_library import check_build
-
-    (tmp_path / "lib").mkdir()
-    check_build(tmp_path)
-    (tmp_path / "lib" / "libtorch_cuda.so").touch()
-    with pytest.raises(UserError, match="torch: got a build for CUDA, a rehearsal needs one for the CPU"):
-        check_build(tmp_path)
 
 
 @pytest.mark.parametrize(
