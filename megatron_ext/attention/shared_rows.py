@@ -73,7 +73,7 @@ class SharedRows:
             backend: a value of `--attention-backend`.
 
         Raises:
-            UserError: wrong number of tokens or heads, or no backend supports the tensors.
+            UserError: wrong number of tokens or heads, values wider than keys, or no backend supports the tensors.
         """
         counts = [len(x) for x in (query_tNH, key_tGH, value_tGW)]
         if counts != [len(self.tokens)] * 3:
@@ -81,6 +81,8 @@ class SharedRows:
                 f"attend: got {', '.join(map(str, counts))} tokens of queries, keys and values, "
                 f"needs the {len(self.tokens)} of this rank: index by `tokens`"
             )
+        if value_tGW.shape[2] > key_tGH.shape[2]:
+            raise UserError(f"attend: got values of {value_tGW.shape[2]}, needs at most the keys' {key_tGH.shape[2]}")
         ranks = self.plan.cp_size
         if isinstance(self.call.exchange, HeadExchange) and (query_tNH.shape[1] % ranks or key_tGH.shape[1] % ranks):
             raise UserError(

@@ -109,6 +109,8 @@ MODEL: list[Rule] = [
      " with multi_latent_attention, needs num_attention_heads {heads}: every head has its own keys and values"),
     ("qk_pos_emb_head_dim", lambda o: o.multi_latent_attention and o.qk_pos_emb_head_dim % 2,
      ", needs an even number for RoPE"),
+    ("v_head_dim", lambda o: o.multi_latent_attention and o.v_head_dim > o.head_size,
+     ", needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
     ("attention_dropout", lambda o: o.attention_dropout != 0, ", needs 0: packed attention has no dropout"),
     ("hidden_dropout", lambda o: not 0 <= o.hidden_dropout < 1, ", needs 0 <= p < 1"),
 ]  # fmt: skip

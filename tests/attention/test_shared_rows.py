@@ -136,8 +136,10 @@ def test_refusals(changed: dict[str, Any], text: str) -> None:
         share_rows(12, given.pop("document_ends"), **given)
 
 
-def test_tensors_of_other_tokens_are_refused() -> None:
+def test_tensors_of_other_sizes_are_refused() -> None:
     rows = share_rows(12, [[]])
     query, key, value = torch.zeros(12, 4, 6), torch.zeros(12, 2, 6), torch.zeros(11, 2, 6)
     with pytest.raises(UserError, match="attend: got 12, 12, 11 tokens of queries, keys and values, needs the 12"):
         rows.attend(query, key, value)
+    with pytest.raises(UserError, match="attend: got values of 7, needs at most the keys' 6"):
+        rows.attend(query, key, torch.zeros(12, 2, 7))
