@@ -108,7 +108,7 @@ CASES = """
 --moe-router-num-groups 8 --moe-router-group-topk 2 | moe_router_num_groups | --moe-router-num-groups 2 --moe-router-group-topk 2
 --moe-router-num-groups 4 --moe-router-group-topk 1 | moe_router_group_topk | --moe-router-num-groups 4 --moe-router-group-topk 2
 ## --multi-latent-attention --num-query-groups 4
---kv-channels 32 | kv_channels | --qk-head-dim 31
+--kv-channels 32 | kv_channels | --qk-head-dim 65
 --v-head-dim 193 | v_head_dim | --v-head-dim 192
 --qk-pos-emb-head-dim 15 | qk_pos_emb_head_dim | --qk-pos-emb-head-dim 16
 --block gemma3 | block | --hidden-size 130
