@@ -34,6 +34,7 @@ class Backend:
         sinks: whether it computes attention sinks, with exact gradients.
         narrow_values: whether value heads may be smaller than key heads; other kernels get values padded with zeros.
         missing: returns what is not installed and how to get it; None if nothing is missing.
+        sinks_missing: the same of attention sinks.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Backend:
     sinks: bool = False
     narrow_values: bool = False
     missing: Callable[[], str | None] = lambda: None
+    sinks_missing: Callable[[], str | None] = lambda: None
 
     def takes(self, call: AttentionCall, heads: int, head_size: int) -> bool:
         """Return whether the call's segments and rows are within the kernel's index limits."""
@@ -68,7 +70,8 @@ class Backend:
 
         `capability` is the device's; None if unknown, as on a machine without a GPU. `sinks`: whether heads have sinks.
         """
-        return self.missing() or self.misfit(device, dtype, head_size, capability, sinks=sinks)
+        unfit = self.missing() or self.misfit(device, dtype, head_size, capability, sinks=sinks)
+        return unfit or (self.sinks_missing() if sinks else None)
 
     def misfit(
         self,
@@ -103,6 +106,7 @@ BACKENDS: tuple[Backend, ...] = (
         sinks=True,
         narrow_values=True,
         missing=flash_attn_4.missing,
+        sinks_missing=flash_attn_4.sinks_missing,
     ),
     Backend(
         name="torch_varlen",

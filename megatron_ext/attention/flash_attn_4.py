@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
-from megatron_ext.errors import UserError, installed_version
+from megatron_ext.errors import installed_version
 
 
 def attend(
@@ -26,8 +25,6 @@ def attend(
     from flash_attn.cute import flash_attn_varlen_func
 
     assert call.borders is not None
-    if sink_N is not None:
-        _check_sink_gradient()
     (cu_seqlens_q, cu_seqlens_k), (max_q, max_k) = call.borders, call.max_seqlens
     # Pass arguments by name: their order differs from FlashAttention 2. No limit is None, not -1.
     out, _ = flash_attn_varlen_func(
@@ -48,13 +45,13 @@ def attend(
     return out
 
 
-@cache
-def _check_sink_gradient() -> None:
-    """Raise UserError if the backward pass of this version computes no gradient of `learnable_sink`."""
+def sinks_missing() -> str | None:
+    """Return how to get a version whose backward pass has the gradient of `learnable_sink`; None if this is one."""
     from flash_attn.cute import interface
 
-    if "learnable_sink" not in inspect.signature(interface._flash_attn_bwd).parameters:
-        raise UserError("softmax_type: got learnable, needs a newer flash-attn-4, or --attention-backend torch_varlen")
+    if "learnable_sink" in inspect.signature(interface._flash_attn_bwd).parameters:
+        return None
+    return "has no gradient of attention sinks in this version; pip install --pre --upgrade 'flash-attn-4[cu13]'"
 
 
 def missing() -> str | None:

@@ -18,7 +18,6 @@ import megatron.core.distributed.param_and_grad_buffer as megatron_buffers
 import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
 import megatron.core.models.common.embeddings.rope_utils as megatron_rotation
 import megatron.core.optimizer as megatron_optimizer
-import megatron.core.optimizer.clip_grads as megatron_clipping
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import megatron.core.optimizer.optimizer as megatron_mixed_precision
 import megatron.core.tensor_parallel.layers as megatron_layers
@@ -173,10 +172,8 @@ def install_optimizer() -> None:
         megatron_distributed.HAVE_APEX_OR_TE = megatron_distributed.USING_APEX_OPTIMIZER = True
         megatron_distributed.USING_TE_OPTIMIZER = False
     if not cuda:
-        for module in (megatron_clipping, megatron_mixed_precision):
-            module.multi_tensor_applier = megatron_utils.local_multi_tensor_applier
-            module.multi_tensor_scale_impl = megatron_utils.local_multi_tensor_scale
-        megatron_clipping.l2_norm_impl = megatron_utils.local_multi_tensor_l2_norm
+        megatron_mixed_precision.multi_tensor_applier = megatron_utils.local_multi_tensor_applier
+        megatron_mixed_precision.multi_tensor_scale_impl = megatron_utils.local_multi_tensor_scale
 
 
 @contextlib.contextmanager

@@ -115,6 +115,9 @@ class Facts:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
+_FACTS = TypeAdapter(Facts)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A configuration file that reproduces a paper's run, and its facts."""
@@ -165,7 +168,7 @@ def _recipe(path: Path, content: Mapping[str, Any]) -> Recipe:
     if "recipe" not in content:
         raise UserError(f"{path}: recipe: got nothing, needs a mapping with title, paper, source and so on")
     try:
-        return Recipe(path, TypeAdapter(Facts).validate_python(content["recipe"]))
+        return Recipe(path, _FACTS.validate_python(content["recipe"]))
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(["recipe", *map(str, first["loc"])])

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ext.arrays import Float64, Int64
+from megatron_ext.arrays import Float64
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.batch import ContextOptions
 from megatron_ext.config import Config
-from megatron_ext.context_parallel import plan
 from megatron_ext.data.rows.dataset import TokenRow
 
 MOST_ROWS, TOKENS = 256, 2**24  # rows read, and their total tokens; at least the rows of two batches
@@ -23,7 +24,7 @@ BATCHES = 8  # resampled from the rows
 
 
 class Shared(NamedTuple):
-    """The costs of context-parallel plans, averaged over rows.
+    """The costs of context-parallel plans, averaged over rows and layers.
 
     Attributes:
         exchanged: keys that the busiest rank sends or receives, as a fraction of the keys of all other ranks.
@@ -84,14 +85,23 @@ class SampledRows:
         if cp_size == 1:
             return Shared(exchanged=0.0, imbalance=1.0)
         length, parallel = self._config.data.seq_length, self._config.parallel
+        options = ContextOptions(
+            group=ContextGroup(0, cp_size, None, Traffic()),
+            policy=parallel.cp_policy,
+            scheme=None,
+            heads=1,
+            key_heads=1,
+            row_cost=parallel.cp_row_cost,
+        )
         found: list[Shared] = []
         for ends in self._ends[: max(SHARED_TOKENS // length, 2)]:
-            mask = self._options.at(length, [ends], window).scheduled
-            made = plan(
-                mask.layout, cp_size, parallel.cp_policy, left_window=mask.left_window, row_cost=parallel.cp_row_cost
+            masks = self._options.at(length, [ends], window)
+            layers, plans = [number for number, _ in masks.by_layers()], options.plans(masks)
+            moved, pairs = (
+                sum(number * getattr(made, name) for number, made in zip(layers, plans, strict=True))
+                for name in ("rows_moved", "pairs")
             )
-            moved: Int64 = made.rows_moved
-            busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max())
+            busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max()) / sum(layers)
             others = length - length // cp_size
-            found.append(Shared(float(busiest / others), float(made.pairs.max() / made.pairs.mean())))
+            found.append(Shared(float(busiest / others), float(pairs.max() / pairs.mean())))
         return Shared(*(float(np.mean(column)) for column in zip(*found, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch.nn.attention import varlen
 
 from attention.kernels import CPU, assert_right, call_of, inputs_of, results
 from megatron_ext.attention import flash_attn_4, reference, torch_varlen, triton_packed
+from megatron_ext.attention.backends import BACKENDS
 from megatron_ext.attention.choice import select, suited
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.triton_packed import Tile, Tiles
 from megatron_ext.context_parallel import plan
-from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, build_layout
 
 SINKS = torch.tensor([-9.0, -0.5, 0.7, 6.0])
@@ -140,13 +141,15 @@ def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatc
     for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    flash_attn_4._check_sink_gradient.cache_clear()
     interface._flash_attn_bwd = lambda q: None  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"softmax_type: got learnable, needs a newer flash-attn-4"):
-        results(flash_attn_4.attend, with_sinks(call), call)
+    (backend,) = [one for one in BACKENDS if one.name == "flash_attn_4"]
+    backend = replace(backend, missing=lambda: None)
+    old = [backend.objection(torch.device("cuda"), torch.bfloat16, 64, sinks=sinks) for sinks in (False, True)]
+    assert old[0] is None  # `auto` then chooses another
+    assert "has no gradient of attention sinks in this version" in old[1]
     interface._flash_attn_bwd = lambda q, learnable_sink=None: None  # type: ignore[attr-defined]
+    assert backend.objection(torch.device("cuda"), torch.bfloat16, 64, sinks=True) is None
     assert_right(flash_attn_4.attend, with_sinks(call), call)
-    flash_attn_4._check_sink_gradient.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "te_thd"])

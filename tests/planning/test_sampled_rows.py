@@ -69,3 +69,10 @@ def test_assigned_rows_are_as_uneven_as_their_assignment(config: Config, replica
     assert rows.imbalance(LENGTH, replicas) == pytest.approx(np.mean(worst), rel=0.06)
     in_order = SampledRows(config, rows_at(drawn)).imbalance(LENGTH, replicas)
     assert in_order >= rows.imbalance(LENGTH, replicas) * (1 - 1e-9)
+
+
+def test_local_layers_exchange_their_window_alone(config: Config) -> None:
+    flags = ["--num-layers", "4", "--local-window", "64", "--window-attn-skip-freq", "4"]
+    local = parse([*FLAGS, *flags])
+    found, everywhere = (SampledRows(one, rows_at(whole)).shared(LENGTH, 4).exchanged for one in (local, config))
+    assert everywhere / 4 < found < everywhere / 4 + 0.05

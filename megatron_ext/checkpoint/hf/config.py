@@ -191,6 +191,7 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     family = entries.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {echo(family)}, needs one of {', '.join(FAMILIES)}")
+    entries = {name: value for name, value in entries.items() if (name, value) != ("rope_parameters", None)}
     entries = _DEFAULTS.get(family, {}) | entries
     if family == "qwen3_moe" and "num_local_experts" in entries:  # the name in some versions of transformers
         entries["num_experts"] = entries.pop("num_local_experts")

@@ -31,6 +31,7 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
     content |= {"model_type": family, "head_dim": 8}
     content |= {"norm_topk_prob": True} if family == "qwen3_moe" else {}  # by default false, which ours cannot be
     ours, theirs = model_config(content, HERE), AutoConfig.for_model(**content)
+    assert model_config(content | {"rope_parameters": None}, HERE) == ours
     if ours.num_experts is not None:
         assert (ours.num_experts, ours.moe_router_topk) == (theirs.num_local_experts, theirs.num_experts_per_tok)
         assert ours.expert_width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
