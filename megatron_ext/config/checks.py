@@ -93,6 +93,9 @@ MODEL: list[Rule] = [
      ", block gemma3 needs a multiple of num_attention_heads {heads} in transformers, with any kv_channels"),
     ("softmax_type", lambda o: o.softmax_type == "learnable" and o.block == "gpt_oss",
      " with block gpt_oss, which has attention sinks by itself; leave it out"),
+    ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd")
+     and (o.softmax_type == "learnable" or o.block == "gpt_oss"),
+     ", which has no gradient of attention sinks; use auto"),
     ("rotary_base_local", lambda o: o.rotary_base_local and not o.local_window, ", needs local_window; leave it out"),
     ("rotary_percent",
      lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
@@ -222,8 +225,11 @@ LAYOUT: list[Rule] = [
      "{microbatches} micro-batches per step, the interleaved pipeline needs a multiple of "
      "pipeline_model_parallel_size {pp}; raise global_batch_size"),
     ("recompute_num_layers",
-     lambda o: o.stage and o.recompute_granularity == "full" and o.recompute_num_layers > (o.chunk or o.stage),
-     ", needs at most the {chunk_layers} layers of a model chunk"),
+     lambda o: o.stage and o.recompute_granularity == "full" and
+     (o.chunk_layers % o.recompute_num_layers if o.recompute_method == "uniform"
+      else o.recompute_num_layers > o.chunk_layers),
+     " with recompute_method {recompute_method}, needs a divisor of the {chunk_layers} layers of a model chunk; block "
+     "needs at most as many"),
 ]  # fmt: skip
 
 WINDOW: list[Rule] = [
@@ -342,6 +348,10 @@ SPEED: list[Rule] = [
      " with recompute_modules mlp; it recomputes the MLP by itself, leave mlp out"),
     *(rule for other in ("num_experts", "compile", "cpu_offloading", "fp8_format", "tp_comm_overlap")
       for rule in _excludes("mlp_block_tokens", other)),
+    ("offload_layer_inputs",
+     lambda o: o.offload_layer_inputs and (o.recompute_granularity, o.recompute_method) != ("full", "uniform"),
+     ", needs recompute_granularity full with recompute_method uniform"),
+    *_excludes("offload_layer_inputs", "fp8_format"),
     *_excludes("cpu_offloading", "compile"),
     *_requires("cpu_offloading_num_layers", "cpu_offloading"),
     ("cpu_offloading", lambda o: o.cpu_offloading and o.pp > 1,

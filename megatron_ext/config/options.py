@@ -319,6 +319,9 @@ class ParallelConfig(_Section):
     mlp_block_tokens: PositiveInt | None = _option(
         None, "compute the MLP in blocks of this many tokens, each recomputed in the backward pass (default: at once)"
     )
+    offload_layer_inputs: bool = _option(
+        False, "keep the inputs of recomputed layers in host memory until the backward pass"
+    )
     cpu_offloading: bool = _option(False, "keep activations of some layers in host memory (Transformer Engine)")
     cpu_offloading_num_layers: PositiveInt | None = _option(None, "number of those layers (default: all but one)")
     compile: bool = _option(False, "torch.compile the layers except attention, for small models")

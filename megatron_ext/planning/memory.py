@@ -68,6 +68,7 @@ class Memory:
         activations: tensors kept by the layers for the backward pass, for all micro-batches in flight.
         logits: peak of the output layer and loss, on the last stage.
         layer: peak of one layer's backward pass: gradients, and under full recomputation the layer itself.
+        host: pinned host memory for the inputs of layers; not part of the GPU's total.
     """
 
     weights: int
@@ -77,6 +78,7 @@ class Memory:
     activations: int
     logits: int
     layer: int
+    host: int
 
     @property
     def static(self) -> int:
@@ -155,6 +157,7 @@ def _memory(config: Config, world_size: int, vocab_size: int, stage: int, shapes
             for experts, part in ((True, share), (False, 1 - share))
             if part
         ),
+        host=_layer_inputs(config, world_size, stage)[1] * sizes.stream,
     )
 
 
@@ -364,11 +367,7 @@ def _activations(config: Config, world_size: int, stage: int, layer: int, sizes:
     """
     model, parallel = config.model, config.parallel
     pp = parallel.pipeline_model_parallel_size
-    chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // pp
-    chunks = model.num_layers // pp // chunk
-    # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks have a longer warm-up
-    flights = pp - stage if chunks == 1 else 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
-    flights = min(flights, config.microbatches(world_size) * chunks)
+    flights, chunk, chunks = _in_flight(config, world_size, stage)
     outputs = 0 if stage == pp - 1 and chunks == 1 else flights * sizes.stream
     if chunks > 1:
         outputs += 2 * sizes.stream
@@ -380,9 +379,35 @@ def _activations(config: Config, world_size: int, stage: int, layer: int, sizes:
     if model.rotary_base_local is not None:
         angles *= 2
     if parallel.recompute_method == "uniform":
-        return math.ceil(layers / group) * sizes.stream + angles + outputs
+        return _layer_inputs(config, world_size, stage)[0] * sizes.stream + angles + outputs
     recomputed = math.ceil(layers * group / chunk)
     return recomputed * sizes.stream + (layers - recomputed) * layer + angles + outputs
+
+
+def _in_flight(config: Config, world_size: int, stage: int) -> tuple[int, int, int]:
+    """Return the model chunks in flight at a stage, the layers of a chunk, and the chunks of the stage."""
+    pp = config.parallel.pipeline_model_parallel_size
+    chunk = config.parallel.num_layers_per_virtual_pipeline_stage or config.model.num_layers // pp
+    chunks = config.model.num_layers // pp // chunk
+    # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks have a longer warm-up
+    flights = pp - stage if chunks == 1 else 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
+    return min(flights, config.microbatches(world_size) * chunks), chunk, chunks
+
+
+def _layer_inputs(config: Config, world_size: int, stage: int) -> tuple[int, int]:
+    """Return how many inputs of recomputed layers a stage keeps on the device and on the host.
+
+    Of each chunk in flight, its last input stays on the device, and one that another stage has sent.
+    """
+    parallel = config.parallel
+    flights, chunk, chunks = _in_flight(config, world_size, stage)
+    groups = chunk // parallel.recompute_num_layers
+    if not parallel.offload_layer_inputs or groups == 1:
+        return flights * groups, 0
+    # an interleaved pipeline runs each chunk with pp micro-batches in turn
+    turns = (number // parallel.pipeline_model_parallel_size % chunks for number in range(flights))
+    sent = sum(stage > 0 or turn > 0 for turn in turns)
+    return flights + sent, flights * (groups - 1) - sent
 
 
 def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes, *, experts: bool) -> int:
@@ -413,7 +438,8 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes,
         mlp += 2 * sizes.stream
     gathered = sizes.whole if sizes.s > 1 else 0
     attention = gathered + max(_attention_backward(config, shapes, sizes) for shapes in of_kinds)
-    return recomputed + sizes.stream + max(mlp, attention - freed)
+    returning = sizes.stream if parallel.offload_layer_inputs else 0  # the input of the layer before
+    return recomputed + returning + sizes.stream + max(mlp, attention - freed)
 
 
 def _mlp_backward(config: Config, sizes: _Sizes, experts: bool) -> int:

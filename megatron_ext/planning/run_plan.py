@@ -110,6 +110,8 @@ def describe(plan: RunPlan) -> Iterator[str]:
         yield f"                 and {flops.scoring:.3e} ({flops.scoring / flops.scheduled:.0%}) to score tokens"
     yield f"memory per GPU   {gibibytes(plan.memory.total)} at least, of the fullest pipeline stage:"
     for name, size in vars(plan.memory).items():
+        if name == "host" and not size:
+            continue
         yield f"  {name:<14} {gibibytes(size):>10}"
     for line in uncounted(config):
         yield f"not counted      {line}"

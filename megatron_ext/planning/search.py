@@ -28,6 +28,7 @@ _KEPT: dict[str, Any] = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
     "mlp_block_tokens": None,
+    "offload_layer_inputs": False,
     "cpu_offloading": False,
     "cpu_offloading_num_layers": None,
 }
@@ -116,6 +117,7 @@ class Layout:
             whole = parallel.recompute_granularity == "full"
             words += ["recompute" if whole else f"recompute {' '.join(parallel.recomputed_modules)}"]
         words += ["MLP in blocks"] if parallel.mlp_block_tokens else []
+        words += ["inputs on the host"] if parallel.offload_layer_inputs else []
         return ", ".join(words)
 
 
@@ -167,9 +169,8 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
             continue
         if not best:
             too_large.append(layout)
-        if candidate.parallel.recompute_granularity is None:  # tried only if keeping all does not fit: it adds time
-            for lighter in with_less_kept(candidate):
-                heappush(queue, timed(lighter))
+        for lighter in with_less_kept(candidate):  # tried only if keeping more does not fit
+            heappush(queue, timed(lighter))
     larger = min(too_large, key=lambda layout: layout.memory, default=None)
     return Found(best, larger, tried + len(queue), refused, len(too_large))
 
@@ -231,17 +232,27 @@ def candidates(config: Config, machine: Machine, refused: Counter[str] | None = 
 
 
 def with_less_kept(config: Config) -> Iterator[Config]:
-    """Yield variants of a layout with partial or full recomputation."""
-    choices: list[dict[str, Any]] = [
-        {"recompute_granularity": "selective", "recompute_modules": modules}
-        for modules in (("core_attn",), ("layernorm",), ("mlp",), ("mlp", "layernorm"))
-    ]
-    choices += [{"recompute_granularity": "full"}]
-    blockwise: dict[str, Any] = {"mlp_block_tokens": MLP_BLOCK_TOKENS}
-    if not (config.model.num_experts or config.training.fp8_format or config.parallel.tp_comm_overlap):
-        choices += [choices[1] | blockwise, choices[-1] | blockwise]
+    """Yield variants of a layout that keep less.
+
+    Of one that keeps all activations: with partial or full recomputation, or the MLP in blocks. Of one that recomputes
+    all layers: with their inputs on the host.
+    """
+    parallel, fp8 = config.parallel, config.training.fp8_format is not None
+    choices: list[dict[str, Any]] = []
+    if parallel.recompute_granularity == "full":
+        if not (parallel.offload_layer_inputs or fp8):
+            choices = [{"offload_layer_inputs": True}]
+    elif parallel.recompute_granularity is None and parallel.mlp_block_tokens is None:
+        choices = [
+            {"recompute_granularity": "selective", "recompute_modules": modules}
+            for modules in (("core_attn",), ("layernorm",), ("mlp",), ("mlp", "layernorm"))
+        ]
+        choices += [{"recompute_granularity": "full"}]
+        if not (config.model.num_experts or fp8 or parallel.tp_comm_overlap):
+            blocks = {"mlp_block_tokens": MLP_BLOCK_TOKENS}
+            choices += [blocks, choices[1] | blocks, choices[4] | blocks]
     for choice in choices:
-        yield replace(config, parallel=replace(config.parallel, **_KEPT | choice))
+        yield replace(config, parallel=replace(parallel, **choice))
 
 
 def _divisors(number: int) -> list[int]:

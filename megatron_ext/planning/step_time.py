@@ -47,6 +47,7 @@ class Gpu:
     bandwidth: Positive
     nvlink: Positive
     network: Positive
+    pcie: Positive
     node: Annotated[int, Gt(0)]
     family: str
     hour: Positive
@@ -125,6 +126,7 @@ class Work:
         attention_backend: a value of --attention-backend.
         recompute: the fraction of the layers with full recomputation.
         recompute_modules: the modules of each layer that are recomputed in addition.
+        host_inputs: inputs copied to the host and back, per layer.
     """
 
     model: ModelConfig
@@ -145,6 +147,7 @@ class Work:
     attention_backend: str = "auto"
     recompute: float = 0.0
     recompute_modules: tuple[RecomputeModule, ...] = ()
+    host_inputs: float = 0.0
 
     @property
     def replicas(self) -> int:
@@ -178,6 +181,7 @@ class StepTime:
         head: output layer and loss.
         tensor, context: exposed time of these collectives.
         experts: all-to-all of tokens to experts and back, and the gather over tensor-parallel ranks.
+        host: exposed time of copying inputs of layers to the host and back.
         bubble: a pipeline stage's idle time.
         data: exposed time of reducing gradients and gathering weights.
         optimizer: the update.
@@ -190,6 +194,7 @@ class StepTime:
     tensor: float
     context: float
     experts: float
+    host: float
     bubble: float
     data: float
     optimizer: float
@@ -289,7 +294,11 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     # on the last stage, and all stages wait for it; six passes over fp32 logits
     t, vocabulary = work.micro * work.row / work.cp / work.tp, model.vocab_size or 0
     head = 6 * model.hidden_size * vocabulary * t / matmul + 4 * 6 * vocabulary * t / bandwidth
-    micro = layers * (products + attention + memory + tensor + context + experts) + head
+    layer_seconds = products + attention + memory + tensor + context + experts
+    # one input each way, while a layer runs forward, a quarter of its time with recomputation, or backward
+    copied = work.host_inputs * 2 * model.hidden_size * t / (gpu.pcie * 1e9 * speeds.bandwidth)
+    host = max(copied - layer_seconds / 4, 0) + max(copied - layer_seconds * 3 / 4, 0)
+    micro = layers * (layer_seconds + host) + head
 
     ends = 2 if work.pp == 1 else 1  # embedding and output matrix
     parameters = (shared * layers + ends * vocabulary * model.hidden_size) / work.tp
@@ -306,6 +315,7 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
         tensor=micros * layers * tensor,
         context=micros * layers * context,
         experts=micros * layers * experts,
+        host=micros * layers * host,
         bubble=(work.pp - 1) / work.chunks * micro,
         data=max(moved - 0.8 * micro, 0.05 * moved),
         optimizer=24 * (parameters / shards + expert_parameters * layers / copies) / bandwidth,
@@ -453,6 +463,7 @@ def work_of(
         attention_backend=parallel.attention_backend,
         recompute=recompute,
         recompute_modules=parallel.recomputed_modules,
+        host_inputs=1 / parallel.recompute_num_layers if parallel.offload_layer_inputs else 0.0,
     )
 
 

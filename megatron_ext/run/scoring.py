@@ -98,6 +98,7 @@ def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes:
             run.parallel,
             recompute_granularity=None,
             recompute_modules=(),
+            offload_layer_inputs=False,
             cpu_offloading=False,
             cpu_offloading_num_layers=None,
             tp_comm_overlap=False,  # its buffers only fit whole rows

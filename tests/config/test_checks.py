@@ -23,6 +23,7 @@ CASES = """
 --moe-router-topk 3 | moe_router_topk | --num-experts 4 --moe-router-topk 3
 --early-stopping-patience 3 | early_stopping_patience | --early-stopping-patience 3 --eval-interval 5
 --on-spike skip --spike-window 0 | on_spike | --on-spike skip
+--softmax-type learnable --bf16 --attention-backend te_thd | attention_backend | --softmax-type learnable --bf16 --attention-backend torch_varlen
 --qk-layernorm --add-qkv-bias | qk_layernorm | --qk-layernorm
 --rotary-percent 0.5 | rotary_percent | --block phi --rotary-percent 0.5
 --num-attention-heads 3 --num-query-groups 3 --kv-channels 32 --tensor-model-parallel-size 2 | num_attention_heads | --num-attention-heads 4 --num-query-groups 4 --kv-channels 32 --tensor-model-parallel-size 2 | 2 2
@@ -42,6 +43,8 @@ CASES = """
 --recompute-modules mlp layernorm | recompute_modules | --recompute-modules mlp layernorm --recompute-granularity selective
 --compile --recompute-granularity full | compile | --compile
 --mlp-block-tokens 64 --recompute-granularity selective --recompute-modules mlp | mlp_block_tokens | --mlp-block-tokens 64 --recompute-granularity selective --recompute-modules layernorm
+--offload-layer-inputs --recompute-granularity selective | offload_layer_inputs | --offload-layer-inputs --recompute-granularity full
+--offload-layer-inputs --recompute-granularity full --recompute-method block | offload_layer_inputs | --recompute-granularity full --recompute-method block
 --mlp-block-tokens 64 --num-experts 4 | mlp_block_tokens | --mlp-block-tokens 64
 --cpu-offloading-num-layers 2 | cpu_offloading_num_layers | --cpu-offloading-num-layers 2 --cpu-offloading
 --tp-comm-overlap --bf16 | tp_comm_overlap | --tp-comm-overlap --bf16 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
@@ -135,6 +138,7 @@ CASES = """
 --eval-interval 5 --eval-stride 32 --eval-lengths 512 64 | tp_comm_overlap | --eval-interval 5 --eval-stride 32 --eval-lengths 512 | 2 2
 ## --bf16 --fp8-format hybrid
 --fp8-recipe delayed --recompute-granularity selective --recompute-modules layernorm | recompute_modules | --recompute-granularity selective --recompute-modules layernorm
+--recompute-granularity full --offload-layer-inputs | offload_layer_inputs | --recompute-granularity full
 --ffn-hidden-size 376 | ffn_hidden_size | --ffn-hidden-size 368
 --kv-channels 8 --num-attention-heads 8 --num-query-groups 1 | num_query_groups | --kv-channels 8 --num-attention-heads 8 --num-query-groups 2
 --seq-length 200 | seq_length | --seq-length 208
@@ -149,6 +153,7 @@ CASES = """
 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 7 | global_batch_size | --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 | 2 2
 ## --recompute-granularity full
 --recompute-num-layers 5 | recompute_num_layers | --recompute-num-layers 4
+--recompute-num-layers 3 | recompute_num_layers | --recompute-num-layers 3 --recompute-method block
 --recompute-num-layers 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 | recompute_num_layers | --recompute-num-layers 1 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 | 2 2
 ## --local-window 64
 --window-attn-skip-freq 1 | window_attn_skip_freq | --window-attn-skip-freq 2

@@ -102,6 +102,7 @@ SLOW = {
     "recompute selective": Layout("--recompute-granularity selective", 1),
     **{f"recompute {module}": Layout(f"{MODULES} {module}", 1) for module in ("core_attn", "layernorm", "mlp")},
     "recompute modules pp2 vpp2": Layout(f"{VPP2} {MODULES} core_attn layernorm mlp", 2),
+    "inputs on the host pp2": Layout(f"{PP2} --recompute-granularity full --offload-layer-inputs", 2),
     "mlp blocks recompute full": Layout("--mlp-block-tokens 50 --recompute-granularity full", 1),
     "mlp blocks dp2 distributed overlaps": Layout(f"--mlp-block-tokens 50 {OVERLAPS}", 2),
     "mlp blocks phi pp2 vpp2": Layout(f"--mlp-block-tokens 50 {VPP2}", 2, PHI),

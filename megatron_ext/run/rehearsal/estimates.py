@@ -82,6 +82,7 @@ def confirm(case: Case, gpu: str) -> Iterator[str]:
     yield f"{'of one rank':22} {'planned':>12} {'rehearsed':>12} {'difference':>11}"
     for name, one, other in (
         ("memory, GiB", case.estimate.total / _GIB, sum(step["memory"].values()) / _GIB),
+        *([("host memory, GiB", host / _GIB, step["pinned"] / _GIB)] if (host := case.estimate.host) else []),
         ("PFLOP", planned.flops / 1e15, sum(step["flops"].values()) / 1e15),
         ("sent over TP, GiB", planned.tensor_bytes / _GIB, sent("TP")),
         ("sent over CP, GiB", planned.context_bytes / _GIB, sent("CP")),

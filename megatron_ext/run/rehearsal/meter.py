@@ -67,7 +67,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, device: str, sites: Sites, collectives: Collectives) -> None:
         super().__init__()
         self.device, self.sites = device, sites
-        self.allocations = AllocationTracker()
+        self.allocations, self.pinned = AllocationTracker(), AllocationTracker()  # of the device; of pinned host memory
         self.collectives = collectives
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], npt.NDArray[Any]]] = {}
@@ -101,6 +101,7 @@ class Meter(TorchDispatchMode):
         self.ops_without_flops: Counter[str] = Counter()  # custom operators without a formula
         self.collectives.groups.clear()
         self.allocations.reset_peak()
+        self.pinned.reset_peak()
 
     def note_sync(self, what: str) -> None:
         """Count a host synchronization."""
@@ -111,7 +112,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        packet = func._overloadpacket
+        packet, pinned = func._overloadpacket, kwargs.get("pin_memory")
         if func.namespace == "c10d":
             self.collectives.note(func, args)
             if packet in _JOINED and self.device == "cuda":
@@ -127,6 +128,8 @@ class Meter(TorchDispatchMode):
             out = args[0].new_empty((int(chosen.sum()),))
         else:
             out = func(*args, **kwargs)
+        if pinned:
+            self.pinned.add(out.untyped_storage(), Part.OTHER, "")
         self._count(func, packet, args, kwargs, out)
         self._follow(func, packet, args, kwargs, out)
         return out

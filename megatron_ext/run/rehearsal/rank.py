@@ -75,6 +75,7 @@ class Step:
         segments: of the micro-batches that were run.
         microbatches: of this rank; `measured` of them were run, the rest is extrapolated.
         memory: bytes of each part at the peak.
+        pinned: bytes of pinned host memory at its peak.
         cycles: bytes that only Python's garbage collector would free, because of reference cycles.
         peak_at: where the peak was.
         live_allocations: bytes allocated at the peak, by allocation site.
@@ -93,6 +94,7 @@ class Step:
     microbatches: int
     measured: int
     memory: dict[str, int]
+    pinned: int
     cycles: int
     peak_at: str
     live_allocations: dict[str, int]
@@ -299,6 +301,7 @@ class _StepRunner:
             microbatches=microbatches,
             measured=microbatches,
             memory={part.value: size for part, size in meter.allocations.peak.parts.items()},
+            pinned=meter.pinned.peak.total,
             cycles=before - meter.allocations.total,
             peak_at=meter.allocations.peak.site,
             live_allocations=meter.allocations.peak.live_allocations,

@@ -32,6 +32,8 @@ def _step(step: Mapping[str, Any]) -> Iterator[str]:
     yield f"    peak memory    {peak / _GIB:8.2f} GiB at {step['peak_at']}"
     for part, size in step["memory"].items():
         yield f"      {part:<12} {size / _GIB:8.2f} GiB"
+    if step["pinned"] >= 2**20:
+        yield f"    pinned memory  {step['pinned'] / _GIB:8.2f} GiB of the host"
     if step["cycles"]:
         yield f"    reference cycles kept {step['cycles'] / _GIB:.2f} GiB until the step's end"
     flops = step["flops"]

@@ -19,6 +19,7 @@ PHI = "--block phi --num-query-groups 32 --rotary-percent 0.5 --ffn-hidden-size 
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 CONTEXT = "--context-parallel-size 4 --cp-scheme"
 AGAIN = "--recompute-granularity selective --recompute-modules"
+ON_HOST = "--recompute-granularity full --offload-layer-inputs"
 OFFLOAD = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 0.01"
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
@@ -42,6 +43,12 @@ OTHERS = {
     "mlp": (f"{AGAIN} mlp", 1, 2),
     "mlp in blocks": ("--mlp-block-tokens 1024", 1, 2),
     "mlp in blocks, sequence": (f"--mlp-block-tokens 1024 {AGAIN} layernorm {TENSOR}", 2, 2),
+    "inputs on the host": (f"--num-layers 6 {ON_HOST}", 1, 2),
+    "inputs on the host, interleaved": (
+        f"--num-layers 16 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 {ON_HOST}",
+        2,
+        4,
+    ),
     "no angles": ("--no-rope-freq 1", 1, 1),
     "no angles, as many key heads": ("--no-rope-freq 1 --num-query-groups 32", 1, 1),
     "norms of queries and keys": ("--qk-layernorm", 1, 1),
@@ -85,6 +92,7 @@ def agree(flags: str, processes: int, microbatches: int) -> None:
     rehearsed, static = sum(parts.values()), sum(parts[part] for part in STATIC)
     assert memory.total == pytest.approx(rehearsed, rel=0.05), parts
     assert memory.total - memory.static == pytest.approx(rehearsed - static, rel=0.05), parts
+    assert step["pinned"] == pytest.approx(memory.host, rel=0.1, abs=2**20)
     assert step["cycles"] == 0
 
 

@@ -1,0 +1,134 @@
+"""Keep the inputs of recomputed layers in host memory between forward and backward (ALST, arXiv 2506.13996).
+
+Full recomputation keeps the input of each layer, or group of layers, on the device. Here an input is copied to the host
+while the next layer runs, and back while the layer after it runs backward:
+
+    forward    layer 1    layer 2    layer 3    layer 4
+    to host               input 1    input 2    input 3
+    backward   layer 4    layer 3    layer 2    layer 1
+    to device  input 3    input 2    input 1
+
+The last input is needed at once and stays on the device. Copies are exact, so training is the same bit for bit.
+
+torch's `save_on_cpu` copies on the stream of the layers, so that nothing overlaps, and pins new memory for each tensor.
+Megatron's `offload_modules` is not used for the reasons in docs/planning.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class HostCopies:
+    """Copies tensors to reused host buffers and back; on CUDA they are pinned, and a stream of its own copies them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._free: dict[Any, list[Tensor]] = defaultdict(list)  # buffers, by shape and dtype
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Return a buffer and the event after which it holds x, which must exist until then."""
+        free = self._free[x.shape, x.dtype]
+        host = free.pop() if free else torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+        return host, self._copy(host, x)
+
+    def to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Return a new tensor and the event after which it holds the buffer's values; the buffer is free again."""
+        x = torch.empty_like(host, device=device)
+        event = self._copy(x, host)
+        self._free[x.shape, x.dtype].append(host)  # what is copied into it next follows on the same stream
+        return x, event
+
+    def _copy(self, target: Tensor, source: Tensor) -> Any:
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+
+class _Input:
+    """The input of a layer, [t / s, 1, D].
+
+    Attributes:
+        x: on the device, or None.
+        host: its buffer on the host, or None.
+        copied: the event that ends the last copy.
+        before: the input before it, until that returns to the device.
+    """
+
+    def __init__(self, x: Tensor, before: _Input | None) -> None:
+        self.x: Tensor | None = x
+        self.before, self.device = before, x.device
+        self.host: Tensor | None = None
+        self.copied: Any = None
+
+    def leave_device(self) -> None:
+        """Free the device's memory when the copy on the host is complete."""
+        if self.host is not None:
+            self.wait()
+            self.x = None
+
+    def return_to_device(self, copies: HostCopies) -> None:
+        """Start copying back what is on the host."""
+        if self.host is not None:
+            self.x, self.copied = copies.to_device(self.host, self.device)
+            self.host = None
+
+    def wait(self) -> None:
+        """Make the current stream wait for the last copy."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+
+def install(decoder: TransformerBlock, copies: HostCopies, group: int, *, received: bool) -> None:
+    """Make a decoder with full recomputation keep the inputs of its layers on the host, except the last one.
+
+    Args:
+        decoder: of a model chunk.
+        copies: shared by the chunks.
+        group: number of layers that are recomputed together and keep one input.
+        received: whether the first input comes from another pipeline stage; the pipeline keeps it on the device.
+    """
+    whole, count = decoder.forward, len(decoder.layers) // group
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        inputs: list[_Input] = []
+
+        def pack(x: Tensor) -> Tensor | _Input:
+            # not the angles [t, 1, 1, H], what a norm keeps for a moment inside a layer, what the final norm keeps
+            if x.dim() != 3 or not x.requires_grad or len(inputs) == count:
+                return x
+            if inputs:
+                inputs[-1].leave_device()
+            kept = _Input(x, inputs[-1] if inputs else None)
+            if int(received) <= len(inputs) < count - 1:
+                kept.host, kept.copied = copies.to_host(x)
+            inputs.append(kept)
+            return kept
+
+        def unpack(kept: Tensor | _Input) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            kept.return_to_device(copies)  # already there, unless the order is not that of the layers
+            kept.wait()
+            before, kept.before = kept.before, None
+            if before is not None:
+                before.return_to_device(copies)
+            assert kept.x is not None
+            return kept.x
+
+        with saved_tensors_hooks(pack, unpack):
+            out: Tensor = whole(*args, **kwargs)
+        inputs.clear()  # from here on only the graph keeps them
+        return out
+
+    decoder.forward = forward

@@ -1,0 +1,62 @@
+"""Inputs of layers in host memory: the same loss and gradients bit for bit, and buffers that are used again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from one_process import build_models, one_process
+
+from megatron_ext.batch import PackedBatch, pack
+from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.engine.layer_inputs import HostCopies
+
+GEMMA = {"block": "gemma3", "local_window": 4, "window_attn_skip_freq": 2, "rotary_base_local": 300.0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one CPU process")
+@pytest.mark.parametrize(("layers", "group", "on_host"), [(4, 1, 3), (6, 2, 2), (1, 1, 0)])
+@pytest.mark.parametrize("block", [{}, GEMMA])
+def test_training_is_the_same_bit_for_bit(
+    layers: int, group: int, on_host: int, block: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches in flight, as in a pipeline, and two steps."""
+    copied: list[torch.Tensor] = []
+    to_host = HostCopies.to_host
+
+    def counted(self: HostCopies, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        copied.append(to_host(self, x)[0])
+        return copied[-1], None
+
+    monkeypatch.setattr(HostCopies, "to_host", counted)
+    plain = Config(
+        model=ModelConfig(num_layers=layers, vocab_size=64, init_method_std=0.2, **block),
+        data=DataConfig(seq_length=24),
+        parallel=ParallelConfig(recompute_granularity="full", recompute_num_layers=group),
+    )
+    chance = np.random.default_rng(0)
+    rows = [TokenRow(chance.integers(1, 64, 25), np.array([5, 23]), np.ones(24, dtype=np.bool_)) for _ in range(4)]
+    batches = [pack([row], 24, plain.mask_options()) for row in rows]
+    with one_process():
+        models = build_models(plain, replace(plain, parallel=replace(plain.parallel, offload_layer_inputs=True)))
+        (_, expected), (losses, gradients) = results = [two_steps(model, batches) for model in models]
+    assert results[0][0] == losses
+    assert expected.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+    assert len(copied) == 4 * on_host
+    assert len({buffer.data_ptr() for buffer in copied}) == 2 * on_host
+
+
+def two_steps(model: torch.nn.Module, batches: list[PackedBatch]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses and the sums of gradients of two steps of two micro-batches."""
+    values = []
+    for step in (batches[:2], batches[2:]):
+        losses = [model(batch).cross_entropy_t.double().sum() for batch in step]
+        for loss in losses:
+            loss.backward()
+        values += [loss.item() for loss in losses]
+    return values, {name: weight.grad for name, weight in model.named_parameters()}
