@@ -3,7 +3,7 @@
 #   prepare         beforehand, on any machine: the small data set and 50 training steps on a CPU, both in data/smoke
 #   machine         the GPU, the environment, a layer of Transformer Engine (2 minutes)
 #   correct         every attention kernel against fp32, 60 s each; the loss head
-#   losses          50 training steps against those of `prepare`
+#   losses          50 training steps against those of `prepare`; again with inputs of layers in host memory
 #   step:SHAPE      tokens/s, MFU, memory and time saved by the window schedule, for a paper's model
 #   attention:ROW   time of every attention kernel by window and documents
 #   length:SHAPE    the longest row that fits on the GPU
@@ -65,10 +65,10 @@ bench() {
   limited "$1" "$PYTHON" "benchmarks/$2.py" "${@:3}" --output "$out" || failed+=("${*:2}: status $?")
 }
 
-# train FOLDER: 50 steps of the smoke run
+# train FOLDER [FLAG ...]: 50 steps of the smoke run
 train() {
   limited 300 "$PYTHON" pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard \
-    --train-iters 50 --save "$1"
+    --train-iters 50 --save "$@"
 }
 
 # run NAME [SIZE]: a part; without a GPU in the script's own small size
@@ -90,6 +90,8 @@ run() {
     losses)
       [ ! -f data/smoke/cpu_losses/metrics.jsonl ] || train "$scratch/here" || failed+=("training: status $?")
       bench 60 compare_losses data/smoke/cpu_losses "$scratch/here"
+      [ ! -f data/smoke/cpu_losses/metrics.jsonl ] || train "$scratch/host" --recompute-granularity full --offload-layer-inputs || failed+=("training: status $?")
+      bench 60 compare_losses data/smoke/cpu_losses "$scratch/host"
       ;;
     step) bench 540 step ${2:+"$2"} --profile ;;
     attention) bench 540 attention speed ${2:+"$2"} --seconds 85 ;; # six kernels

@@ -3,7 +3,7 @@
 Rows double from 8K on until a step runs out of memory; each attempt is a separate process, one micro-batch of one row
 at the full window. The goal is 512K.
 
-python benchmarks/length.py [SHAPE ...] [--modes none full] [--output results.jsonl]
+python benchmarks/length.py [SHAPE ...] [--modes none full host] [--output results.jsonl]
     SHAPE   1B, or 8B with 2 of its 32 layers: a pipeline stage of 16, with both ends
 """
 
@@ -13,6 +13,7 @@ import argparse
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 from record import CUDA, Records, add_output
@@ -22,7 +23,8 @@ from megatron_ext.engine import parallel
 from megatron_ext.planning.memory import estimate
 
 SHAPES: dict[str, tuple[str, int | None]] = {"1B": ("1B", None), "8B": ("Llama-3-8B", 2), "dry-run": ("tiny-1M", 2)}
-MODES = {"none": {}, "full": {"recompute_granularity": "full"}}
+FULL = {"recompute_granularity": "full"}
+MODES: dict[str, dict[str, Any]] = {"none": {}, "full": FULL, "host": FULL | {"offload_layer_inputs": True}}
 FIRST, LAST = (8192, 2**20) if CUDA else (128, 256)
 OUT_OF_MEMORY = 3
 

@@ -126,9 +126,35 @@ def neighbours(config: Config) -> Iterator[Config]:
         size = int(config.data.micro_batch_size * factor)
         if size:
             yield replace(config, data=replace(config.data, micro_batch_size=size))
-    plain = replace(config.parallel, recompute_granularity=None, recompute_modules=(), cpu_offloading=False)
-    yield replace(config, parallel=replace(plain, cpu_offloading_num_layers=None))
-    yield from with_less_kept(config)
+    kept = {"recompute_granularity": None, "recompute_modules": (), "mlp_block_tokens": None}
+    plain = replace(config, parallel=replace(config.parallel, **kept, offload_layer_inputs=False))
+    yield plain
+    for lighter in with_less_kept(plain):
+        yield lighter
+        yield from with_less_kept(lighter)
+
+
+def test_inputs_go_to_the_host_only_where_the_layout_does_not_fit_without() -> None:
+    one = recipe("skyladder/skyladder_1b_32k.yaml")
+    config = replace(one, data=replace(one.data, seq_length=2**18), window=replace(one.window, window_end=None))
+    names = []
+    for memory in (60.0, 80.0, 141.0):
+        speeds = replace(SPEEDS, gpus=SPEEDS.gpus | {"H100": replace(SPEEDS.gpu("H100"), memory=memory)})
+        for layout in search(config, Machine(1, "H100", 32000, speeds), top=5).best:
+            names.append(f"{memory}: {layout.name}")
+            if layout.config.parallel.offload_layer_inputs:
+                parallel = replace(layout.config.parallel, offload_layer_inputs=False)
+                without = estimate(replace(layout.config, parallel=parallel), 1, 32000)
+                assert without.total > USABLE * memory * 2**30 >= layout.memory
+    assert any("inputs on the host" in name for name in names), names
+    assert not all("inputs on the host" in name for name in names), names
+
+
+def test_blocks_of_the_mlp_are_tried_where_norms_are_not_recomputed() -> None:
+    config = replace(recipe("skyladder/skyladder_1b_32k.yaml"), model=parse(["--model-preset", "Olmo-3-7B"]).model)
+    plain = next(candidates(config, Machine(1, "H100", 100278, SPEEDS)))
+    lighter = [one.parallel for one in with_less_kept(plain) if not list(mistakes(one, 1))]
+    assert any(one.mlp_block_tokens and one.recompute_granularity is None for one in lighter)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "data"])
@@ -202,7 +228,7 @@ def test_memory_is_the_reason_where_nothing_else_is(capsys: pytest.CaptureFixtur
     large = ["--config", str(ROOT / "examples/configs/prolong/prolong_8b.yaml"), "--documents", "whole"]
     lines = lines_of([*large, "--gpus", "2", "--gpu", "A100-40GB"], capsys, status=1)
     (reason,) = [line for line in lines if "layouts:" in line]
-    assert "layouts: memory; the smallest needs 8" in reason
+    assert "layouts: memory; the smallest needs 7" in reason
     assert "available are 34.0 GiB (40 GiB less 15% of headroom)" in reason
 
 

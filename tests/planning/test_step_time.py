@@ -83,6 +83,17 @@ def test_recomputed_parts_add_up_to_less_than_the_layer() -> None:
     assert half.products == pytest.approx((plain.products + whole.products) / 2)
 
 
+def test_copies_to_the_host_take_what_layers_do_not_hide() -> None:
+    full = replace(WORK, recompute=1.0)
+    assert step_time(replace(full, host_inputs=1.0), SPEEDS) == step_time(full, SPEEDS)  # a layer takes longer
+    slow = replace(SPEEDS, gpus=SPEEDS.gpus | {"H100": replace(SPEEDS.gpu("H100"), pcie=0.1)})
+    copied = 32 * 2 * (2 * 4096 * 131072 / 4 / 4) / (0.1e9 * SPEEDS.bandwidth)  # both ways
+    times = step_time(full, slow)
+    layers = times.products + times.attention + times.memory + times.tensor + times.context
+    exposed = step_time(replace(full, host_inputs=1.0), slow).host
+    assert exposed == pytest.approx(full.microbatches * copied - layers)
+
+
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
 def test_the_flops_of_segments_are_the_sum_of_their_own(lengths: list[int]) -> None:
     """Segments laid end to end cost as much as each in a row of its own."""
