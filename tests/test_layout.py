@@ -80,7 +80,7 @@ def test_literal_borders(length: int, ends: list[int], window: int, wanted: list
 @settings(max_examples=300, deadline=None)
 def test_segments_are_the_dense_masks(row: tuple[int, list[int], int]) -> None:
     length, ends, window = row
-    given_ends = np.array(ends, dtype=np.int32)
+    given_ends = np.array(ends, dtype=np.int64)
     layout, mask = build_layout(length, given_ends, window), dense_mask(*row)
     assert (mask_of(layout) == mask).all()
     assert given_ends.tolist() == ends
