@@ -57,6 +57,15 @@ def test_without_a_pointer_it_is_the_newest(tmp_path: Path) -> None:
     assert located(tmp_path) == folder
 
 
+@pytest.mark.parametrize(("content", "text"), [(b"\xff4", "holds "), (b"-4", "holds "), (b"5", "names step 5, but ")])
+def test_a_pointer_that_leads_nowhere_is_named(tmp_path: Path, content: bytes, text: str) -> None:
+    write(tmp_path, 3)
+    pointer = tmp_path / "checkpoints" / POINTER
+    pointer.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^load: {pointer} {text}.*iter_0000003"):
+        located(tmp_path)
+
+
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     write(tmp_path, 3, b"first")
     folder = write(tmp_path, 3, b"second")

@@ -141,24 +141,6 @@ def test_without_verification_sizes_are_still_checked(alone: Commands, small_dat
     assert refused(alone, *argv).startswith(f"load: {path} is damaged: ")
 
 
-@pytest.mark.parametrize("content", [b"\xff4", b"-4"])
-def test_a_pointer_that_says_nothing_is_named(
-    alone: Commands, small_data: SmallData, run: Path, content: bytes
-) -> None:
-    pointer = run / "checkpoints" / POINTER
-    pointer.write_bytes(content)
-    line = refused(alone, *flags(small_data, run, 6, "--load", run))
-    assert line.startswith(f"load: {pointer} holds ")
-    assert NEWEST in line
-
-
-def test_a_pointer_to_nothing_is_named(alone: Commands, small_data: SmallData, run: Path) -> None:
-    (run / "checkpoints" / POINTER).write_text("5")
-    line = refused(alone, *flags(small_data, run, 6, "--load", run))
-    assert "names step 5, but " in line
-    assert NEWEST in line
-
-
 def test_options_that_change_the_run_are_shown(alone: Commands, small_data: SmallData, run: Path) -> None:
     line = refused(alone, *flags(small_data, run, 6, "--load", run, "--lr", "1e-3", "--seed", "7"))
     assert "lr 0.00025 -> 0.001, seed 1234 -> 7; restore them, or add --override lr seed " in line
