@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from attention.kernels import CPU, assert_right, call_of, inputs_of, results
+from attention.test_reference import bottom_right_mask
 from megatron_ext.attention import flash_attn_4, reference, torch_varlen, triton_packed
 from megatron_ext.attention.backends import BACKENDS
 from megatron_ext.attention.choice import select, suited
@@ -31,17 +32,9 @@ LENGTHS = [(3, 3), (2, 5), (1, 1), (18, 20)]
 
 
 def visible(call: AttentionCall) -> Tensor:
-    """bool [t, u], query by query."""
-    seen = torch.zeros(int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1]), dtype=torch.bool)
-    for q, q_end, k, k_end in zip(
-        *(cu[part] for cu in (call.cu_seqlens_q, call.cu_seqlens_kv) for part in (slice(-1), slice(1, None))),
-        strict=True,
-    ):
-        for j in range(q_end - q):
-            last = k_end - (q_end - q) + j
-            first = k if call.left_window is None else max(k, last - call.left_window)
-            seen[q + j, first : last + 1] = True
-    return seen
+    """bool [t, u]: the keys that each query sees."""
+    lengths = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
+    return bottom_right_mask(list(lengths), call.left_window)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float, sink_N: Tensor) -> Tensor:

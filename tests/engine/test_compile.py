@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,25 +25,19 @@ if torch.cuda.is_available():
     pytest.skip("one CPU process", allow_module_level=True)
 
 
-@pytest.fixture
-def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[torch.fx.GraphModule]]]:
-    """The same model as it is and compiled, and the graphs that compiling makes."""
+@contextmanager
+def compiling() -> Iterator[list[torch.fx.GraphModule]]:
+    """In this process alone; the graphs that torch.compile makes are listed, and run as they are."""
     graphs: list[torch.fx.GraphModule] = []
 
     def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=note))
     torch._dynamo.reset()
-    plain = Config(
-        model=ModelConfig(num_layers=LAYERS, vocab_size=VOCABULARY, init_method_std=0.2),
-        data=DataConfig(seq_length=LENGTH),
-    )
-    compiled = replace(plain, parallel=ParallelConfig(compile=True))
-    with one_process():
-        model, compiled_model = build_models(plain, compiled)
-        yield model, compiled_model, graphs
+    with pytest.MonkeyPatch.context() as patch, one_process():
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=note))
+        yield graphs
 
 
 @pytest.mark.parametrize("nope", [None, pytest.param(4, marks=pytest.mark.slow)])
@@ -51,18 +46,10 @@ def test_many_layers_are_all_compiled(nope: int | None) -> None:
     layers = 10
     model = ModelConfig(num_layers=layers, vocab_size=VOCABULARY, no_rope_freq=nope)
     config = Config(model=model, data=DataConfig(seq_length=LENGTH), parallel=ParallelConfig(compile=True))
-    torch._dynamo.reset()
     limit = torch.compiler.config.recompile_limit
     row = TokenRow(np.ones(LENGTH + 1, dtype=np.int64), np.array([LENGTH]), np.ones(LENGTH, dtype=np.bool_))
-    graphs: list[int] = []
-
-    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(len(graphs))
-        return graph.forward
-
     try:
-        with pytest.MonkeyPatch.context() as patch, one_process():
-            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=note))
+        with compiling() as graphs:
             (chunk,) = build_models(config)
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
                 chunk(pack([row], LENGTH, MaskOptions(document_mask=True, num_layers=layers)))
@@ -72,10 +59,9 @@ def test_many_layers_are_all_compiled(nope: int | None) -> None:
     assert (len(graphs) <= 12) == (nope is None), len(graphs)
 
 
-def test_a_compiled_step_is_the_same(
-    models: tuple[Any, Any, list[torch.fx.GraphModule]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, compiled, graphs = models
+def test_a_compiled_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(num_layers=LAYERS, vocab_size=VOCABULARY, init_method_std=0.2)
+    config = Config(model=model, data=DataConfig(seq_length=LENGTH))
     traced: list[bool] = []
     run = AttentionCall.run
     monkeypatch.setattr(
@@ -83,15 +69,17 @@ def test_a_compiled_step_is_the_same(
     )
     chance = np.random.default_rng(0)
     row = TokenRow(chance.integers(1, VOCABULARY, LENGTH + 1), np.array([5, 23]), np.ones(LENGTH, dtype=np.bool_))
-    for window in (7, LENGTH):
-        batch = pack([row], window, MaskOptions(document_mask=True, num_layers=LAYERS))
-        losses = [model(batch).cross_entropy_t.sum() for model in (plain, compiled)]
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
-        for model, loss in zip((plain, compiled), losses, strict=True):
-            model.zero_grad()
-            loss.backward()
-        for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    with compiling() as graphs:
+        plain, compiled = build_models(config, replace(config, parallel=ParallelConfig(compile=True)))
+        for window in (7, LENGTH):
+            batch = pack([row], window, MaskOptions(document_mask=True, num_layers=LAYERS))
+            losses = [model(batch).cross_entropy_t.sum() for model in (plain, compiled)]
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+            for model, loss in zip((plain, compiled), losses, strict=True):
+                model.zero_grad()
+                loss.backward()
+            for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
     assert traced == [False] * (2 * 2 * LAYERS)
     assert graphs
     operations = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
