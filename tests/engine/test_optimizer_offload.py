@@ -15,16 +15,15 @@ import megatron.core.utils as megatron_utils
 import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from test_optimizer_state import VOCABULARY, built, one_step, states
 from torch import Tensor
 
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_ext.engine import compat, parallel, platform
-from megatron_ext.engine.model import build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
+from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
-from megatron_ext.engine.weights import initialise, saved_weights
+from megatron_ext.engine.weights import saved_weights
 
-VOCABULARY = 50
 SHARED = ParallelConfig(use_distributed_optimizer=True)
 
 if torch.cuda.is_available():
@@ -104,32 +103,6 @@ def config(optimizer: OptimizerConfig) -> Config:
     )
 
 
-def built(optimizer: OptimizerConfig, ranks: parallel.Ranks, cpu: platform.Platform) -> tuple[Any, Any]:
-    """A model and its optimizer, with the first weights."""
-    run = config(optimizer)
-    chunks = build_chunks(run, VOCABULARY, cpu)
-    initialise(chunks, run.model, VOCABULARY, 1, ranks)
-    wrapped = wrap(chunks, run)
-    return wrapped, build_optimizer(wrapped, run)
-
-
-def one_step(wrapped: Any, optimizer: Any, number: int) -> None:
-    """Update with random gradients, and another learning rate each step."""
-    set_learning_rate(optimizer, 1e-2 / number, 0.1)
-    generator = torch.Generator().manual_seed(number)
-    for parameter in wrapped[0].parameters():
-        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def states(optimizer: Any, wrapped: Any) -> list[Tensor]:
-    """The master weight and the moments of each weight."""
-    (distributed,) = optimizer.chained_optimizers
-    of_weights = [compat.optimizer_states(distributed, parameter) for parameter in wrapped[0].parameters()]
-    return [state[name].clone() for state in of_weights for name in ("param", "exp_avg", "exp_avg_sq")]
-
-
 def test_megatron_still_compares_the_version_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_utils, "_te_version", None)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
@@ -144,7 +117,7 @@ def test_offloading_trains_the_same(
     share: float, ranks: parallel.Ranks, cpu: platform.Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps against those of the distributed optimizer without: Adam differs by rounding in fp32 alone."""
-    plain = built(OptimizerConfig(), ranks, cpu)
+    plain = built(config(OptimizerConfig()), ranks, cpu)
     for number in (1, 2, 3):
         one_step(*plain, number)
     wanted = states(plain[1], plain[0])
@@ -152,7 +125,7 @@ def test_offloading_trains_the_same(
     offload = OptimizerConfig(
         use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=share
     )
-    offloaded = built(offload, ranks, cpu)
+    offloaded = built(config(offload), ranks, cpu)
     (distributed,) = offloaded[1].chained_optimizers
     inner = distributed.optimizer
     assert isinstance(inner, HybridDeviceOptimizer)

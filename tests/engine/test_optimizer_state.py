@@ -120,13 +120,12 @@ def built(config: Config, ranks: parallel.Ranks, where: platform.Platform) -> tu
     chunks = model.build_chunks(config, VOCABULARY, where)
     initialise(chunks, config.model, VOCABULARY, 1, ranks)
     wrapped = wrap(chunks, config)
-    optimizer = build_optimizer(wrapped, config)
-    set_learning_rate(optimizer, 1e-2, 0.1)
-    return wrapped, optimizer
+    return wrapped, build_optimizer(wrapped, config)
 
 
 def one_step(wrapped: Any, optimizer: Any, seed: int) -> None:
-    """Update with random gradients."""
+    """Update with random gradients, and another learning rate each step."""
+    set_learning_rate(optimizer, 1e-2 / seed, 0.1)
     generator = torch.Generator().manual_seed(seed)
     for parameter in wrapped[0].parameters():
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
@@ -134,13 +133,10 @@ def one_step(wrapped: Any, optimizer: Any, seed: int) -> None:
 
 
 def states(optimizer: Any, wrapped: Any) -> list[Tensor]:
-    """All that the optimizer keeps, as float32, weight by weight."""
+    """The master weight and the moments of each weight, as float32."""
     (distributed,) = optimizer.chained_optimizers
-    return [
-        tensor.clone()
-        for parameter in wrapped[0].parameters()
-        for _, tensor in sorted(compat.optimizer_states(distributed, parameter).items())
-    ]
+    of_weights = [compat.optimizer_states(distributed, parameter) for parameter in wrapped[0].parameters()]
+    return [state[name].clone() for state in of_weights for name in ("param", "exp_avg", "exp_avg_sq")]
 
 
 TYPES = {
