@@ -328,7 +328,7 @@ def rank_work(work: Work, *, head: bool) -> RankWork:
     flops = layer.products * (3 + again.products) + layer.expert_products * (3 + again.experts)
     flops += layer.attention * (3.5 + again.attention)
     t = work.micro * work.row / work.cp / work.tp
-    outputs = 6 * model.hidden_size * (model.vocab_size or 0) * t if head else 0.0
+    outputs = 8 * model.hidden_size * (model.vocab_size or 0) * t if head else 0.0  # backward recomputes the logits
     # backward gathers its inputs again; tensors gathered for experts are kept
     tensor = layer.tensor * (2.5 + again.tensor) + layer.expert_tensor * (2 + again.experts)
     layers = work.microbatches * model.num_layers / work.pp
