@@ -11,7 +11,7 @@ documents, and none imports torch or megatron.
 
 Alternatives that were rejected:
 
-- Megatron-LM's tools/preprocess_data.py: 7 to 10 times slower as a command, 3 to 10 times without its start, with 8
+- Megatron-LM's tools/preprocess_data.py: 4 to 6 times the CPU time as a command, 3 to 5 times without its start, with 8
   times the memory, and it cannot resume (benchmarks/results/2026-11-24-preprocess-cpu.txt).
 - Megatron's IndexedDatasetBuilder for joining: it adds documents one by one in one process: 11.6 s and 516 MB for a
   million documents of 16 tokens, compared with 1.2 s and 41 MB here. The output is byte-identical.
