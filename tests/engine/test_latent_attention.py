@@ -62,15 +62,21 @@ def build(layout: Layout) -> Any:
         sequence_parallel=layout.sp,
         recompute_granularity="selective" if layout.recompute else None,
     )
-    model = ModelConfig(num_layers=1, hidden_size=D, num_attention_heads=N, num_query_groups=N, kv_channels=12)
-    transformer = transformer_config(
-        Config(model=model, parallel=options), platform.Platform(CPU, "gloo", transformer_engine=False)
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=D,
+        num_attention_heads=N,
+        num_query_groups=N,
+        multi_latent_attention=True,
+        q_lora_rank=QUERY_LATENT if layout.query_latent else None,
+        kv_lora_rank=LATENT,
+        qk_head_dim=PLAIN,
+        qk_pos_emb_head_dim=ROTATED,
+        v_head_dim=VALUE,
     )
-    sizes = {"kv_lora_rank": LATENT, "qk_head_dim": PLAIN, "qk_pos_emb_head_dim": ROTATED, "v_head_dim": VALUE}
-    others = {"multi_latent_attention": True, "params_dtype": torch.float64}
-    q_lora_rank = QUERY_LATENT if layout.query_latent else None
-    for name, value in {**sizes, **others, "q_lora_rank": q_lora_rank, "packed_rotary_size": ROTATED}.items():
-        setattr(transformer, name, value)
+    here = platform.Platform(CPU, "gloo", transformer_engine=False)
+    transformer = transformer_config(Config(model=model, parallel=options), here)
+    transformer.params_dtype = torch.float64
     core = ModuleSpec(module=PackedAttention)
     spec, _ = layer_spec(transformer, "llama", core, experts=False, transformer_engine=False)
     attention = build_module(spec, config=transformer, layer_number=1).self_attention
