@@ -125,16 +125,18 @@ def attention_factor(model: ModelConfig) -> float:
         return 1.0
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
-    return _mscale(model, 1.0) / _mscale(model, model.rope_mscale_all_dim)
+    factor = model.rope_scaling_factor
+    return mscale(factor, 1.0) / mscale(factor, model.rope_mscale_all_dim)
 
 
 def score_factor(model: ModelConfig) -> float:
     """Return the factor of the scores of all dimensions, rotated or not (DeepSeek's YaRN); 1 for other models."""
-    return _mscale(model, model.rope_mscale_all_dim) ** 2
+    return mscale(model.rope_scaling_factor, model.rope_mscale_all_dim) ** 2
 
 
-def _mscale(model: ModelConfig, weight: float) -> float:
-    return 0.1 * weight * math.log(model.rope_scaling_factor) + 1.0
+def mscale(factor: float, weight: float) -> float:
+    """Return 0.1 * weight * ln factor + 1, YaRN's factor for a scaling factor of at least 1."""
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 def settled(model: ModelConfig, length: int) -> ModelConfig:

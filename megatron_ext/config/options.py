@@ -203,6 +203,20 @@ class ModelConfig(_Section):
         return self.v_head_dim if self.multi_latent_attention else self.head_size
 
     @property
+    def key_value_size(self) -> int:
+        """H + W, the size of a key and a value head together."""
+        return self.head_size + self.value_size
+
+    def exchanged_width(self, tensor_size: int) -> int:
+        """Return the numbers in a row that context-parallel ranks exchange, of one tensor-parallel rank.
+
+        These are the keys and values of its heads, or with MLA the latent if it is narrower.
+        """
+        keys_and_values = self.num_query_groups // tensor_size * self.key_value_size
+        latent = self.kv_lora_rank + self.qk_pos_emb_head_dim
+        return min(latent, keys_and_values) if self.multi_latent_attention else keys_and_values
+
+    @property
     def expert_width(self) -> int:
         """The width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size

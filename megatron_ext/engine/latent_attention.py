@@ -102,7 +102,9 @@ class LatentAttention(MegatronModule):
         self.linear_kv_down_proj = LocalLinear(config.hidden_size, sum(self.row), config)
         self.kv_layernorm = norm(config=config, hidden_size=config.kv_lora_rank, eps=EPSILON)
         self.linear_kv_up_proj = LocalLinear(config.kv_lora_rank, self.heads * sum(self.sizes), config, part=True)
-        self.core_attention = build_module(core_attention, config=config, layer_number=layer_number)
+        self.core_attention = build_module(
+            core_attention, config=config, layer_number=layer_number, softmax_scale=config.softmax_scale
+        )
         self.linear_proj = build(
             row,
             heads * config.v_head_dim,

@@ -31,6 +31,28 @@ LOCAL_GLOBAL = ["sliding_attention", "full_attention"] * 2
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 PHI = {"model_type": "phi", "layer_norm_eps": 1e-5, "rms_norm_eps": None}
 GEMMA3 = {"model_type": "gemma3_text", "head_dim": 12, "sliding_window": 9, "rope_parameters": None}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "first_k_dense_replace": 4,
+    "num_nextn_predict_layers": 0,
+}
+DEEPSEEK = {
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -101,6 +123,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     },
+    "deepseek_v3-dense": LATENT,
+    "dots1": {"model_type": "dots1", "head_dim": 12, "sliding_window": None, **DEEPSEEK},
+    "deepseek_v3": LATENT
+    | DEEPSEEK
+    | {
+        "q_lora_rank": 14,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+            **SCALED["yarn"],
+        },
+    },
     **{
         f"llama-{kind}": {
             "model_type": "llama",
@@ -133,5 +169,8 @@ def write_model(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * std
             parameter.copy_(noise + 1 if "norm" in name else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * std)
     model.save_pretrained(folder, max_shard_size=shard)
     return folder

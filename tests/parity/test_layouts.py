@@ -46,6 +46,9 @@ DOTS1 += ("--moe-shared-expert-intermediate-size", "80", "--moe-layer-freq", "0"
 DOTS1 += ("--moe-router-score-function", "sigmoid", "--moe-router-topk-scaling-factor", "2.5")
 DOTS1 += ("--moe-router-num-groups", "4", "--moe-router-group-topk", "2")
 DOTS1 += ("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.01")
+LATENT = ("--multi-latent-attention", "--num-query-groups", "4", "--q-lora-rank", "24", "--kv-lora-rank", "20")
+LATENT += ("--qk-head-dim", "16", "--qk-pos-emb-head-dim", "12", "--v-head-dim", "18")
+DEEPSEEK = (*LATENT, *DOTS1[len(QWEN3) :], *YARN, "--rope-mscale-all-dim", "0.7")
 SINKS = ("--softmax-type", "learnable")
 GPT_OSS = ("--block", "gpt_oss", *MIXTRAL, "--local-window", "20", "--window-attn-skip-freq", "2")
 TP2 = "--tensor-model-parallel-size 2"
@@ -69,6 +72,7 @@ FAST = {
     "olmo3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, OLMO3),
     "qk clip mixtral ep2": Layout(EP2, 2, (*QK_CLIP, *MIXTRAL)),
     "qwen3-moe cp2 ep2": Layout(f"{CP2} {EP2}", 2, QWEN3_MOE),
+    "deepseek cp2 ep2": Layout(f"{CP2} {EP2} --cp-scheme exchange", 2, DEEPSEEK),
     "dots1 cp2 ep2 recompute full": Layout(f"{CP2} {EP2} --recompute-granularity full", 2, DOTS1),
 }
 SLOW = {
@@ -123,6 +127,14 @@ SLOW = {
     "gemma3 tied pp2": Layout(PP2, 2, (*GEMMA3, *TIED)),
     "gemma3 cp2": Layout(CP2, 2, GEMMA3),
     "gemma3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, GEMMA3),
+    "latent tp2 sp": Layout(TP2 + " --sequence-parallel", 2, LATENT),
+    "latent tp2 cp2 ulysses recompute modules": Layout(
+        f"{TP2} {CP2} --cp-scheme ulysses {MODULES} core_attn", 4, LATENT
+    ),
+    "latent recompute full tp2 sp cp2": Layout(
+        f"{TP2} --sequence-parallel {CP2} --cp-scheme exchange --recompute-granularity full", 4, LATENT
+    ),
+    "deepseek pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, DEEPSEEK),
     "olmo3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, OLMO3),
     "olmo3 pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, OLMO3),
     "olmo3 compile tp2": Layout(f"{TP2} --compile", 2, OLMO3),

@@ -78,6 +78,13 @@ WEIGHTED = ["--token-weighting", "unfrozen", "--short-context", "32"]
 LOCAL = "--local-window 20 --window-attn-skip-freq 2"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.1"
 UNFROZEN = " ".join(WEIGHTED)
+LATENT = "--multi-latent-attention --num-query-groups 4 --kv-lora-rank 20 --qk-head-dim 16 --qk-pos-emb-head-dim 12"
+LATENT += " --v-head-dim 18"
+DEEPSEEK = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 80"
+DEEPSEEK += " --moe-layer-freq 0 1 1 1 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5"
+DEEPSEEK += " --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias"
+DEEPSEEK += " --moe-router-bias-update-rate 0.01 --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 32"
+DEEPSEEK += " --rope-mscale-all-dim 0.7"
 FAST = ("own values", "token weights, z-loss", "Qwen3-MoE", "gpt-oss")
 CASES = {  # the length of rows, and flags
     "own values": (256, "--no-document-mask"),
@@ -120,6 +127,8 @@ CASES = {  # the length of rows, and flags
         f"--document-mask --block gpt_oss --num-experts 4 --moe-router-topk 3 --moe-aux-loss-coeff 0.1 {LOCAL} "
         "--kv-channels 24 --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 32 --no-rope-truncate",
     ),
+    "latent attention": (128, f"--document-mask {LATENT}"),
+    "DeepSeek-V3": (128, f"--document-mask {LATENT} --q-lora-rank 24 {DEEPSEEK}"),
     "Olmo 3": (
         128,
         "--document-mask --block olmo3 --local-window 20 --window-attn-skip-freq 4 --rotary-base-local 300 "

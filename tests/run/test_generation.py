@@ -68,12 +68,13 @@ def plain_likelihoods(model: Path, choice: Choice) -> list[tuple[float, bool]]:
     [
         ("gemma3", {}),
         pytest.param("olmo3", {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
         pytest.param(
             "llama", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, marks=pytest.mark.slow
         ),
         ("llama", {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
     ],
-    ids=["one", "olmo3-tp2", "tp2-pp2", "vpp"],
+    ids=["one", "olmo3-tp2", "deepseek_v3", "tp2-pp2", "vpp"],
 )
 def test_texts_and_likelihoods_are_those_of_transformers_in_small_passes(
     tmp_path: Path, architecture: str, layout: dict[str, int]

@@ -118,5 +118,7 @@ def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dty
 def comparable(model: ModelConfig) -> ModelConfig:
     """Return the model without the options that do not affect its results."""
     if model.num_experts is not None:
-        model = replace(model, moe_ffn_hidden_size=model.expert_width, ffn_hidden_size=model.expert_width)
+        model = replace(model, moe_ffn_hidden_size=model.expert_width)
+    if model.expert_layers == model.num_layers:  # no layer has a single MLP
+        model = replace(model, ffn_hidden_size=model.expert_width)
     return replace(model, **_UNLIKE, kv_channels=model.head_size, make_vocab_size_divisible_by=1)

@@ -14,6 +14,8 @@
     gemma3_text global or local       the block is Gemma's
     olmo3       global or local       the block is Olmo's
     gpt_oss     global or local       the block is gpt-oss's
+    deepseek_v3 global                there is latent attention
+    dots1       global                as qwen3, with DeepSeek-V3's experts
 
 Values that the other side does not support raise an error, and so do unknown entries, because they may change the
 model's results.
@@ -44,6 +46,8 @@ FAMILIES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
 }
 # transformers' defaults that differ from ours
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -86,15 +90,54 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 4096,
+    },
+    "dots1": {
+        "num_key_value_heads": 32,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+    },
 }
-_BIASES = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "olmo3")  # the families that read attention_bias
+# the families that read attention_bias
+_BIASES = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "olmo3", "deepseek_v3", "dots1")
 _QWEN = ("qwen2", "qwen3")
+_DEEPSEEK = ("deepseek_v3", "dots1")  # families with DeepSeek-V3's experts
 _ALL_LOCAL = ("mistral", "mixtral", "qwen3_moe")  # families whose layers are all local, or all global
 # the families' names of num_experts, moe_router_topk and moe_ffn_hidden_size
 _EXPERTS = {
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    **dict.fromkeys(_DEEPSEEK, ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")),
+}
+# Hugging Face's names of the options of latent attention
+_LATENT = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
 }
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 # llama for the others
@@ -117,6 +160,8 @@ _FIXED_OF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "mixtral": {"router_jitter_noise": 0.0},
     "gpt_oss": {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "deepseek_v3": {"norm_topk_prob": True, "rope_interleave": True, "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "dots1": {"norm_topk_prob": True, "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "phi": {"hidden_act": "gelu_new", "qk_layernorm": False},
     "gemma3_text": {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -135,6 +180,10 @@ _SILENT = {
     *("resid_pdrop", "embd_pdrop", "cache_implementation"),  # training dropout: --hidden-dropout
     *("router_aux_loss_coef", "output_router_logits"),  # training only: --moe-aux-loss-coeff
     *("experts_per_token", "initial_context_length"),  # gpt-oss: other names of entries that are there, too
+}
+# DeepSeek's own code computes the same; a head's sizes follow from others; further tokens are not predicted here
+_SILENT_OF_DEEPSEEK = {
+    *("auto_map", "topk_method", "ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim", "num_nextn_predict_layers"),
 }
 
 
@@ -174,6 +223,17 @@ class _Entries(TypedDict, total=False):
     num_local_experts: _Integer
     num_experts_per_tok: _Integer
     moe_intermediate_size: _Integer
+    n_routed_experts: _Integer
+    n_shared_experts: _Integer
+    n_group: _Integer | None
+    topk_group: _Integer | None
+    routed_scaling_factor: _Number
+    first_k_dense_replace: Annotated[int, Field(strict=True, ge=0, le=10_000)]
+    q_lora_rank: _Integer | None
+    kv_lora_rank: _Integer
+    qk_nope_head_dim: _Integer
+    qk_rope_head_dim: _Integer
+    v_head_dim: _Integer
     rms_norm_eps: _Number | None
     layer_norm_eps: _Number | None
 
@@ -209,6 +269,9 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         raise UserError(
             f"checkpoint: {path} has num_key_value_heads {groups}, needs a divisor of num_attention_heads {heads}"
         )
+    latent = family == "deepseek_v3"
+    if latent and heads != groups:
+        raise UserError(f"checkpoint: {path} has num_key_value_heads {groups}, needs num_attention_heads {heads}")
     head_size = entries.get("head_dim") or entries["hidden_size"] // heads
     scalar = entries["query_pre_attn_scalar"] if family == "gemma3_text" else None
     local_window, every = _layers(entries, path)
@@ -219,12 +282,14 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         ffn_hidden_size=entries["intermediate_size"],
         num_attention_heads=heads,
         num_query_groups=groups,
-        kv_channels=entries.get("head_dim"),
+        kv_channels=None if latent else entries.get("head_dim"),
+        multi_latent_attention=latent,
+        **({ours: entries[theirs] for ours, theirs in _LATENT.items()} if latent else {}),
         vocab_size=entries["vocab_size"],
         norm_epsilon=entries[epsilon],
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         add_qkv_bias=family == "qwen2",
-        qk_layernorm=family in ("qwen3", "qwen3_moe"),
+        qk_layernorm=family in ("qwen3", "qwen3_moe", "dots1"),
         **_experts(entries, path),
         local_window=local_window,
         window_attn_skip_freq=every,
@@ -243,17 +308,41 @@ def _experts(entries: dict[str, Any], path: Path) -> dict[str, Any]:
     theirs = _EXPERTS.get(entries["model_type"])
     if theirs is None:
         return {}
+    missing = next((name for name in theirs if entries.get(name) is None), None)
+    if missing is not None:
+        raise UserError(f"checkpoint: {path} has no {missing}; use another model")
     number, choices, width = (entries[name] for name in theirs)
     if choices > number:
         raise UserError(f"checkpoint: {path} has {theirs[1]} {choices}, needs at most {theirs[0]} {number}")
     own_width = None if width == entries["intermediate_size"] else width
-    return {"num_experts": number, "moe_router_topk": choices, "moe_ffn_hidden_size": own_width}
+    experts = {"num_experts": number, "moe_router_topk": choices, "moe_ffn_hidden_size": own_width}
+    return _deepseek_experts(entries, experts, path) if entries["model_type"] in _DEEPSEEK else experts
+
+
+def _deepseek_experts(entries: dict[str, Any], experts: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the options of DeepSeek-V3's experts; {} if all layers are dense."""
+    if "n_shared_experts" not in entries:
+        raise UserError(f"checkpoint: {path} has no n_shared_experts; use another model")
+    layers, dense = entries["num_hidden_layers"], entries["first_k_dense_replace"]
+    if dense >= layers:
+        return {}
+    grouped = (entries["n_group"] or 1) > 1
+    return experts | {
+        "moe_shared_expert_intermediate_size": entries["n_shared_experts"] * entries["moe_intermediate_size"],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": entries["n_group"] if grouped else None,
+        "moe_router_group_topk": entries["topk_group"] if grouped else None,
+        "moe_router_topk_scaling_factor": float(entries["routed_scaling_factor"]),
+        "moe_layer_freq": (0,) * dense + (1,) * (layers - dense) if dense else (),
+    }
 
 
 def _check_expressible(entries: dict[str, Any], path: Path) -> None:
     family = entries["model_type"]
     fixed = _FIXED | _FIXED_OF.get(family, {}) | ({"attention_bias": False} if family in _BIASES else {})
     known = {"model_type", *_Entries.__annotations__, *_SILENT, *fixed}
+    known |= _SILENT_OF_DEEPSEEK if family in _DEEPSEEK else set()
     for name, ours in fixed.items():
         if (value := entries.get(name, ours)) is not None and value != ours:
             raise UserError(
@@ -270,7 +359,7 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
 def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
     """Return local_window and window_attn_skip_freq."""
     family, window, layers = entries["model_type"], entries.get("sliding_window"), entries["num_hidden_layers"]
-    if family in ("llama", "phi") or (
+    if family in ("llama", "phi", "deepseek_v3") or (
         family in (*_QWEN, "qwen3_moe", "smollm3") and not entries.get("use_sliding_window")
     ):
         window = None
@@ -281,7 +370,7 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
         needs = f"num_hidden_layers {layers} of {' and '.join(_LAYER_TYPES)}"
         raise UserError(f"checkpoint: {path} has layer_types {echo(types)}, needs {needs}")
     local = [name == _LAYER_TYPES[0] for name in types] if types else [True] * layers
-    if family in _QWEN and not types:
+    if family in (*_QWEN, "dots1") and not types:
         local = [layer >= entries.get("max_window_layers", 28) for layer in range(layers)]
     if family == "gemma3_text" and not types:
         period = entries.get("sliding_window_pattern", entries.get("_sliding_window_pattern", 6))
@@ -336,6 +425,10 @@ def family_of(model: ModelConfig) -> str:
             f"softmax_type: got learnable with block {model.block}, transformers has attention sinks in gpt_oss alone; "
             "it cannot be converted"
         )
+    sigmoid = model.moe_router_score_function == "sigmoid"
+    if model.multi_latent_attention or sigmoid or model.moe_shared_expert_intermediate_size or model.moe_layer_freq:
+        _check_deepseek(model)
+        return "deepseek_v3" if model.multi_latent_attention else "dots1"
     for family, block in _BLOCKS.items():
         if model.block == block:
             return family
@@ -352,6 +445,56 @@ def family_of(model: ModelConfig) -> str:
     return "llama" if model.hidden_size % model.num_attention_heads == 0 else "mistral"
 
 
+def _check_deepseek(model: ModelConfig) -> None:
+    """Raise UserError unless a model's experts, if any, are DeepSeek-V3's, in a family that has them."""
+    if model.num_experts is None:
+        return
+    latent = model.multi_latent_attention
+    shared = model.moe_shared_expert_intermediate_size or 0
+    for name, needs, fits in (
+        ("qk_layernorm", "true", model.qk_layernorm or latent),
+        ("local_window", "none", model.local_window is None),
+        ("moe_router_score_function", "sigmoid", model.moe_router_score_function == "sigmoid"),
+        ("moe_router_enable_expert_bias", "true", model.moe_router_enable_expert_bias),
+        (
+            "moe_shared_expert_intermediate_size",
+            f"a multiple of {model.expert_width}",
+            shared and shared % model.expert_width == 0,
+        ),
+        (
+            "moe_layer_freq",
+            "dense layers before all others",
+            list(model.moe_layer_freq) == sorted(model.moe_layer_freq),
+        ),
+    ):
+        if not fits:
+            raise UserError(
+                f"{name}: got {getattr(model, name)}, {'deepseek_v3' if latent else 'dots1'} of transformers needs "
+                f"{needs}; it cannot be converted"
+            )
+
+
+def _deepseek_entries(model: ModelConfig) -> dict[str, Any]:
+    """Return the entries of latent attention and of DeepSeek-V3's experts; without experts all layers are dense."""
+    entries: dict[str, Any] = {"first_k_dense_replace": model.num_layers - model.expert_layers}
+    if model.multi_latent_attention:
+        entries |= {theirs: getattr(model, ours) for ours, theirs in _LATENT.items()}
+        entries |= {"num_nextn_predict_layers": 0}
+    if model.num_experts is None:
+        return entries
+    assert model.moe_shared_expert_intermediate_size is not None  # `_check_deepseek`
+    return entries | {
+        "topk_method": "noaux_tc",
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_width,
+        "n_shared_experts": model.moe_shared_expert_intermediate_size // model.expert_width,
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor,
+    }
+
+
 def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) -> dict[str, Any]:
     """Return the entries of `config.json` for a model with these shapes.
 
@@ -365,7 +508,9 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
     """
     family = family_of(model)
     experts: dict[str, Any] = {}
-    if family in _EXPERTS:
+    if family in _DEEPSEEK:
+        experts = _FIXED_OF[family] | _deepseek_entries(model)
+    elif family in _EXPERTS:
         number, choices, width = _EXPERTS[family]
         sizes = {number: model.num_experts, choices: model.moe_router_topk, width: model.expert_width}
         experts = _FIXED_OF[family] | sizes
@@ -380,7 +525,7 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.head_size,
+        **({} if model.multi_latent_attention else {"head_dim": model.head_size}),
         **{name: value for name, value in (_FIXED | _FIXED_OF.get(family, {})).items() if name in _ACTIVATIONS},
         "initializer_range": model.init_method_std,
         _EPSILON.get(family, "rms_norm_eps"): model.norm_epsilon,
@@ -396,9 +541,11 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
 
 
 def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
+    if family == "dots1":
+        return {"sliding_window": None}
     if family == "smollm3":
         return {"no_rope_layers": [int(model.has_rope(layer)) for layer in range(1, model.num_layers + 1)]}
-    if family in ("llama", "phi") or (family in (*_QWEN, "qwen3_moe") and model.local_window is None):
+    if family in ("llama", "phi", "deepseek_v3") or (family in (*_QWEN, "qwen3_moe") and model.local_window is None):
         return {}
     if family in _ALL_LOCAL:
         return {"sliding_window": model.local_window} | ({"use_sliding_window": True} if family == "qwen3_moe" else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo, first_line
 from megatron_ext.files.json_file import read_json
 
+logger = logging.getLogger(__name__)
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -142,14 +144,14 @@ class HuggingFaceTensors:
     def check(self, model: ModelConfig, vocab_size: int) -> None:
         """Check that the folder's tensors are exactly the model's.
 
-        Two others are allowed: rotary frequencies, as in older files, and a tied model's output matrix, if it equals
-        the embedding.
+        Others are allowed: rotary frequencies, as in older files; a tied model's output matrix, if it equals the
+        embedding; and the layers of a DeepSeek-V3 that predict more than the next token, which are left out.
 
         Raises:
             UserError: a tensor is missing, has another shape, or does not belong to this model; the message names it.
         """
         names = all_names(model)
-        spare = {name for name in self if name.endswith("rotary_emb.inv_freq")}
+        spare = {name for name in self if name.endswith("rotary_emb.inv_freq")} | self._left_out(model)
         if not model.untie_embeddings_and_output_weights and _OUTPUT in self:
             self._check_tied()
             spare.add(_OUTPUT)
@@ -162,6 +164,20 @@ class HuggingFaceTensors:
                 raise UserError(
                     f"checkpoint: {name} in {self.folder} is {list(shape)}, its config needs {list(wanted)}"
                 )
+
+    def _left_out(self, model: ModelConfig) -> set[str]:
+        """Return the tensors of multi-token prediction: those of layers after the last one."""
+        if not model.multi_latent_attention:
+            return set()
+        further = read_config(self.folder).get("num_nextn_predict_layers") or 0
+        layers = range(model.num_layers, model.num_layers + further)
+        names = {name for name in self if name.startswith(tuple(f"model.layers.{layer}." for layer in layers))}
+        if names:
+            logger.warning(
+                "checkpoint: %s has num_nextn_predict_layers %d; these layers, %d tensors, are left out",
+                self.folder, further, len(names),
+            )  # fmt: skip
+        return names
 
     def _check_tied(self) -> None:
         shape = self.described(_OUTPUT)[0]

@@ -146,6 +146,18 @@ def _experts(
     )
 
 
+def _latent(model: ModelConfig) -> bool:
+    return model.multi_latent_attention
+
+
+def _not_latent(model: ModelConfig) -> bool:
+    return not model.multi_latent_attention
+
+
+def _latent_queries(model: ModelConfig) -> bool:
+    return model.multi_latent_attention and model.q_lora_rank is not None
+
+
 def _phi(model: ModelConfig) -> bool:
     return model.block == "phi"
 
@@ -197,10 +209,11 @@ TABLE: tuple[Parameter, ...] = (
         f"input_layernorm.weight {_QKV}.layer_norm_weight",
         "input_layernorm.weight",
         Cut.WHOLE,
-        lambda model: model.block != "olmo3",
+        lambda model: model.block != "olmo3" and _not_latent(model),
     ),
+    _layer("input_layernorm.weight", "input_layernorm.weight", Cut.WHOLE, _latent),  # two matrices read its output
     _layer(f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias", Cut.WHOLE, _phi),
-    _layer(f"{_QKV}.weight", " ".join(f"{name}.weight" for name in _HF_QKV), Cut.QKV),
+    _layer(f"{_QKV}.weight", " ".join(f"{name}.weight" for name in _HF_QKV), Cut.QKV, _not_latent),
     _layer(f"{_QKV}.bias", " ".join(f"{name}.bias" for name in _HF_QKV), Cut.QKV, lambda model: model.has_qkv_bias),
     *(
         _layer(
@@ -213,6 +226,18 @@ TABLE: tuple[Parameter, ...] = (
         for cut, of in (
             (Cut.WHOLE, lambda model: model.has_qk_norms and model.block != "olmo3"),
             (Cut.ROWS, _olmo),  # a weight for each head, distributed like the heads
+        )
+    ),
+    *(
+        _layer(f"self_attention.{ours}.weight", f"self_attn.{theirs}.weight", cut, of)
+        for ours, theirs, cut, of in (
+            ("linear_q_proj", "q_proj", Cut.ROWS, lambda model: _latent(model) and not _latent_queries(model)),
+            ("linear_q_down_proj", "q_a_proj", Cut.WHOLE, _latent_queries),
+            ("q_layernorm", "q_a_layernorm", Cut.WHOLE, _latent_queries),
+            ("linear_q_up_proj", "q_b_proj", Cut.ROWS, _latent_queries),
+            ("linear_kv_down_proj", "kv_a_proj_with_mqa", Cut.WHOLE, _latent),
+            ("kv_layernorm", "kv_a_layernorm", Cut.WHOLE, _latent),
+            ("linear_kv_up_proj", "kv_b_proj", Cut.ROWS, _latent),
         )
     ),
     _layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", Cut.ROWS, lambda model: model.has_sinks),
@@ -338,7 +363,13 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
     shapes = {name: (size, width) for name, size in rows.items()} | {
         "embed_tokens": (vocab_size, width),
         "lm_head": (vocab_size, width),
-        "o_proj": (width, heads * model.head_size),
+        "o_proj": (width, heads * model.value_size),
+        "q_a_proj": (model.q_lora_rank or 0, width),
+        "q_a_layernorm": (model.q_lora_rank or 0,),
+        "q_b_proj": (heads * model.head_size, model.q_lora_rank or 0),
+        "kv_a_proj_with_mqa": (model.kv_lora_rank + model.qk_pos_emb_head_dim, width),
+        "kv_a_layernorm": (model.kv_lora_rank,),
+        "kv_b_proj": (heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank),
         "gate_proj": (model.ffn_hidden_size, width),
         "up_proj": (model.ffn_hidden_size, width),
         "down_proj": (width, model.ffn_hidden_size),

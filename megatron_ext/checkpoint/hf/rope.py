@@ -16,7 +16,7 @@ from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.checks import rope_mistakes
 from megatron_ext.config.schema import out_of_range
 from megatron_ext.errors import UserError, echo
-from megatron_ext.rope import follows_text, settled
+from megatron_ext.rope import attention_factor, follows_text, mscale, settled
 
 _ALL = {"rope_type", "type", "rope_theta"}
 _PARTIAL = {"phi": 0.5}  # transformers' defaults for families with partial rotary embedding
@@ -154,7 +154,12 @@ def _scaled(
         return replace(model, rope_low_freq_factor=float(low or 0), rope_high_freq_factor=float(high or 0))
     attention, above, below = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if attention is None and above and below:  # as in transformers; otherwise it is 0.1 ln factor + 1
-        attention = (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
+        attention = mscale(factor, above) / mscale(factor, below)
+    if model.multi_latent_attention and below:  # also of the scores of all dimensions
+        model = replace(model, rope_mscale_all_dim=float(below))
+        attention = mscale(factor, 1.0) if attention is None else attention
+        if math.isclose(attention, attention_factor(model), rel_tol=1e-12):
+            attention = None
     return replace(
         model,
         rope_beta_fast=float(rope.get("beta_fast") or 32),
@@ -187,7 +192,9 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
         entries |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
         if not model.rope_truncate:
             entries["truncate"] = False
-        if model.rope_attention_factor is not None:
+        if model.rope_mscale_all_dim:  # DeepSeek's own code reads no attention_factor, but the ratio of two factors
+            entries |= _mscales(model)
+        elif model.rope_attention_factor is not None:
             entries["attention_factor"] = model.rope_attention_factor
     everywhere = entries | {"rope_theta": model.rotary_base}
     by_kind = {}
@@ -202,3 +209,11 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
         "rope_parameters": everywhere,
         **by_kind,
     }
+
+
+def _mscales(model: ModelConfig) -> dict[str, float]:
+    factor, all_dim = model.rope_scaling_factor, model.rope_mscale_all_dim
+    above = round((attention_factor(model) * mscale(factor, all_dim) - 1.0) / (0.1 * math.log(factor)), 12)
+    if above > 0:
+        return {"mscale": above, "mscale_all_dim": all_dim}
+    return {"attention_factor": attention_factor(model), "mscale_all_dim": all_dim}

@@ -15,6 +15,15 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
 HERE = Path("config.json")
+LATENT = {"multi_latent_attention": True, "num_query_groups": 4, "kv_lora_rank": 20, "v_head_dim": 24}
+EXPERTS = {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
 LOCAL = ("mistral", "ministral", "gemma3_text", "olmo3", "gpt_oss")
 EPSILON = {"phi": "layer_norm_eps"}
 
@@ -29,7 +38,11 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
         | {EPSILON.get(family, "rms_norm_eps"): 1e-5}
     )
     content |= {"model_type": family, "head_dim": 8}
-    content |= {"norm_topk_prob": True} if family == "qwen3_moe" else {}  # by default false, which ours cannot be
+    content |= {"num_key_value_heads": 32} if family == "deepseek_v3" else {}  # the default, 128, is not a divisor
+    if family in ("qwen3_moe", "dots1"):
+        content["norm_topk_prob"] = True  # by default false, which ours cannot be
+    if family == "dots1":  # has no default
+        content |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
     ours, theirs = model_config(content, HERE), AutoConfig.for_model(**content)
     assert model_config(content | {"rope_parameters": None}, HERE) == ours
     if ours.num_experts is not None:
@@ -98,12 +111,24 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
             "gpt_oss",
         ),
         ({"hidden_size": 130, "kv_channels": 32}, "mistral"),
+        (LATENT, "deepseek_v3"),
+        (LATENT | {"q_lora_rank": 24} | EXPERTS, "deepseek_v3"),
+        (
+            LATENT
+            | EXPERTS
+            | {"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_layer_freq": (0, 1, 1, 1)}
+            | {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_length": 32}
+            | {"rope_mscale_all_dim": 0.7},
+            "deepseek_v3",
+        ),
+        (EXPERTS | {"qk_layernorm": True, "moe_layer_freq": (0, 0, 1, 1)}, "dots1"),
         ({"no_rope_freq": 3}, "smollm3"),
         ({"no_rope_freq": 1}, "smollm3"),
     ],
 )
 def test_the_architecture_that_computes_the_same(changed: dict[str, Any], family: str) -> None:
-    model = ModelConfig(vocab_size=300, kv_channels=changed.pop("kv_channels", 32), **changed)
+    head_size = {} if "multi_latent_attention" in changed else {"kv_channels": 32}
+    model = ModelConfig(vocab_size=300, **(head_size | changed))
     assert family_of(model) == family
     entries = hugging_face_config(model, 300, 128)
     assert entries["architectures"] == [FAMILIES[family]]
@@ -123,9 +148,15 @@ def test_a_model_that_no_architecture_computes(other: dict[str, Any]) -> None:
     [
         (ModelConfig(block="phi", local_window=9), "block: got phi with local_window 9"),
         (ModelConfig(local_window=9, rotary_base_local=99.0), "block: got llama with rotary_base_local 99.0"),
+        (
+            ModelConfig(**EXPERTS),
+            "qk_layernorm: got False",
+        ),
+        (ModelConfig(**LATENT, num_experts=8), "moe_router_score_function: got softmax"),
+        (ModelConfig(**LATENT, **EXPERTS, moe_layer_freq=(1, 0, 1, 1)), "moe_layer_freq: got .1, 0, 1, 1."),
     ],
 )
-def test_local_layers_that_no_architecture_has(model: ModelConfig, text: str) -> None:
+def test_layers_that_no_architecture_has(model: ModelConfig, text: str) -> None:
     with pytest.raises(UserError, match=f"{text}, .*cannot be converted"):
         hugging_face_config(model, 300, 128)
 
@@ -165,6 +196,10 @@ def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, A
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0, this model has 7.0 only"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave False, this model has True only"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads 2, needs num_attention_heads 4"),
         ("qwen2-local", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types whose global"),
         ("ministral", {"layer_types": ["chunked_attention", "full_attention"] * 2}, "layer_types"),
     ],

@@ -165,6 +165,18 @@ def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path
     assert_same_tensors(plain, tmp_path / "written")
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = write_model(tmp_path / "plain", "deepseek_v3-dense")
+    folder = write_model(tmp_path / "model", "deepseek_v3-dense", num_nextn_predict_layers=1)
+    with_tensor(folder, "model.layers.4.eh_proj.weight", torch.ones(32, 64))
+    hf_to_megatron(folder, tmp_path / "run")
+    assert "num_nextn_predict_layers 1; these layers, 1 tensors, are left out" in caplog.text
+    back(tmp_path / "run", tmp_path / "written")
+    assert_same_tensors(plain, tmp_path / "written")
+    with_tensor(plain, "model.layers.4.eh_proj.weight", torch.ones(32, 64))
+    assert "has model.layers.4.eh_proj.weight, which" in refusal(lambda: hf_to_megatron(plain, tmp_path / "other"))
+
+
 def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     for output in (model, tmp_path / "link"):

@@ -43,8 +43,9 @@ def transformers_model(model: ModelConfig, vocab_size: int) -> Any:
 
 def apart(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes as files have them: transformers keeps a layer's experts in two tensors."""
+    mixtral = not model.qk_layernorm and model.moe_router_score_function == "softmax"
     module, gate, up, down = (
-        ("mlp", "gate_proj", "up_proj", "down_proj") if model.qk_layernorm else ("block_sparse_moe", "w1", "w3", "w2")
+        ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
     )
     for name, tensor in parameters:
         layer, _, rest = name.partition(".mlp.")
@@ -67,13 +68,27 @@ def apart(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig) -> Itera
 
 
 def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
-    theirs = dict(apart(transformers_model(model, vocab_size).named_parameters(), model))
+    built = transformers_model(model, vocab_size)
+    theirs = dict(apart(built.named_parameters(), model))
+    biases = {
+        name: tuple(bias.shape) for name, bias in built.named_buffers() if name.endswith("e_score_correction_bias")
+    }
     ours = all_names(model)
     assert len(ours) == len(set(ours))
-    assert {name: full_shape(name, model, vocab_size) for name in ours} == theirs
+    assert {name: full_shape(name, model, vocab_size) for name in ours} == theirs | biases
     assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in theirs.values())
 
 
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True, "kv_lora_rank": 7, "qk_head_dim": 5, "qk_pos_emb_head_dim": 4, "v_head_dim": 3
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 5,
+    "moe_shared_expert_intermediate_size": 10,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 KINDS = [
     ModelConfig(),
     ModelConfig(add_qkv_bias=True),
@@ -84,6 +99,8 @@ KINDS = [
     ModelConfig(num_experts=3),
     ModelConfig(num_experts=4, moe_router_topk=3, moe_ffn_hidden_size=5, qk_layernorm=True),
     ModelConfig(block="gpt_oss", num_experts=3),
+    ModelConfig(**LATENT),
+    ModelConfig(**LATENT, q_lora_rank=6, **DEEPSEEK),
 ]
 
 
@@ -102,7 +119,8 @@ KINDS = [
 def test_names_and_shapes_are_transformers(
     untied: bool, kind: ModelConfig, layers: int, groups: int, share: int, half_head: int, own_head: bool, **sizes: int
 ) -> None:
-    heads, head = groups * share, 2 * half_head
+    heads, head = groups * (1 if kind.multi_latent_attention else share), 2 * half_head
+    own_head = own_head and not kind.multi_latent_attention
     model = replace(
         kind,
         num_layers=layers,
@@ -117,7 +135,18 @@ def test_names_and_shapes_are_transformers(
 
 
 @pytest.mark.parametrize(
-    "name", ["1B", "Qwen2.5-0.5B", "Qwen3-8B", "Phi-2", "Gemma-3-1B", "Olmo-3-7B", "Qwen3-30B-A3B", "Mixtral-8x7B"]
+    "name",
+    [
+        "1B",
+        "Qwen2.5-0.5B",
+        "Qwen3-8B",
+        "Phi-2",
+        "Gemma-3-1B",
+        "Olmo-3-7B",
+        "Qwen3-30B-A3B",
+        "Mixtral-8x7B",
+        "Moonlight-16B-A3B",
+    ],
 )
 def test_presets_are_transformers_models(name: str) -> None:
     assert_same_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"])
@@ -140,6 +169,7 @@ def test_presets_are_transformers_models(name: str) -> None:
         ("Olmo-3-7B", 7_298_011_136),
         ("Qwen3-30B-A3B", 30_532_122_624),
         ("Mixtral-8x7B", 46_702_792_704),
+        ("Moonlight-16B-A3B", 15_960_108_544),
         ("Phi-2", 2_779_683_840),
         ("Llama-3.2-1B", 1_235_814_400),
         ("Llama-3.2-3B", 3_212_749_824),

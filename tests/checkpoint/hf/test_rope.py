@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from checkpoint.models import SCALED, SIZES
+from checkpoint.models import ARCHITECTURES, SCALED, SIZES
 from megatron_ext.checkpoint.hf.config import hugging_face_config, model_config
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
-from megatron_ext.rope import angles, attention_factor, model_frequencies
+from megatron_ext.rope import angles, attention_factor, model_frequencies, score_factor
 
 HERE = Path("config.json")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -57,6 +58,28 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], length: int
     """Where an original length is missing, transformers takes max_position_embeddings; dynamic follows the length."""
     entries = content(rope)
     assert_same_angles(entries, model_config(entries, HERE), length)
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        {"mscale": 0.707, "mscale_all_dim": 0.707},
+        {"mscale": 1.0, "mscale_all_dim": 0.7},
+        {"mscale_all_dim": 0.7},
+        {"mscale": 1.0, "mscale_all_dim": 0},
+        {"attention_factor": 0.5, "mscale_all_dim": 0.7},
+    ],
+    ids=str,
+)
+def test_deepseeks_factors_both_ways(scales: dict[str, float]) -> None:
+    """Of rotated queries and keys, and of the scores of all dimensions, as read and as written."""
+    entries = SIZES | ARCHITECTURES["deepseek_v3-dense"] | {"rope_parameters": YARN | {"rope_theta": 500.0} | scales}
+    model = model_config(entries, HERE)
+    for content in (entries, hugging_face_config(model, 300, 128)):
+        theirs = AutoConfig.for_model(**content)
+        assert attention_factor(model) == pytest.approx(LlamaRotaryEmbedding(theirs).attention_scaling, rel=1e-9)
+        factor = DeepseekV3Attention(theirs, 0).scaling * model.head_size**0.5
+        assert score_factor(model) == pytest.approx(factor, rel=1e-9)
 
 
 @pytest.mark.parametrize(
