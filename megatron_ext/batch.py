@@ -135,6 +135,7 @@ class ContextOptions:
     scheme: Scheme | None  # how keys and values are exchanged; None selects the scheme that moves fewer bytes
     heads: int  # of one tensor-parallel rank, as `key_heads`
     key_heads: int
+    exchanged_heads: float | None = None  # key heads that an exchanged row is as wide as; None: `key_heads`
     row_cost: float = PAIRS_PER_ROW  # cost of moving a row of keys and values, in attention pairs
 
     def plans(self, masks: LayerMasks) -> list[CPPlan]:
@@ -164,7 +165,8 @@ class ContextOptions:
             return Scheme.EXCHANGE
         # Rows per head that leave a rank: queries, keys, values and outputs (Ulysses), or keys and values (exchange).
         ulysses = plan.layout.tokens * (size - 1) / size * 2 * (self.heads + self.key_heads)
-        exchange = int(plan.rows_moved.sum()) * 2 * self.key_heads
+        exchanged_heads = self.key_heads if self.exchanged_heads is None else self.exchanged_heads
+        exchange = int(plan.rows_moved.sum()) * 2 * exchanged_heads
         return Scheme.ULYSSES if ulysses < exchange else Scheme.EXCHANGE
 
 

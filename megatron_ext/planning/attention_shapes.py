@@ -66,7 +66,8 @@ def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], .
     tp = parallel.tensor_model_parallel_size
     context = (
         *(parallel.context_parallel_size, parallel.cp_policy, parallel.cp_scheme),
-        *(model.num_attention_heads // tp, model.num_query_groups // tp, parallel.cp_row_cost),
+        *(model.num_attention_heads // tp, model.num_query_groups // tp),
+        *(model.exchanged_width(tp) / model.key_value_size, parallel.cp_row_cost),
     )
     return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, backends, context)
 
@@ -78,9 +79,9 @@ def _shapes(
     rows: int,
     window: int,
     backends: tuple[str, ...],
-    context: tuple[int, str, str, int, int, float],
+    context: tuple[int, str, str, int, int, float, float],
 ) -> tuple[tuple[Shapes, ...], ...]:
-    ranks, policy, scheme, heads, key_heads, row_cost = context
+    ranks, policy, scheme, heads, key_heads, exchanged_heads, row_cost = context
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if ranks == 1:
         return (tuple(_whole(mask, 1, backends, None) for _, mask in masks.by_layers()),)
@@ -90,6 +91,7 @@ def _shapes(
         scheme=None if scheme == "auto" else Scheme(scheme),
         heads=heads,
         key_heads=key_heads,
+        exchanged_heads=exchanged_heads,
         row_cost=row_cost,
     )
     plans = [(plan, choices.choose(plan)) for plan in choices.plans(masks)]

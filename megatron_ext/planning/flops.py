@@ -16,7 +16,8 @@ from megatron_ext.schedule import WindowSchedule
 def training_flops(
     model: str | ModelConfig, schedule: WindowSchedule, row_length: int, steps: int, tokens_per_step: int
 ) -> float:
-    """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C.
+    """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C; with
+    latent attention, head size stands for the mean of those of keys and values.
 
     Only the experts selected for a token count.
 
@@ -57,7 +58,12 @@ def step_flops(model: ModelConfig, parameters: int, tokens: float, context: floa
         tokens: of the global batch.
         context: C, the effective context of its rows in tokens.
     """
-    return tokens * (6.0 * parameters + 12.0 * model.num_layers * model.query_width * context)
+    return tokens * (6.0 * parameters + 6.0 * model.num_layers * _pair_width(model) * context)
+
+
+def _pair_width(model: ModelConfig) -> int:
+    """Return the products of two numbers for each query and key: of all heads, scores and weighted values."""
+    return model.num_attention_heads * model.key_value_size
 
 
 def utilisation(
@@ -124,5 +130,5 @@ def _scoring(config: Config, parameters: int) -> float:
     # The first chunk is also the beginning of the long pass: only the later chunks add cost.
     chunks = max(-(-(length - short.length) // short.stride), 0)
     rows = config.training.train_iters * config.data.global_batch_size * weighting.score_row_share
-    per_token = 2.0 * parameters + 4.0 * model.num_layers * model.query_width * short.length
+    per_token = 2.0 * parameters + 2.0 * model.num_layers * _pair_width(model) * short.length
     return rows / weighting.score_interval * chunks * short.length * per_token

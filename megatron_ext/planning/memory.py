@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
+from megatron_ext.attention.choice import BY_NAME
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.cli import program
@@ -314,6 +315,8 @@ def attention_bytes(config: Config, shapes: Shapes) -> int:
     Norms of queries and keys keep their inputs.
     """
     sizes = _Sizes(config)
+    if config.model.multi_latent_attention:
+        return _latent_bytes(config, shapes, sizes)
     heads, key_heads = sizes.heads, sizes.key_heads
     again = "core_attn" in sizes.again
     if shapes.scheme is Scheme.EXCHANGE and not again:
@@ -328,6 +331,39 @@ def attention_bytes(config: Config, shapes: Shapes) -> int:
         entered = 4 * both if config.model.block == "gemma3" else sizes.e * sizes.copied_queries
         per_token += entered * sizes.head_size + 4 * (2 if config.model.block == "olmo3" else both)
     return math.ceil(sizes.e * sizes.head_size * rows + shapes.tokens * per_token)
+
+
+def _latent_bytes(config: Config, shapes: Shapes, sizes: _Sizes) -> int:
+    """Return what `attention_bytes` does for latent attention.
+
+    With N heads of this rank, the latent of Z and the A rotated dimensions of the key: the projected row twice, as a
+    norm's input and as that of the up-projection, Z + A each; the queries, N H; of each row that is expanded, the key,
+    N H, and the projection's output with the value, N (H - A + W); the output, N W. With an exchange, rows are expanded
+    for local and for remote pieces, or keys and values are exchanged. A kernel whose values must have the keys' size
+    gets copies of N H, and its output has N H, too.
+    """
+    model, t, heads = config.model, shapes.tokens, sizes.heads
+    again = "core_attn" in sizes.again
+    narrow = all(BY_NAME[call.backend].narrow_values for call in shapes.calls)
+    key, out = heads * model.head_size, heads * model.v_head_dim
+    value = heads * (model.qk_head_dim + model.v_head_dim) if narrow else key
+    row = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    exchanges_latent = row < key + out
+    kept = t * (row / sizes.s + row + 2 * (model.q_lora_rank or 0) / sizes.s + key)
+    if again:
+        kept += t * (model.qk_pos_emb_head_dim if exchanges_latent else key + value)
+    elif shapes.scheme is Scheme.EXCHANGE:
+        if shapes.local is not None:
+            kept += shapes.local.keys * (key + value) if exchanges_latent else t * key + shapes.local.keys * value
+        if shapes.remote is not None:
+            kept += shapes.remote.keys * (row + key + value if exchanges_latent else key + out + (0 if narrow else key))
+        kept += t * out if shapes.local is not None and shapes.remote is not None else 0
+    else:
+        kept += t * (key + value)
+    kept += t * (out if narrow or again else out + key)
+    norms = 4 * (2 if model.q_lora_rank else 1) / sizes.s
+    per_token = norms + (0 if again else 4 * heads) + 4 * sizes.e * model.rotary_size
+    return math.ceil(sizes.e * kept + t * per_token)
 
 
 def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
@@ -375,7 +411,7 @@ def _activations(config: Config, world_size: int, stage: int, layer: int, sizes:
     if parallel.recompute_granularity != "full":
         return layers * layer + outputs
     group = parallel.recompute_num_layers
-    angles = 4 * model.head_size * sizes.t  # fp32, the same for all layers with the same base
+    angles = 4 * model.rotary_size * sizes.t  # fp32, the same for all layers with the same base
     if model.rotary_base_local is not None:
         angles *= 2
     if parallel.recompute_method == "uniform":
@@ -469,7 +505,7 @@ def _attention_backward(config: Config, shapes: Shapes, sizes: _Sizes) -> int:
 
     Recomputed attention adds its output and statistics.
     """
-    taken = sizes.e * shapes.tokens * (2 * sizes.heads + 2 * sizes.key_heads) * sizes.head_size
+    taken = sizes.e * shapes.tokens * (sizes.heads + sizes.key_heads) * config.model.key_value_size
     if "core_attn" in sizes.again:
         taken += shapes.tokens * sizes.heads * (sizes.e * sizes.head_size + 4)
     shares = config.parallel.context_parallel_size if shapes.scheme is Scheme.ULYSSES else 1

@@ -346,12 +346,16 @@ def _layer(work: Work) -> Layer:
     copies = model.moe_router_topk * _expert_share(model)  # of each token, one for each of its experts
     crossed = 2 * 2 * hidden * t * (work.tp - 1) / work.tp  # a gather and a scatter of the hidden states
     rotated = (model.num_attention_heads + model.num_query_groups) * model.head_size
+    received = t * (work.cp - 1) * work.exchanged  # rows
+    width = model.exchanged_width(work.tp)
+    # each rank computes the keys and values of the latents that it gets
+    repeated = _up_projection(model) if width < model.num_query_groups // work.tp * model.key_value_size else 0
     return Layer(
-        products=2 * _shared_parameters(model) * t / work.tp,
-        attention=2 * work.effective_context * model.query_width * t / work.tp,
+        products=2 * (_shared_parameters(model) * t + repeated * received) / work.tp,
+        attention=work.effective_context * model.num_attention_heads * model.key_value_size * t / work.tp,
         elements=(12 * hidden + 4 * rotated + 3 * _mlp_width(model)) * t / work.tp,
         tensor=(1 + _mlp_share(model)) * crossed,  # of attention and the MLP
-        context=2 * 2 * model.num_query_groups * model.head_size / work.tp * t * (work.cp - 1) * work.exchanged,
+        context=2 * width * received,
         expert_products=2 * copies * _expert_parameters(model) * t / work.tp,
         # a copy is permuted for sending and sorted by expert on arrival, and the same on the way back
         expert_elements=copies * (8 * hidden + 3 * model.expert_width) * t / work.tp,
@@ -384,7 +388,17 @@ def _recomputed(work: Work) -> Layer:
 
 def _attention_parameters(model: ModelConfig) -> int:
     """Count the parameters of one layer's attention."""
+    if model.multi_latent_attention:
+        hidden, query = model.hidden_size, model.query_width
+        queries = hidden * query if model.q_lora_rank is None else model.q_lora_rank * (hidden + query)
+        down = hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
+        return queries + down + _up_projection(model) + model.num_attention_heads * model.v_head_dim * hidden
     return 2 * model.hidden_size * model.head_size * (model.num_attention_heads + model.num_query_groups)
+
+
+def _up_projection(model: ModelConfig) -> int:
+    """Count the parameters that make a latent the keys and values of all heads."""
+    return model.kv_lora_rank * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
 
 
 def _expert_parameters(model: ModelConfig) -> int:

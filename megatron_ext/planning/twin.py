@@ -112,6 +112,7 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
         moe_router_num_groups=2 if model.moe_router_num_groups else None,
         moe_router_group_topk=1 if model.moe_router_group_topk else None,
         query_pre_attn_scalar=None,
+        **_latent(model),
         vocab_size=None,
         init_method_std=0.1,  # a narrow model with few steps learns better from larger weights
         init_scheme="megatron",
@@ -119,6 +120,13 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
         rope_original_length=scale.length(model.rope_original_length) if model.rope_original_length else None,
         rope_window_bases=tuple(f"{scale.length(window)}:{base:g}" for window, base in model.window_bases()),
     )
+
+
+def _latent(model: ModelConfig) -> dict[str, Any]:
+    if not model.multi_latent_attention:
+        return {}
+    sizes = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    return sizes | {"q_lora_rank": 48 if model.q_lora_rank else None}
 
 
 def _data(data: DataConfig, scale: Scale, data_path: str, tokenizer: str) -> DataConfig:

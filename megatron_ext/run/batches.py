@@ -34,13 +34,14 @@ def context_options(config: Config, ranks: Ranks, group: ContextGroup) -> Contex
     """Return how rows are split over context-parallel ranks; None if each process holds whole rows."""
     if group.size == 1:
         return None
-    scheme = config.parallel.cp_scheme
+    model, scheme = config.model, config.parallel.cp_scheme
     return ContextOptions(
         group=group,
         policy=config.parallel.cp_policy,
         scheme=None if scheme == "auto" else Scheme(scheme),
-        heads=config.model.num_attention_heads // ranks.tensor_size,
-        key_heads=config.model.num_query_groups // ranks.tensor_size,
+        heads=model.num_attention_heads // ranks.tensor_size,
+        key_heads=model.num_query_groups // ranks.tensor_size,
+        exchanged_heads=model.exchanged_width(ranks.tensor_size) / model.key_value_size,
         row_cost=config.parallel.cp_row_cost,
     )
 

@@ -282,6 +282,7 @@ def test_auto_takes_the_scheme_that_moves_fewer_bytes(heads: int, key_heads: int
     options = ContextOptions(ContextGroup(0, 4, None, Traffic()), "zigzag", None, heads, key_heads)
     made = plan(build_layout(4 * LENGTH, [], 4 * LENGTH if window == LENGTH else window), 4, "zigzag")
     assert options.choose(made) is chosen
+    assert replace(options, exchanged_heads=0.5).choose(made) is Scheme.EXCHANGE  # a latent
     for named in Scheme:
         assert replace(options, scheme=named).choose(made) is named
 

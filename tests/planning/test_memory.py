@@ -11,6 +11,7 @@ from launcher import Commands
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
+from megatron_ext.config.checks import check
 from megatron_ext.planning.memory import (
     estimate,
     fullest_stage,
@@ -108,6 +109,12 @@ def test_the_fullest_stage_is_the_first_but_for_a_large_vocabulary() -> None:
     one = config(f"{PIPELINE} --global-batch-size 1")  # there is only one micro-batch to be in flight
     first, last = (stage_memory(one, 2, 1000, stage) for stage in (0, 1))
     assert first.activations == last.activations + 512 * 256 * 4
+
+
+def test_moonlight_at_128k_fits_an_h100() -> None:
+    moonlight = parse(["--config", "examples/configs/deepseek_v3/moonlight_16b_128k.yaml"])
+    check(moonlight, 64)
+    assert estimate(moonlight, 64, 163840).total < 0.85 * 80 * 2**30
 
 
 def test_the_smallest_window_is_estimated_too() -> None:

@@ -16,6 +16,7 @@ from megatron_ext.planning.step_time import FACTS, Work, rank_work, read_speeds,
 
 LLAMA = ModelConfig(**PRESETS["Llama-3-8B"])
 MIXTURE = ModelConfig(**PRESETS["Qwen3-30B-A3B"])
+MOONLIGHT = ModelConfig(**PRESETS["Moonlight-16B-A3B"])
 SPEEDS = read_speeds()
 WORK = Work(model=LLAMA, gpu="H100", world=64, row=131072, rows=64, tp=4, cp=4)
 windows = st.integers(1, 131072)
@@ -47,6 +48,16 @@ def test_sharing_a_row_keeps_the_time_of_products(axis: str) -> None:
     shared = replace(alone, **{axis: 2})
     assert step_time(shared, SPEEDS).products == pytest.approx(step_time(alone, SPEEDS).products)
     assert getattr(step_time(shared, SPEEDS), "tensor" if axis == "tp" else "context") > 0
+
+
+def test_latent_attention_moves_the_narrower_row() -> None:
+    """A latent of 512 + 64, or keys and values of 192 + 128 for each head; each rank expands the latents it gets."""
+    for tp, width, expanded in ((1, 576, 512 * 16 * 256), (8, 576, 512 * 2 * 256), (16, 320, 0)):
+        works = [Work(model=MOONLIGHT, gpu="H100", world=tp * cp, row=8192 * cp, tp=tp, cp=cp) for cp in (1, 4)]
+        alone, shared = (rank_work(work, head=False) for work in works)
+        assert shared.context_bytes == pytest.approx(27 * 2 * 2 * width * 3 * 8192)
+        pairs = 27 * 3.5 * (4 - 1) * 8192 * 8192 * 16 * (192 + 128) / tp
+        assert shared.flops - alone.flops == pytest.approx(pairs + 27 * 3 * 2 * expanded * 3 * 8192)
 
 
 def test_the_bubble_is_the_idle_share_of_the_schedule() -> None:

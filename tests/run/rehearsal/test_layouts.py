@@ -25,6 +25,7 @@ EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 768 --moe-
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
 SHARED = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 SHARED += " --moe-shared-expert-intermediate-size 1536"
+LATENT = "--multi-latent-attention --num-attention-heads 16 --num-query-groups 16 --attention-backend torch_varlen"
 QUICK = {  # flags, processes, micro-batches
     "interleaved": ("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2, 4),
     "exchange": (f"{CONTEXT} exchange", 4, 1),
@@ -56,6 +57,16 @@ OTHERS = {
     "Gemma 3": ("--block gemma3", 1, 1),
     "attention sinks": ("--softmax-type learnable", 1, 1),
     "gpt-oss": (f"--block gpt_oss {EXPERTS}", 1, 1),
+    "latent attention, of queries too": (f"{LATENT} --q-lora-rank 1024", 1, 1),
+    "latent attention, core_attn": (f"{LATENT} {AGAIN} core_attn", 1, 2),
+    "latent attention, tensor, sequence": (f"{LATENT} {TENSOR}", 2, 1),
+    "latent attention, exchange": (f"{LATENT} {CONTEXT} exchange", 4, 1),
+    "latent attention, tensor of 8, exchange of keys": (
+        f"{LATENT} --tensor-model-parallel-size 8 --context-parallel-size 2 --cp-scheme exchange --kv-lora-rank 1024",
+        16,
+        1,
+    ),
+    "latent attention, ulysses": (f"{LATENT} {CONTEXT} ulysses", 4, 1),
     "Olmo 3": ("--block olmo3", 1, 1),
     "Olmo 3, tensor, sequence": (f"--block olmo3 --num-query-groups 32 {TENSOR}", 2, 1),
     "experts, pipeline of 2": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2, 4),
