@@ -2,7 +2,7 @@
 
     spread   rows moved of 200 rows of documents at window L, as a share of the all-gather of a whole row, next to a
              lower bound for any assignment whose slowest rank has 1.10 of the mean attention pairs, or as many as the
-             plan's (megatron_ext/context_parallel/lower_bound.py); with --cp-row-cost of NVLink (64) and between
+             plan's (benchmarks/lower_bound.py); with --cp-row-cost of NVLink (64) and between
              nodes (570)
     scale    rows of 1M and 4M tokens on 64 to 512 ranks, with the time of each plan
     times    the time of `plan` and of one rank's lists at 512K on 64 ranks, by window: goals 50 and 20 ms
@@ -20,9 +20,9 @@ import itertools
 import time
 
 import numpy as np
+from lower_bound import fewest_rows
 
 from megatron_ext.context_parallel import plan
-from megatron_ext.context_parallel.lower_bound import fewest_rows
 from megatron_ext.layout import build_layout
 from megatron_ext.schedule import build_schedule
 

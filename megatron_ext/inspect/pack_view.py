@@ -21,7 +21,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +35,6 @@ SHORT = 128  # the longest row that is drawn token by token
 LEAST_WIDTH = 40  # characters of a line
 _LABEL = 9  # characters of a line's name
 _TEXT = 10  # characters of a token's text
-_BAR = 30  # characters of the longest bar
-
-
-class Bucket(NamedTuple):
-    """The number of tokens that see low..high keys, including themselves."""
-
-    low: int
-    high: int
-    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +86,6 @@ class PackView:
         """int64 [T]: C_i, the number of keys that token i sees, including itself."""
         return np.arange(1, self.tokens + 1) - self.mask.first_keys()
 
-    def key_histogram(self) -> list[Bucket]:
-        """Count the tokens by C_i: 1, 2, 3..4, 5..8, ... up to the largest."""
-        _, power = np.frexp(self.keys - 1)  # the k with 2^(k-1) <= C_i - 1 < 2^k
-        counts = np.bincount(power).tolist()
-        return [Bucket(2**k // 2 + 1, 2**k, count) for k, count in enumerate(counts)]
-
 
 def view_row(
     row_length: int,
@@ -150,7 +134,8 @@ def describe(view: PackView, width: int = 100, texts: Sequence[str] | None = Non
     parts = [[headline(view)], _token_lines(view, width, texts) if short else _long_lines(view, width)]
     if short and view.ranks > 1:
         parts += [_rank_lines(view, rank, width) for rank in range(view.ranks)]
-    parts += [_key_table(view)]
+    facts = f"effective context {view.mask.effective_context:,.2f}, keys per token {view.keys.mean():,.2f}"
+    parts += [[f"longest segment {view.layout.max_seqlen:,}, {facts}"]]
     if view.ranks > 1:
         parts += [_rank_table(view)]
     return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts)
@@ -264,26 +249,6 @@ def _long_lines(view: PackView, width: int) -> list[str]:
         ]
         for digit in range(digits):  # vertically
             lines.append(f"{'' if digit else 'rank':{_LABEL}} " + "".join(owner[digit] for owner in owners))
-    return lines
-
-
-# Tables
-
-
-def _key_table(view: PackView) -> list[str]:
-    """Return the context of the row, and its number of tokens by visible keys."""
-    buckets = view.key_histogram()
-    most = max(bucket.tokens for bucket in buckets)
-    names = [f"{b.low:,}" if b.low == b.high else f"{b.low:,}-{b.high:,}" for b in buckets]
-    across = max(len("keys"), *map(len, names))
-    lines = [
-        f"longest segment {view.layout.max_seqlen:,}, effective context {view.mask.effective_context:,.2f}, "
-        f"keys per token {view.keys.mean():,.2f}",
-        f"{'keys'.rjust(across)} {'tokens':>9}  share",
-    ]
-    for name, bucket in zip(names, buckets, strict=True):
-        bar = "#" * -(-bucket.tokens * _BAR // most)
-        lines.append(f"{name.rjust(across)} {bucket.tokens:9,} {bucket.tokens / view.tokens:6.1%} {bar}")
     return lines
 
 

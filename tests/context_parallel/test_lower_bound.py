@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lower_bound import fewest_rows
 from megatron_ext.context_parallel import plan
-from megatron_ext.context_parallel.lower_bound import fewest_rows
 from megatron_ext.layout import PackedLayout, build_layout
 
 

@@ -66,10 +66,6 @@ def test_the_view_against_a_dense_mask(view: PackView) -> None:
     seen = dense(view).sum(axis=1)
     np.testing.assert_array_equal(view.keys, seen)
     np.testing.assert_array_equal(view.owner, owners(view))
-    buckets = view.key_histogram()
-    assert [bucket.tokens for bucket in buckets] == [np.sum((b.low <= seen) & (seen <= b.high)) for b in buckets]
-    assert sum(bucket.tokens for bucket in buckets) == view.tokens
-    assert buckets[-1].tokens > 0
     if view.plan.left_window is None:
         assert view.mask.effective_context == pytest.approx(np.square(view.layout.lengths).sum() / view.tokens)
 
