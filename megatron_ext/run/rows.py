@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 
 from megatron_ext.cli import program
 from megatron_ext.config import Config
@@ -145,13 +144,7 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
             shares, tokens = scaled([part.weight for part in parts]), [own.row_tokens for own in sources]
             described = tuple(map(Source, unique, shares, tokens))
             row_at, mixed = blended.row, Mixed(described, blended.drawn)
-        lock = Lock()  # datasets cache the orders of their epochs, which is not thread-safe
-
-        def row_with_lock(sample: int) -> TokenRow:
-            with lock:
-                return row_at(sample)
-
-        return row_with_lock, mixed
+        return row_at, mixed
 
     train, mixed = blend(TRAINING)
     return Rows(train, blend(VALIDATION)[0] if config.training.eval_interval else None, mixed)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import lru_cache
 
 import numpy as np
 
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.rows.dataset import Purpose, TokenRow, TokenSource, fill, permutation, recall
+from megatron_ext.data.rows.dataset import EPOCHS_KEPT, Purpose, TokenRow, TokenSource, fill, permutation
 
 
 class PackedRows:
@@ -48,7 +48,7 @@ class PackedRows:
         self.seed = int(seed)
         self.mask_eod = mask_eod
         self.pad_id = pad_id
-        self._row_orders: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._order = lru_cache(EPOCHS_KEPT)(lambda epoch: permutation(plan.rows, self.seed, epoch, Purpose.ROWS))
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
@@ -57,12 +57,8 @@ class PackedRows:
     def row_index(self, sample: int) -> int:
         """Return the plan's row for `sample`; each row occurs once in every `plan.rows` samples."""
         assert sample >= 0, sample
-        rows = self.plan.rows
-        epoch, number = divmod(sample, rows)
-        if self.plan.ordered:
-            return number
-        order = recall(self._row_orders, epoch, lambda epoch: permutation(rows, self.seed, epoch, Purpose.ROWS))
-        return int(order[number])
+        epoch, number = divmod(sample, self.plan.rows)
+        return number if self.plan.ordered else int(self._order(epoch)[number])
 
     def plan_row(self, row: int) -> TokenRow:
         """Return row 0 .. R-1 of the plan."""

@@ -10,18 +10,17 @@ size or another number of ranks reads exactly the same rows.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from megatron_ext.errors import UserError
 
 EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders are cached
-Value = TypeVar("Value")
 
 
 class TokenSource(Protocol):
@@ -113,20 +112,6 @@ def random_words(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndar
     return np.random.Philox(key=key).random_raw(count)
 
 
-def recall(cache: OrderedDict[int, Value], epoch: int, compute: Callable[[int], Value]) -> Value:
-    """Return the value for `epoch` from `cache`, computing it if necessary; the last EPOCHS_KEPT values are kept.
-
-    functools.lru_cache cannot be used, because data sets are pickled.
-    """
-    if epoch in cache:
-        cache.move_to_end(epoch)
-        return cache[epoch]
-    value = cache[epoch] = compute(epoch)
-    while len(cache) > EPOCHS_KEPT:
-        cache.popitem(last=False)
-    return value
-
-
 class RowDataset:
     """Random packing: documents are concatenated and cut every L tokens, without end.
 
@@ -162,8 +147,8 @@ class RowDataset:
         self.mask_eod = mask_eod
         self._documents, self._lengths = nonempty(source, documents)
         self.tokens_per_epoch = int(self._lengths.sum())
-        self._document_orders: OrderedDict[int, _DocumentOrder] = OrderedDict()
-        self._row_orders: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._document_order = lru_cache(EPOCHS_KEPT)(self._draw_document_order)
+        self._row_order = lru_cache(EPOCHS_KEPT)(self._draw_row_order)
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
@@ -190,17 +175,19 @@ class RowDataset:
         assert sample >= 0, sample
         # Row r starts at token rL, so the rows of an epoch are consecutive, and so are the samples.
         epoch = sample * self.row_length // self.tokens_per_epoch
-        first, following = (-(-at * self.tokens_per_epoch // self.row_length) for at in (epoch, epoch + 1))
-        order = recall(
-            self._row_orders, epoch, lambda epoch: permutation(following - first, self.seed, epoch, Purpose.ROWS)
-        )
+        first, order = self._row_order(epoch)
         return first + int(order[sample - first])
+
+    def _draw_row_order(self, epoch: int) -> tuple[int, np.ndarray]:
+        """Return the first row that starts in an epoch, and the order of these rows."""
+        first, following = (-(-at * self.tokens_per_epoch // self.row_length) for at in (epoch, epoch + 1))
+        return first, permutation(following - first, self.seed, epoch, Purpose.ROWS)
 
     def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Yield (document, first token, tokens) for the stream's tokens [start, start + count)."""
         while count:
             epoch, at = divmod(start, self.tokens_per_epoch)
-            order = recall(self._document_orders, epoch, self._document_order)
+            order = self._document_order(epoch)
             # from the document of token `at` of the epoch to the last one needed, or the epoch's last
             for number in range(int(np.searchsorted(order.ends, at, side="right")), len(order.documents)):
                 document, rest = int(order.documents[number]), int(order.ends[number]) - at
@@ -210,7 +197,7 @@ class RowDataset:
                 if not count:
                     return
 
-    def _document_order(self, epoch: int) -> _DocumentOrder:
+    def _draw_document_order(self, epoch: int) -> _DocumentOrder:
         order = permutation(len(self._documents), self.seed, epoch, Purpose.DOCUMENTS)
         return _DocumentOrder(self._documents[order], np.cumsum(self._lengths[order]))
 
