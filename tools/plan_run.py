@@ -103,8 +103,7 @@ def main(argv: list[str]) -> int:
             aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
         print(f"\nwritten to {options.output}; check it with")
         print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
-        local = " --no-moe-grouped-gemm" if config.parallel.moe_grouped_gemm else ""
-        print(f"  {program('rehearse')} --config {options.output} --world-size {options.gpus}{local}")
+        print(f"  {program('rehearse')} --config {options.output} --world-size {options.gpus}")
     if options.rehearse:
         from megatron_ext.run.rehearsal.estimates import Case, confirm  # imports torch's fake tensors
 

@@ -19,9 +19,18 @@ from megatron_ext.config.checks import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.run.rehearsal.process import Request, in_process
-from megatron_ext.run.rehearsal.ranks import check_layers, ranks_of, windows_of
 from megatron_ext.run.rehearsal.report import describe
 from megatron_ext.run.rehearsal.routing import check_load
+
+
+def numbers(field: str, text: str, low: int, high: int, name: str, named: list[int]) -> list[int]:
+    """Parse numbers with commas between them; `name` among them stands for the numbers `named`."""
+    found: list[int] = []
+    for word in text.split(","):
+        if word != name and not (word.isascii() and word.isdecimal() and low <= int(word) <= high):
+            raise UserError(f"{field}: got {text!r}, needs numbers {low}..{high} with commas between them, or {name}")
+        found += named if word == name else [int(word)]
+    return list(dict.fromkeys(found))
 
 
 @command
@@ -33,12 +42,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)"
     )
-    parser.add_argument(
-        "--expert-load",
-        type=float,
-        default=1.0,
-        help="tokens at a rank's experts, times the mean [1]",
-    )
+    parser.add_argument("--expert-load", type=float, default=1.0, help="tokens at a rank's experts, times the mean [1]")
     parser.add_argument("--json", type=Path, help="write what was found here too")
     options, training = parser.parse_known_args(argv)
     if options.world_size < 1:
@@ -49,9 +53,11 @@ def main(argv: list[str]) -> int:
     check_stages(stages, options.world_size)
     config = stages[0].config
     check_load(options.expert_load, config)
-    check_layers(config)
-    ranks = ranks_of(options.ranks, config, options.world_size)
-    windows = windows_of(options.windows, config)
+    per_stage = options.world_size // config.parallel.pipeline_model_parallel_size
+    stages_first = list(range(0, options.world_size, per_stage))
+    ranks = numbers("ranks", options.ranks, 0, options.world_size - 1, "stages", stages_first)
+    full = [config.window_schedule().end]
+    windows = numbers("windows", options.windows, 1, config.data.seq_length, "full", full)
     found = []
     for rank in ranks:
         request = Request(training, options.world_size, rank, windows, options.documents, options.expert_load)

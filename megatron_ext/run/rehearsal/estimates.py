@@ -53,8 +53,7 @@ class Case:
         """
         rank = fullest_rank(self.config, self.world_size, self.vocab_size)
         window = self.config.window_schedule().end
-        argv = [*self.argv, *(["--no-moe-grouped-gemm"] if self.config.parallel.moe_grouped_gemm else [])]
-        found = in_process(Request(argv, self.world_size, rank, [window], "whole"))
+        found = in_process(Request([*self.argv], self.world_size, rank, [window], "whole"))
         fault = found["fault"] or found["steps"][0]["fault"]
         if fault is not None:
             raise RuntimeError(f"{self.name}: {fault['traceback']}")

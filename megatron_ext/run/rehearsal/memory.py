@@ -8,13 +8,10 @@ fragmentation are ignored.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-
-SITES = 12  # listed at the peak
 
 
 class Part(StrEnum):
@@ -36,12 +33,10 @@ class Peak:
     Attributes:
         parts: bytes of each part.
         site: the last allocation.
-        live_allocations: bytes allocated at that moment by allocation site, in descending order.
     """
 
     parts: dict[Part, int]
     site: str
-    live_allocations: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -53,7 +48,6 @@ class Peak:
 class _Storage:
     size: int
     part: Part
-    site: str
     reference: weakref.ref[torch.UntypedStorage]
 
 
@@ -62,15 +56,13 @@ class AllocationTracker:
 
     def __init__(self) -> None:
         self._live: dict[int, _Storage] = {}
-        self._bytes = dict.fromkeys(Part, 0)
-        self._total = 0
+        self.bytes = dict.fromkeys(Part, 0)  # live, of each part
+        self.total = 0
         self.reset_peak()
 
     def reset_peak(self) -> None:
         """Start a new peak from the live storages."""
-        self._highest = self._total
-        self._peak: Peak | None = None  # described lazily, before the next change
-        self._site = "the start"
+        self.peak = Peak(dict(self.bytes), "the start")
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Return whether the storage is already counted."""
@@ -79,7 +71,7 @@ class AllocationTracker:
     def add(self, storage: torch.UntypedStorage, part: Part, site: str) -> None:
         """Count a new storage until it is freed."""
         key, size = storage._cdata, storage.nbytes()
-        self._live[key] = _Storage(size, part, site, weakref.ref(storage, lambda _: self._free(key)))
+        self._live[key] = _Storage(size, part, weakref.ref(storage, lambda _: self._free(key)))
         self._change(part, size, site)
 
     def resize(self, storage: torch.UntypedStorage, site: str) -> None:
@@ -104,49 +96,21 @@ class AllocationTracker:
     def transient(self, size: int, part: Part, site: str) -> None:
         """Count bytes that a kernel allocates and frees within one operator."""
         self._change(part, size, site)
-        if self._total == self._highest:
-            self._peak = self._described({site: size})
         self._change(part, -size, site)
 
-    @property
-    def total(self) -> int:
-        """Total bytes of live storages."""
-        return self._total
-
-    @property
-    def bytes(self) -> dict[Part, int]:
-        """Live bytes of each part."""
-        return dict(self._bytes)
-
-    @property
-    def peak(self) -> Peak:
-        """The maximum since the start, or since `reset_peak`."""
-        if self._peak is None:
-            self._peak = self._described({})
-        return self._peak
-
     def _change(self, part: Part, size: int, site: str) -> None:
-        if size < 0 and self._total == self._highest and self._peak is None:
-            self._peak = self._described({})
-        self._bytes[part] += size
-        self._total += size
-        if self._total > self._highest:
-            self._highest, self._peak, self._site = self._total, None, site
-
-    def _described(self, also: dict[str, int]) -> Peak:
-        live: Counter[str] = Counter(also)
-        for one in self._live.values():
-            live[one.site] += one.size
-        return Peak(dict(self._bytes), self._site, dict(live.most_common(SITES)))
+        self.bytes[part] += size
+        self.total += size
+        if self.total > self.peak.total:
+            self.peak = Peak(dict(self.bytes), site)
 
     def _relabel(self, known: _Storage, part: Part) -> None:
-        self._bytes[known.part] -= known.size
-        self._bytes[part] += known.size
+        self.bytes[known.part] -= known.size
+        self.bytes[part] += known.size
         known.part = part
-        if self._total == self._highest:
-            self._peak = None
+        if self.total == self.peak.total:
+            self.peak = Peak(dict(self.bytes), self.peak.site)
 
     def _free(self, key: int) -> None:
-        known = self._live[key]
-        self._change(known.part, -known.size, known.site)
-        del self._live[key]
+        known = self._live.pop(key)
+        self._change(known.part, -known.size, "")

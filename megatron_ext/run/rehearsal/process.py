@@ -41,15 +41,6 @@ class Request:
     expert_load: float = 1.0
     fake: bool = True
 
-    @classmethod
-    def read(cls, file: str | Path) -> Request:
-        """Read a request that `write` wrote."""
-        return cls(**json.loads(Path(file).read_text(encoding="utf-8")))
-
-    def write(self, file: str | Path) -> None:
-        """Write the request as JSON."""
-        Path(file).write_text(json.dumps(asdict(self)), encoding="utf-8")
-
 
 def in_process(request: Request) -> dict[str, Any]:
     """Rehearse a rank and return the result, as `rank.Rehearsed` in plain types.
@@ -59,7 +50,7 @@ def in_process(request: Request) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, found = Path(folder) / "request.json", Path(folder) / "found.json"
-        request.write(asked)
+        asked.write_text(json.dumps(asdict(request)), encoding="utf-8")
         command = [sys.executable, "-m", "megatron_ext.run.rehearsal.process", str(asked), str(found)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 2:
@@ -96,13 +87,19 @@ def run(request: Request, result_file: str) -> None:
 
     device = "cuda" if request.fake else "cpu"
     found = rehearse(
-        parse(request.argv), request.windows, request.documents, device, meters, expert_load=request.expert_load
+        # Megatron's local layers have no grouped matrix products
+        parse([*request.argv, "--no-moe-grouped-gemm"]),
+        request.windows,
+        request.documents,
+        device,
+        meters,
+        expert_load=request.expert_load,
     )
     Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
 def main(request_file: str, result_file: str) -> int:
-    request = Request.read(request_file)
+    request = Request(**json.loads(Path(request_file).read_text(encoding="utf-8")))
     try:
         if request.fake:
             cuda_library.load()

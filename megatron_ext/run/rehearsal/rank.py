@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -43,7 +44,7 @@ from megatron_ext.run.rehearsal.kernels import segment_pairs
 from megatron_ext.run.rehearsal.memory import Part
 from megatron_ext.run.rehearsal.meter import Meter
 from megatron_ext.run.rehearsal.routing import routing_of
-from megatron_ext.run.rehearsal.rows import InventedScores, rows_of
+from megatron_ext.run.rehearsal.rows import rows_of
 from megatron_ext.run.rehearsal.sites import Sites, shown
 from megatron_ext.run.rows import RowAt
 
@@ -78,7 +79,6 @@ class Step:
         pinned: bytes of pinned host memory at its peak.
         cycles: bytes that only Python's garbage collector would free, because of reference cycles.
         peak_at: where the peak was.
-        live_allocations: bytes allocated at the peak, by allocation site.
         flops: by operator.
         collectives: by group: calls, bytes sent, and calls by name.
         launches: operators, by part of the step.
@@ -97,7 +97,6 @@ class Step:
     pinned: int
     cycles: int
     peak_at: str
-    live_allocations: dict[str, int]
     flops: dict[str, int]
     collectives: dict[str, dict[str, Any]]
     launches: dict[str, int]
@@ -304,7 +303,6 @@ class _StepRunner:
             pinned=meter.pinned.peak.total,
             cycles=before - meter.allocations.total,
             peak_at=meter.allocations.peak.site,
-            live_allocations=meter.allocations.peak.live_allocations,
             flops=dict(meter.flops),
             collectives={name: dataclasses.asdict(calls) for name, calls in meter.collectives.groups.items()},
             launches=dict(meter.launches),
@@ -319,8 +317,8 @@ class _StepRunner:
         data, ranks = self.config.data, self.stepper.ranks
         rows = microbatches * data.micro_batch_size * ranks.data_size
         config = replace(self.config, data=replace(data, global_batch_size=rows))
-        scores = InventedScores(data.seq_length)
-        maker = BatchMaker(config, ranks, self.context, scores.read)
+        short_losses = np.full(data.seq_length, 2.0, dtype=np.float32)  # in place of a frozen scorer's
+        maker = BatchMaker(config, ranks, self.context, lambda sample: short_losses)
         return maker.train(self.row_at, 0, data.first_sample, window)
 
     def _extrapolated(self, few: Step, more: Step, total: int, window: int) -> Step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +40,7 @@ def invented(config: Config, vocab_size: int, *, whole: bool) -> RowAt:
     """Return rows with different documents for each sample; the tokens are constant, as no cost depends on them."""
     length, seed = config.data.seq_length, config.training.seed
     tokens = np.arange(length + 1, dtype=np.int64) % vocab_size
-    weights: npt.NDArray[np.float32] | None = None
-    if config.weighting.token_weighting == "dataset":
-        weights = np.ones(length, dtype=np.float32)
+    weights = np.ones(length, dtype=np.float32) if config.weighting.token_weighting == "dataset" else None
 
     @lru_cache(maxsize=4096)
     def ends(sample: int) -> npt.NDArray[np.int64]:
@@ -54,18 +51,6 @@ def invented(config: Config, vocab_size: int, *, whole: bool) -> RowAt:
         return borders[borders < length]
 
     def row(sample: int) -> TokenRow:
-        options: dict[str, Any] = {"weights": weights}
-        return TokenRow(tokens=tokens, document_ends=ends(sample), trained=np.ones(length, dtype=np.bool_), **options)
+        return TokenRow(tokens, ends(sample), np.ones(length, dtype=np.bool_), weights)
 
     return row
-
-
-class InventedScores:
-    """Replaces a frozen scorer's store: returns short-context losses of any row."""
-
-    def __init__(self, length: int) -> None:
-        self._losses = np.full(length, 2.0, dtype=np.float32)
-
-    def read(self, sample: int) -> npt.NDArray[np.float32]:
-        """Return float32 [L]."""
-        return self._losses

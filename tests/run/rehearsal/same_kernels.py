@@ -10,7 +10,9 @@ and its ranks, which then have as many tokens as each other, gather them as NCCL
 from __future__ import annotations
 
 import functools
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.run.rehearsal.process import Request
@@ -30,7 +32,7 @@ def force_routing(chosen_tE: Any, choices: int) -> None:
 
 
 def main(request_file: str, result_file: str) -> None:
-    request = Request.read(request_file)
+    request = Request(**json.loads(Path(request_file).read_text()))
     if request.fake:
         from megatron_ext.run.rehearsal import cuda_library
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) ->
     words = TINY.removesuffix(" --bf16").split()
     for device in ("cuda", "cpu"):
         argv = [*words, *flags.split(), "--attention-backend", "reference", "--device", device]
-        Request(argv, 1, 0, [64], "drawn", fake=device == "cuda").write(tmp_path / "request")
+        request = Request(argv, 1, 0, [64], "drawn", fake=device == "cuda")
+        (tmp_path / "request").write_text(json.dumps(asdict(request)))
         if device == "cuda":  # torch is imported after the mock
             done = run(str(HERE / "same_kernels.py"), str(tmp_path / "request"), str(tmp_path / device))
             assert done.returncode == 0, done.stderr[-3000:]
@@ -149,7 +151,8 @@ def steps(folder: Path, device: str, words: list[str], processes: int) -> list[d
     for rank in range(processes):
         argv = [*words, "--device", device]
         files = [str(folder / f"{device}{rank}{kind}") for kind in ("request", "found")]
-        Request(argv, processes, rank, [64], "drawn", fake=device == "cuda").write(files[0])
+        request = Request(argv, processes, rank, [64], "drawn", fake=device == "cuda")
+        Path(files[0]).write_text(json.dumps(asdict(request)))
         command = [sys.executable, str(HERE / "same_kernels.py"), *files]
         running.append(
             subprocess.Popen(command, cwd=ROOT, env=os.environ | {"MASTER_PORT": port}, stderr=subprocess.PIPE)
