@@ -85,7 +85,7 @@ class _Text:
 
 def inference_layout(processes: ParallelConfig) -> ParallelConfig:
     """Return the layout for generation: without sequence parallelism, because tokens are generated one by one."""
-    return replace(processes, sequence_parallel=False, tp_comm_overlap=False)
+    return replace(processes, sequence_parallel=False)
 
 
 class Generator:

@@ -61,33 +61,50 @@ def open_model(
     assert vocab_size is not None
     device = platform.choose(processes.device)
     half = device.device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
-    tensor_size = processes.tensor_model_parallel_size
-    unit = tensor_size * processes.context_parallel_size
-    model = replace(pretrained.at(length), hidden_dropout=0.0)
-    if model.make_vocab_size_divisible_by % tensor_size:
-        model = replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * tensor_size)
-    config = Config(
-        model=model,
-        # no dataset and no global batch: values that are valid under every layout
-        data=DataConfig(
-            data_path=("none",),
-            seq_length=-(-length // unit) * unit,
-            global_batch_size=launch.world_size * processes.pipeline_model_parallel_size,
-        ),
-        window=WindowConfig(window_start=1, document_mask=True),
-        parallel=replace(processes, recompute_granularity=None),
-        training=TrainingConfig(bf16=half),
-    )
+    config = inference_config(pretrained, processes, length, launch.world_size, bf16=half)
     # experts under tensor parallelism need sequence parallelism only in training
-    trained_parallel = replace(config.parallel, sequence_parallel=tensor_size > 1)
-    check(config if model.num_experts is None else replace(config, parallel=trained_parallel), launch.world_size)
+    trained = replace(config.parallel, sequence_parallel=processes.tensor_model_parallel_size > 1)
+    check(config if config.model.num_experts is None else replace(config, parallel=trained), launch.world_size)
     check_same_texts(config.parallel)
-    ranks = parallel.start(config.parallel, model.num_layers, device, config.training.seed)
+    ranks = parallel.start(config.parallel, config.model.num_layers, device, config.training.seed)
     chunks = build_chunks(config, vocab_size, device)
     load_weights(chunks, pretrained, ranks)
     yield InferenceModel(pretrained, config, vocab_size, ranks, device, [chunk.eval() for chunk in chunks])
     # not in `finally`: after an error on one process the others would not reach it
     parallel.finish_stage()
+
+
+def inference_config(
+    pretrained: Pretrained, processes: ParallelConfig, length: int, world_size: int, *, bf16: bool
+) -> Config:
+    """Return the configuration of a model that reads texts of up to `length` tokens; it is valid under every layout.
+
+    There is no dataset and no global batch, and nothing is kept for a backward pass.
+    """
+    tensor_size = processes.tensor_model_parallel_size
+    unit = tensor_size * processes.context_parallel_size
+    model = replace(pretrained.at(length), hidden_dropout=0.0)
+    if model.make_vocab_size_divisible_by % tensor_size:
+        model = replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * tensor_size)
+    return Config(
+        model=model,
+        data=DataConfig(
+            data_path=("none",),
+            seq_length=-(-length // unit) * unit,
+            global_batch_size=world_size * processes.pipeline_model_parallel_size,
+        ),
+        window=WindowConfig(window_start=1, document_mask=True),
+        parallel=replace(
+            processes,
+            recompute_granularity=None,
+            recompute_modules=(),
+            offload_layer_inputs=False,
+            cpu_offloading=False,
+            cpu_offloading_num_layers=None,
+            tp_comm_overlap=False,  # its buffers fit micro-batches of one size
+        ),
+        training=TrainingConfig(bf16=bf16),
+    )
 
 
 def warn_beyond_training(pretrained: Pretrained, length: int) -> None:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_ext.batch import lay_end_to_end
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.config import Config, OptimizerConfig, WeightingConfig, WindowConfig
-from megatron_ext.config.checks import check, check_same_texts
+from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import row_identity
 from megatron_ext.data.text.metadata import bos_of
-from megatron_ext.engine import compat, parallel, platform
-from megatron_ext.engine.model import build_chunks
+from megatron_ext.engine import parallel
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.pipeline import Pipeline
-from megatron_ext.engine.state import load_weights
 from megatron_ext.errors import UserError
-from megatron_ext.launch import read_launch
 from megatron_ext.run.batches import context_options, division
+from megatron_ext.run.inference import InferenceModel, open_model
 from megatron_ext.run.rows import RowAt, open_rows
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import short_pass
@@ -63,13 +60,7 @@ def score_rows(
             f"checkpoint: {scorer.folder} knows {size} token ids, needs at least the {vocab_size} of the data; "
             "give a scorer of the same vocabulary"
         )
-    processes = read_launch(os.environ).world_size
-    run, config = config, _for_scorer(config, scorer, short, processes)
-    check(config, processes)
-    check_same_texts(config.parallel)
-    compat.check_version()
-    device = platform.choose(config.parallel.device)
-    row_at = open_rows(replace(run, training=replace(run.training, eval_interval=0)), vocab_size).train
+    row_at = open_rows(replace(config, training=replace(config.training, eval_interval=0)), vocab_size).train
     identity = StoreIdentity(
         rows=end,
         short_context=short.length,
@@ -77,63 +68,32 @@ def score_rows(
         model=scorer.fingerprint(),
         **row_identity(config, vocab_size),  # type: ignore[arg-type]
     )
-    ranks = parallel.start(config.parallel, scorer.model.num_layers, device, config.training.seed)
-    work = _Work(config, device, ranks, scorer, short)
-    store = ScoreStore.create_or_resume(output, identity)
-    work.run(row_at, store, range(run.data.first_sample, end)[part])
-    parallel.stop()
-
-
-def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes: int) -> Config:
-    """Return the run's configuration with the scorer as its model, for losses of whole rows without training.
-
-    Recomputation is off. There is no global batch, so this configuration fits every layout.
-    """
-    pipeline = run.parallel.pipeline_model_parallel_size
-    experts = scorer.model.num_experts is not None
-    return replace(
-        run,
-        model=scorer.at(short.length),
-        parallel=replace(
-            run.parallel,
-            recompute_granularity=None,
-            recompute_modules=(),
-            offload_layer_inputs=False,
-            cpu_offloading=False,
-            cpu_offloading_num_layers=None,
-            tp_comm_overlap=False,  # its buffers only fit whole rows
-            expert_model_parallel_size=run.parallel.expert_model_parallel_size if experts else 1,
-            moe_grouped_gemm=run.parallel.moe_grouped_gemm and experts,
-        ),
-        training=replace(run.training, moe_aux_loss_coeff=0.0, moe_router_load_balancing_type="seq_aux_loss"),
-        data=replace(run.data, global_batch_size=run.data.micro_batch_size * processes * pipeline),
-        window=WindowConfig(window_start=run.data.seq_length, document_mask=run.window.document_mask),
-        weighting=WeightingConfig(),
-        optimizer=OptimizerConfig(),
-    )
+    processes = config.parallel
+    if scorer.model.num_experts is None:
+        processes = replace(processes, expert_model_parallel_size=1, moe_grouped_gemm=False)
+    with open_model(scorer, processes, short.length, "bfloat16" if config.training.bf16 else "float32") as model:
+        store = ScoreStore.create_or_resume(output, identity)
+        _Work(model, config, short).run(row_at, store, range(config.data.first_sample, end)[part])
+    dist.destroy_process_group()
 
 
 class _Work:
     """One process's part of the scoring."""
 
-    def __init__(
-        self, config: Config, device: platform.Platform, ranks: parallel.Ranks, scorer: Pretrained, short: ShortContext
-    ) -> None:
-        assert scorer.model.vocab_size is not None
-        self.config, self.ranks, self.short, self.device = config, ranks, short, device.device
-        chunks = build_chunks(config, scorer.model.vocab_size, device)
-        load_weights(chunks, scorer, ranks)
-        self.pipeline = Pipeline([in_precision(chunk, config) for chunk in chunks])
-        self.group = parallel.context_group(config.parallel, ranks, device)
-        self.context = context_options(config, ranks, self.group)
-        self.bos_id = bos_of(part.prefix for part in config.data.parts)
-        self.division = division(config, ranks, config.data.micro_batch_size * config.data.seq_length)
+    def __init__(self, model: InferenceModel, run: Config, short: ShortContext) -> None:
+        self.model, self.ranks, self.short, self.data = model, model.ranks, short, run.data
+        self.mask_options = replace(model.config.mask_options(), document_mask=run.window.document_mask)
+        self.pipeline = Pipeline([in_precision(chunk, model.config) for chunk in model.chunks])
+        self.group = parallel.context_group(model.config.parallel, model.ranks, model.platform)
+        self.context = context_options(model.config, model.ranks, self.group)
+        self.bos_id = bos_of(part.prefix for part in run.data.parts)
+        self.division = division(model.config, model.ranks, run.data.micro_batch_size * run.data.seq_length)
 
     def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:
         """Score this data-parallel rank's share of the wanted rows that are missing."""
         missing = parallel.run_on_rank0(self.ranks, lambda: store.missing(wanted), store.path, reads=True)
         mine = missing[self.ranks.data :: self.ranks.data_size].tolist()
-        at_once = self.config.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline stages busy
+        at_once = self.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline stages busy
         logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
         with tqdm(total=len(mine), unit="row", disable=self.ranks.world != 0) as bar:
             for first in range(0, len(mine), at_once):
@@ -146,14 +106,13 @@ class _Work:
 
     def _losses(self, row_at: RowAt, samples: Sequence[int]) -> Sequence[np.ndarray] | None:
         """Compute float32 [L] of each sample; None except on the last stage."""
-        rows = [row_at(sample) for sample in samples]
-        length = self.config.data.seq_length
-        masks = self.config.mask_options().at(length, [row.document_ends for row in rows], length)
+        rows, length, device = [row_at(sample) for sample in samples], self.data.seq_length, self.model.platform.device
+        masks = self.mask_options.at(length, [row.document_ends for row in rows], length)
         tokens = [lay_end_to_end(rows)]
         work = short_pass(tokens, [masks], self.short, self.division, self.context, bos_id=self.bos_id)
-        batches = [batch.to(self.device) for batch in work.batches]
+        batches = [batch.to(device) for batch in work.batches]
         losses = self.pipeline.token_losses(batches)
         if not self.ranks.last_stage:
             return None
-        whole = short_losses(self.group, batches, losses, length * len(rows), self.device)
+        whole = short_losses(self.group, batches, losses, length * len(rows), device)
         return list(whole.view(len(rows), length).cpu().numpy())

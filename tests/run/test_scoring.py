@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from launcher import call
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,15 +19,13 @@ from megatron_ext.config import (
     DataConfig,
     ModelConfig,
     ParallelConfig,
-    TrainingConfig,
-    WeightingConfig,
     WindowConfig,
 )
 from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.errors import UserError
-from megatron_ext.run.scoring import _for_scorer, _Work, score_rows
+from megatron_ext.run.inference import inference_config, open_model
+from megatron_ext.run.scoring import _Work, score_rows
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 
@@ -56,7 +55,7 @@ def test_every_layout_may_score(parallel: ParallelConfig, processes: int, microb
     """Also where the run itself could not be trained: 7 rows are shared out evenly by few of these layouts."""
     data = replace(RUN.data, micro_batch_size=microbatch, global_batch_size=7)
     run = replace(RUN, parallel=parallel, data=data)
-    config = _for_scorer(run, SCORER, WHOLE_CHUNKS, processes)
+    config = inference_config(SCORER, run.parallel, CHUNK, processes, bf16=False)
     check(config, processes)
     assert config.model == SCORER.model
     if 7 % (microbatch * config.data_parallel_size(processes)):
@@ -64,29 +63,12 @@ def test_every_layout_may_score(parallel: ParallelConfig, processes: int, microb
             check(run, processes)
 
 
-def test_a_scorer_sees_whole_rows_and_weighs_nothing() -> None:
-    """The run's window and weights are its own; that documents see only themselves holds for both."""
-    run = replace(
-        RUN,
-        training=TrainingConfig(train_iters=100),
-        window=WindowConfig(window_start=2, window_schedule="linear", window_rate=0.5, document_mask=True),
-        weighting=WeightingConfig(token_weighting="frozen", score_store="store"),
-    )
-    scorer = _for_scorer(run, SCORER, WHOLE_CHUNKS, 1)
-    schedule = scorer.window_schedule()
-    assert [schedule.window_at(step) for step in (0, 50, 99)] == [LENGTH] * 3
-    assert run.window_schedule().window_at(0) == 2
-    assert scorer.weighting.token_weighting == "none"
-    assert scorer.window.document_mask
-    assert not _for_scorer(RUN, SCORER, WHOLE_CHUNKS, 1).window.document_mask
-
-
 def test_dynamic_angles_are_those_of_a_chunk() -> None:
     """A Hugging Face folder's model turns by the length of each text, one of ours by that of its rows."""
     model = replace(SCORER.model, rope_scaling="dynamic", rope_scaling_factor=4.0, rope_original_length=CHUNK)
     theirs = replace(SCORER, model=model)
-    longer = ShortContext(4 * CHUNK, CHUNK, every_token=True)
-    bases = [_for_scorer(RUN, theirs, short, 1).model.rotary_base for short in (WHOLE_CHUNKS, longer)]
+    lengths = CHUNK, 4 * CHUNK
+    bases = [inference_config(theirs, RUN.parallel, n, 1, bf16=False).model.rotary_base for n in lengths]
     assert bases[0] == model.rotary_base < bases[1]
 
 
@@ -125,12 +107,9 @@ def score(rank: int, model: Path, store: Path, rows: int, wanted: range) -> None
     """Score rows of `row_at` into a store, of which this process computes its share."""
     run = replace(RUN, parallel=ParallelConfig(device="cpu"))
     scorer = Pretrained.find(model)
-    where = platform.choose("cpu")
-    compat.install_optimizer()
-    ranks = parallel.start(run.parallel, scorer.model.num_layers, where, seed=1)
-    config = _for_scorer(run, scorer, WHOLE_CHUNKS, ranks.world_size)
-    _Work(config, where, ranks, scorer, WHOLE_CHUNKS).run(row_at, opened(store, rows), wanted)
-    parallel.stop()
+    with open_model(scorer, run.parallel, CHUNK) as opened_model:
+        _Work(opened_model, run, WHOLE_CHUNKS).run(row_at, opened(store, rows), wanted)
+    dist.destroy_process_group()
 
 
 def opened(store: Path, rows: int) -> ScoreStore:
