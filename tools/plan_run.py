@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_ext.cli import Parser, command, program
 from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.config.schema import out_of_range
-from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed

@@ -7,14 +7,13 @@ impossible  shapes of the weights, precision of the optimizer's state
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, to_dict
 from megatron_ext.config.effective import effective
-from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 
 _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}
@@ -135,28 +134,6 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
             f"restore them, or add --override {words} to go on with the new ones"
         )
     return [change for change in changes if change.section not in ("checkpoint", "logging")]
-
-
-def moved_rows(saved: dict[str, Any], config: Config, consumed: int) -> list[str]:
-    """Return a line for each part of the data whose rows are skipped or repeated because the mixture changed.
-
-    The number of rows that a part has provided is computed from the current weights.
-
-    Args:
-        saved, config: as in `check`.
-        consumed: rows consumed by the steps so far.
-    """
-    before, parts = from_dict(saved).data.parts, config.data.parts
-    shares = [[part.weight / math.fsum(one.weight for one in of) for part in of] for of in (before, parts)]
-    samples = config.data.first_sample + consumed
-    lines = []
-    for number, part in enumerate(parts):  # the order of the parts determines which rows they provide
-        same = number < len(before) and before[number].prefix == part.prefix
-        rows = (shares[1][number] - (shares[0][number] if same else 0.0)) * samples
-        if abs(rows) >= 1:
-            how = "are left out" if rows > 0 else "come again"
-            lines.append(f"mixture: about {abs(rows):,.0f} rows of {part.label} {how}")
-    return lines
 
 
 def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[Change]:

@@ -9,7 +9,7 @@ from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint, locate
 from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.arguments import as_flag, from_dict
-from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.rope import settled

@@ -297,8 +297,6 @@ class Checkpointer:
         manifest.check_optimizer(folder, "take it as --init-from")
         for change in changes.check(manifest.config, self.config, manifest.step, folder):
             self._log(f"changed since the checkpoint: {change}")
-        for line in changes.moved_rows(manifest.config, self.config, manifest.consumed_samples):
-            self._log(line)
         parallel.run_on_rank0(self.ranks, lambda: self._check_data(checkpoint), folder)
         same_layout = manifest.layout == self._layout
         if not same_layout:

@@ -32,12 +32,12 @@ from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import AttentionHealth, Found, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
+from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.qk_clip import QKClip
-from megatron_ext.engine.transfer import AsyncHostCopy, to_device
 from megatron_ext.engine.update import update
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
@@ -170,19 +170,6 @@ class Stepper:
         transformer.grad_scale_func = optimizer.scale_loss
         if model[0].ddp_config.overlap_grad_reduce:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
-
-    def train(self, step: StepBatches) -> StepResult:
-        """Run `launch`, and wait for the result.
-
-        Raises:
-            DivergedError: the loss or the gradient norm is not finite.
-        """
-        launched = self.launch(step)
-        result = launched.result(AsyncHostCopy(launched.values).values())
-        divergence = result.divergence()
-        if divergence is not None:
-            raise divergence
-        return result
 
     def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> PendingStep:
         """Launch forward, backward and update of this rank's micro-batches.

@@ -20,7 +20,7 @@ import yaml
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.presets import PRESETS
-from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import METRICS_FILE, read_jsonl
 from megatron_ext.planning.step_time import Speeds, Work, rank_work, step_time, work_of

@@ -30,7 +30,7 @@ from megatron_ext.config.arguments import parse_stages, read_file, read_mapping,
 from megatron_ext.config.checks import check_stages
 from megatron_ext.config.matrix import MARK, expand
 from megatron_ext.config.stages import Stage
-from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
 

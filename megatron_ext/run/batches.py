@@ -5,6 +5,7 @@ samples of the step -> rows -> tokens end to end, masks -> scores (weighted runs
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,6 @@ from megatron_ext.engine.parallel import Ranks
 from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.run.rows import RowAt
 from megatron_ext.short_context import ShortContext
-from megatron_ext.token_weighting.draws import draw, row_seed
 from megatron_ext.token_weighting.short_pass import Division, short_pass, sliding_evaluation
 
 
@@ -214,3 +214,13 @@ class BatchMaker:
             short_loss_T=short_loss_T,
             same_context_T=same_context_T,
         )
+
+
+def row_seed(seed: int, sample: int) -> int:
+    """Return a seed for the row of a sample, 0 .. 2^64-1."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{sample}:row".encode()).digest()[:8], "big")
+
+
+def draw(seed: int, sample: int) -> float:
+    """Return a random number in [0, 1) that decides whether the row is scored."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{sample}:scored".encode()).digest()[:6], "big") / 2**48

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ext.checkpoint.runs import end_of_samples, find_checkpoint
+from megatron_ext.checkpoint.folders import end_of_samples, find_checkpoint
 from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
-from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.identity import open_scores, vocabulary
+from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe, plan_run
 

@@ -14,7 +14,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.data.text.chat import ChatError
 from megatron_ext.data.text.documents import read_documents
-from megatron_ext.data.text.streaming import TextStream
+from megatron_ext.data.text.tokenizer import TextStream
 from megatron_ext.engine.parallel import run_on_rank0
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.model_text import ModelText

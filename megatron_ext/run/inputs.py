@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.checkpoint.folders import Checkpoint
+from megatron_ext.checkpoint.folders import Checkpoint, end_of_samples, find_checkpoint
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.checkpoint.runs import end_of_samples, find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.data.text.metadata import bos_of

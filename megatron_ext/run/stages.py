@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.checkpoint.changes import differences
-from megatron_ext.checkpoint.folders import locate, older
+from megatron_ext.checkpoint.folders import end_of_samples, find_checkpoint, locate, older
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.checkpoint.runs import end_of_samples, find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage

@@ -33,6 +33,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.checks import keeps_weights, warnings_of
 from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine import compat, environment, parallel, te_options
 from megatron_ext.engine.fusions import fusions_here
 from megatron_ext.engine.model import PackedGPT, build_chunks
@@ -41,7 +42,6 @@ from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.engine.state import Checkpointer, Position, load_weights
 from megatron_ext.engine.step import Stepper
-from megatron_ext.engine.transfer import AsyncHostCopy, to_device
 from megatron_ext.engine.weights import blank, initialise
 from megatron_ext.errors import DivergedError
 from megatron_ext.monitoring.early_stopping import early_stopping

@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
-from megatron_ext.data.text.streaming import TextStream
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer import TextStream, Tokenizer
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting import weigh_and_score
 from megatron_ext.token_weighting.passage import Passage

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.changes import check, differences, moved_rows
+from megatron_ext.checkpoint.changes import check, differences
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, parse, to_dict
 from megatron_ext.config.checks import mistakes
@@ -84,23 +84,6 @@ def test_weights_of_one_ratio_are_one_mixture(before: str, after: str) -> None:
 def test_weights_of_another_ratio_are_another_mixture(after: str) -> None:
     with pytest.raises(UserError, match=r"data_path \['1', 'a', '1', 'b'\] -> "):
         changed(f"--data-path {after}", base=BASE.replace("--data-path x", "--data-path 1 a 1 b"))
-
-
-@pytest.mark.parametrize(
-    ("data", "moved"),
-    [
-        ("2 a 2 b", []),
-        ("3 a 1 b", ["mixture: about 250 rows of a are left out", "mixture: about 250 rows of b come again"]),
-        ("1 c 1 b", ["mixture: about 500 rows of c are left out"]),
-    ],
-)
-def test_another_mixture_says_which_rows_move(data: str, moved: list[str]) -> None:
-    base = ["--vocab-size", "64", "--data-path"]
-    saved = to_dict(parse([*base, *["1", "a", "1", "b"]]))
-    lines = moved_rows(saved, parse([*base, *data.split()]), 1000)
-    assert len(lines) == len(moved)
-    assert all(line.endswith(end) for line, end in zip(lines, moved, strict=True)), lines
-    assert moved_rows(saved, parse([*base, *data.split()]), 0) == []
 
 
 def test_a_longer_run_at_a_constant_rate_changes_nothing() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.config.effective import effective
-from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.data.build.parts import SOURCES
 from megatron_ext.data.text.metadata import check_tokenizer
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer import Tokenizer, vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.token_weighting.store import ScoreStore

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -235,3 +235,59 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, **special: st
         with atomic_write(folder / name) as partial:
             partial.write_text(text + "\n", encoding="utf-8")
     return Tokenizer(folder)
+
+
+HALF_CHARACTER = "\ufffd"  # written by decoders for an incomplete character
+CONTEXT = 8  # preceding tokens, because a tokenizer may decode a token differently at the beginning of a text
+
+
+class TextStream:
+    """Decodes a growing list of tokens, token by token.
+
+        tokens    " caf"   0xC3   0xA9   "s"
+        put       " caf"   ""     "é"    "s"        the two bytes of é are two tokens
+
+    Args:
+        decode: converts token ids to text.
+        before: token ids that precede the text; their own text is not returned.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._tokens = list(before[-CONTEXT:])
+        self._first, self._shown = 0, len(self._tokens)
+
+    def put(self, token: int) -> str:
+        """Add the next token; return the text that is final and has not been returned yet."""
+        self._tokens.append(token)
+        text = self._new()
+        if text.endswith(HALF_CHARACTER):
+            return ""
+        self._first, self._shown = max(self._shown - CONTEXT, 0), len(self._tokens)
+        return text
+
+    def end(self) -> str:
+        """Return the remaining text, including an incomplete character."""
+        text = self._new()
+        self._first, self._shown = max(self._shown - CONTEXT, 0), len(self._tokens)
+        return text
+
+    def _new(self) -> str:
+        shown = self._decode(self._tokens[self._first : self._shown])
+        return self._decode(self._tokens[self._first :])[len(shown) :]
+
+
+def vocabulary_size(given: int | None, tokenizer: Tokenizer | str | None) -> int:
+    """Return V, the number of token ids of a model: `vocab_size` if given, else that of the tokenizer.
+
+    A given size may exceed the tokenizer's; the tokenizer is not loaded then, as that of a finished run may be missing.
+    Pass a loaded `Tokenizer` to avoid loading it again.
+
+    Raises:
+        UserError: neither is given, or the tokenizer cannot be read.
+    """
+    if given is not None:
+        return given
+    if tokenizer is None:
+        raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
+    return (Tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer).vocab_size

@@ -32,7 +32,7 @@ from megatron_ext.attention import flash_attn_4, triton_packed
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
-from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, wrap

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.data.text.streaming import TextStream
-from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
+from megatron_ext.data.text.tokenizer import TextStream, Tokenizer, train_bpe
 
 TEXT = "Once upon a time 😀 naïve café — 漢字\n\n  spaces   end"
 

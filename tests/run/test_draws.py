@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_ext.token_weighting.draws import draw, row_seed
+from megatron_ext.run.batches import draw, row_seed
 
 
 def test_they_are_those_of_every_earlier_run() -> None:

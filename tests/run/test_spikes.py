@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ext.monitoring.spikes import SpikeWatch
+from megatron_ext.run.incidents import SpikeWatch
 
 LOSSES = [3.0, 2.5, 2.75, 2.25]
 
