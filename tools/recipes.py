@@ -1,11 +1,10 @@
-"""Show the papers' runs in examples/configs: a list, a complete run, and a table of their costs.
+"""Show the papers' runs in examples/configs: a list, or a complete run.
 
 python tools/recipes.py --list [WORD ...]      names and titles that contain all the words
 python tools/recipes.py NAME                   prints a complete run: every option with its value
 python tools/recipes.py NAME --dry-run         describes the run
 python tools/recipes.py NAME --twin FILE       writes its twin for a CPU (tools/twin_recipe.py has more flags)
 python tools/recipes.py --copy FOLDER          copies all of them, and their mixtures, to FOLDER/examples
-python tools/recipes.py                        prints a table of all in Markdown, which takes minutes
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from megatron_ext.cli import Parser, command
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.planning.recipes import Recipe, recipes, table, whole_file
+from megatron_ext.planning.recipes import Recipe, recipes, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or the installed package: both contain examples/
 
@@ -36,8 +35,8 @@ def main(argv: list[str]) -> int:
         "--copy", type=_absolute, metavar="FOLDER", help="copy all runs and mixtures to FOLDER/examples"
     )
     options = parser.parse_args(argv)
-    if options.name is None and (options.dry_run or options.twin):
-        parser.error("name: got none, --dry-run and --twin need a run; --list gives their names")
+    if options.name is None and options.list is None and options.copy is None:
+        parser.error("name: got none, needs a run; --list gives their names")
     if options.copy is not None:
         copy(options.copy / "examples")
         return 0
@@ -48,9 +47,6 @@ def main(argv: list[str]) -> int:
             line = f"{recipe.name:<44} {recipe.facts.title}"
             if all(word.lower() in line.lower() for word in options.list):
                 print(line)
-        return 0
-    if options.name is None:
-        print("\n".join(table(known.values())))
         return 0
     if options.name not in known:
         got = f"name: got {options.name}, which is none of the {len(known)} runs"

@@ -1,4 +1,4 @@
-"""Recipes: configurations in examples/configs that reproduce a paper's run, and a table of their costs.
+"""Recipes: configurations in examples/configs that reproduce a paper's run.
 
 A recipe is a configuration with one more mapping, which the trainer ignores and this module reads and checks:
 
@@ -16,7 +16,7 @@ A file of several runs (config/matrix.py) contains several recipes; the path of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -33,9 +33,6 @@ from megatron_ext.config.stages import Stage
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
-
-NOTHING = "none published"
-_COLUMNS = "recipe,GPUs,parameters,tokens,steps,full window from,FLOPs,saved,GiB per GPU,in the paper,its figures"
 
 Text = Annotated[str, MinLen(1)]
 Positive = Annotated[float, Gt(0)]
@@ -75,19 +72,6 @@ class Published:
     remark: str = ""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    def in_words(self, stage: str | None) -> str:
-        """Return the figures as a cell of the table, with the hours of this stage only; never empty."""
-        words = [f"validation loss {loss:.3f} at {length:,}" for length, loss in self.validation_loss.items()]
-        if self.flops is not None:
-            words.append(f"{self.flops / 1e20:g}e20 FLOPs")
-        if self.time_saved is not None:
-            words.append(f"{self.time_saved:.1%} of the time saved")
-        if self.relative_time is not None:
-            words.append(f"{self.relative_time:g} times the time of uniform weights")
-        if stage in self.gpu_hours:
-            words.append(f"{self.gpu_hours[stage]:,.0f} GPU hours")
-        return "; ".join([*words, self.remark] if self.remark else words) or NOTHING
 
 
 @dataclass(frozen=True)
@@ -154,17 +138,12 @@ class Recipe:
         return plans
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Read and check the facts of a recipe.
+def read_recipe(path: Path, content: Mapping[str, Any]) -> Recipe:
+    """Check the facts in the content of a recipe's file.
 
     Raises:
-        UserError: the file is not a YAML mapping, has no `recipe:`, or a field of it is missing, unknown or out of
-            range.
+        UserError: there is no `recipe:`, or a field of it is missing, unknown or out of range.
     """
-    return _recipe(path, read_mapping(str(path)))
-
-
-def _recipe(path: Path, content: Mapping[str, Any]) -> Recipe:
     if "recipe" not in content:
         raise UserError(f"{path}: recipe: got nothing, needs a mapping with title, paper, source and so on")
     try:
@@ -188,9 +167,9 @@ def recipes(folder: Path) -> list[Recipe]:
         content = read_file(str(path))
         if "families" in content:
             runs = expand(content, str(path)).items()
-            many += [_recipe(path.with_name(f"{path.name}{MARK}{name}"), run) for name, run in runs]
+            many += [read_recipe(path.with_name(f"{path.name}{MARK}{name}"), run) for name, run in runs]
         elif "recipe" in content:
-            single.append(_recipe(path, content))
+            single.append(read_recipe(path, content))
     return single + many
 
 
@@ -223,30 +202,3 @@ def kept(stage: Stage) -> list[str]:
         "samples": config.data.first_sample > 0,
     }
     return [name for name, is_kept in keeps.items() if is_kept]
-
-
-def table(chosen: Iterable[Recipe]) -> Iterator[str]:
-    """Yield a Markdown table of each stage's dry run, next to the papers' figures."""
-    yield f"| {_COLUMNS.replace(',', ' | ')} |"
-    yield "|---" * (_COLUMNS.count(",") + 1) + "|"
-    for recipe in chosen:
-        for stage, plan in recipe.plans().items():
-            steps, flops = plan.config.training.train_iters, plan.flops
-            cells = [
-                recipe.name if stage is None else f"{recipe.name}: {stage}",
-                f"{recipe.facts.world_size} {recipe.facts.gpu}",
-                f"{plan.parameters / 1e6:,.0f}M",
-                f"{plan.tokens / 1e9:,.1f}e9",
-                f"{steps:,}",
-                f"step {plan.full_step:,}" if plan.full_step < steps else "never",
-                _scientific(flops.scheduled) + (f" + {_scientific(flops.scoring)}" if flops.scoring else ""),
-                f"{flops.saved:.1%}",
-                f"{plan.memory.total / 2**30:.1f}",
-                recipe.facts.source,
-                recipe.facts.published.in_words(stage),
-            ]
-            yield f"| {' | '.join(cells)} |"
-
-
-def _scientific(flops: float) -> str:
-    return f"{flops / 1e20:.2f}e20"

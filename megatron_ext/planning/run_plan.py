@@ -15,16 +15,6 @@ _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
-class Milestone:
-    """The window in tokens, the rotary base and the learning rate at a step."""
-
-    step: int
-    window: int
-    rotary_base: float
-    learning_rate: float
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """The derived numbers of a run.
 
@@ -33,7 +23,6 @@ class RunPlan:
         world_size: processes.
         vocab_size: token ids.
         parameters: their number in the whole model.
-        milestones: from the first step to the last.
         full_step: the first step from which the window stays the last one.
         flops: FLOPs of the whole run.
         memory: bytes on one GPU of the fullest pipeline stage.
@@ -43,7 +32,6 @@ class RunPlan:
     world_size: int
     vocab_size: int
     parameters: int
-    milestones: tuple[Milestone, ...]
     full_step: int
     flops: RunFlops
     memory: Memory
@@ -61,19 +49,12 @@ class RunPlan:
 
 def plan_run(config: Config, world_size: int, vocab_size: int) -> RunPlan:
     """Plan a configuration that `checks.check` accepts."""
-    schedule, rate, last = config.window_schedule(), config.learning_rate_schedule(), config.training.train_iters - 1
-    steps = {round(share * last) for share in _SHARES} | {last}
-    steps |= {step for step in (schedule.expansion_steps, config.optimizer.lr_warmup_iters) if step <= last}
     return RunPlan(
         config=config,
         world_size=world_size,
         vocab_size=vocab_size,
         parameters=count_parameters(config.model, vocab_size),
-        milestones=tuple(
-            Milestone(step, window := schedule.window_at(step), config.model.rotary_base_at(window), rate.at(step))
-            for step in sorted(steps)
-        ),
-        full_step=schedule.expansion_steps,
+        full_step=config.window_schedule().expansion_steps,
         flops=run_flops(config, vocab_size),
         memory=estimate(config, world_size, vocab_size),
     )
@@ -100,9 +81,12 @@ def describe(plan: RunPlan) -> Iterator[str]:
     reached = f"full from step {plan.full_step:,} on" if plan.full_step < steps else "never full in this run"
     documents = ", inside documents" if window.document_mask else ""
     yield f"window           {window.window_schedule}, {window.window_mask}{documents}; {reached}"
-    for at in plan.milestones:
-        base = f"   rotary base {at.rotary_base:>12,.0f}" if config.model.rope_window_bases else ""
-        yield f"  step {at.step:>9,}   window {at.window:>9,}   learning rate {at.learning_rate:.3e}{base}"
+    schedule, rate, last = config.window_schedule(), config.learning_rate_schedule(), steps - 1
+    turns = {step for step in (plan.full_step, config.optimizer.lr_warmup_iters) if step <= last}
+    for step in sorted({*(round(share * last) for share in _SHARES), *turns, last}):
+        at = schedule.window_at(step)
+        base = f"   rotary base {config.model.rotary_base_at(at):>12,.0f}" if config.model.rope_window_bases else ""
+        yield f"  step {step:>9,}   window {at:>9,}   learning rate {rate.at(step):.3e}{base}"
 
     flops = plan.flops
     yield f"FLOPs            {flops.scheduled:.3e}; {flops.saved:.1%} less than with a constant window"

@@ -25,8 +25,9 @@ _ROUNDING = 1e-6  # relative to the mean: a constant loss has no standard deviat
 class SpikeWatch:
     """Keeps the finite losses of the last `window` steps; a loss above mean + deviations * std of them is a spike.
 
-    It is OLMo 2's rule (arXiv 2501.00656). The standard deviation is the population's. Before there are `window` losses,
-    nothing is a spike. Spikes are included in the window, so a loss that stays high soon becomes the expected value.
+    This is OLMo 2's rule (arXiv 2501.00656), with the population's standard deviation. Before there are `window`
+    losses, nothing is a spike. Spikes are included in the window, so a loss that stays high soon becomes the expected
+    value.
 
     A window of 0 never finds a spike. `losses` are of the previous steps, the latest last.
     """

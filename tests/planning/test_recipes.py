@@ -11,7 +11,7 @@ import yaml
 
 import tools.recipes as tool
 from megatron_ext.config import Config
-from megatron_ext.config.arguments import parse, parse_stages
+from megatron_ext.config.arguments import parse, parse_stages, read_mapping
 from megatron_ext.config.matrix import MARK
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
@@ -291,7 +291,11 @@ def test_a_recipe_written_whole_is_the_same(names: tuple[str, ...], tmp_path: Pa
         path.write_text(whole_file(stages, recipe.written_facts()))
         again = parse_stages(["--config", str(path)])
         assert [(stage.name, stage.config) for stage in again] == [(stage.name, stage.config) for stage in stages]
-        assert read_recipe(path).facts == recipe.facts
+        assert read(path).facts == recipe.facts
+
+
+def read(path: Path) -> Recipe:
+    return read_recipe(path, read_mapping(str(path)))
 
 
 def write_recipe(folder: Path, facts: object) -> Path:
@@ -310,15 +314,15 @@ def write_recipe(folder: Path, facts: object) -> Path:
 )
 def test_facts_that_are_refused(tmp_path: Path, changed: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message) as refused:
-        read_recipe(write_recipe(tmp_path, FACTS | changed))
+        read(write_recipe(tmp_path, FACTS | changed))
     assert "\n" not in str(refused.value)
 
 
 def test_a_fact_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"recipe\.gpu: got nothing: field required"):
-        read_recipe(write_recipe(tmp_path, {name: value for name, value in FACTS.items() if name != "gpu"}))
+        read(write_recipe(tmp_path, {name: value for name, value in FACTS.items() if name != "gpu"}))
     with pytest.raises(UserError, match=r"cpu_smoke\.yaml: recipe: got nothing, needs a mapping"):
-        read_recipe(ROOT / "examples/configs/cpu_smoke.yaml")
+        read(ROOT / "examples/configs/cpu_smoke.yaml")
 
 
 def test_the_command_lists_shows_and_shrinks(
