@@ -25,7 +25,7 @@ from megatron_ext.config.presets import PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, mistake
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
-from megatron_ext.errors import REMEDIES, UserError, echo
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.yaml_file import read_yaml
 
 Values = dict[str, dict[str, Any]]
@@ -282,16 +282,7 @@ def read_file(path: str) -> Values:
         UserError: the file is missing, or is not a mapping in YAML and UTF-8.
         OSError: another system error, such as EIO; a retry may succeed.
     """
-    try:
-        content = read_yaml(Path(path))
-    except OSError as error:
-        if error.errno not in REMEDIES:
-            raise
-        raise UserError(f"--config: got {path or repr(path)}, needs a readable YAML file ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--config: got {path}, needs a YAML file in UTF-8") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--config: got {path}, needs valid YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(Path(path), "--config")
     if not isinstance(content, dict):
         raise UserError(f"--config: got {path}, needs a mapping of the sections {', '.join(SECTIONS)}")
     mapping: Values = content

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_ext.errors import UserError, first_line
+from megatron_ext.errors import REMEDIES, UserError
 
 _T = TypeVar("_T")
 
@@ -27,20 +27,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=True)
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, option: str = "file") -> Any:
     """Return the content of a YAML file.
 
     Raises:
-        OSError: the file cannot be read.
-        UnicodeDecodeError: it is not UTF-8.
-        yaml.YAMLError: it is not YAML, a mapping has a duplicate key, or a value does not match its tag or is nested
-            too deeply.
+        UserError: the file is missing, is not YAML in UTF-8, or a mapping has a duplicate key; it names the option.
+        OSError: another system error, such as EIO; a retry may succeed.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        return yaml.load(text, _Loader)
-    except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:  # by PyYAML's constructors
-        raise yaml.YAMLError(f"a value cannot be read ({first_line(error)})") from None
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
+        raise UserError(f"{option}: got {path}, needs a readable YAML file ({error.strerror})") from None
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # the others are raised by PyYAML's constructors
+        raise UserError(f"{option}: got {path}, needs valid YAML: {' '.join(str(error).split())}") from None
 
 
 def read_typed(path: Path, kind: type[_T]) -> _T:
@@ -54,5 +56,3 @@ def read_typed(path: Path, kind: type[_T]) -> _T:
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: needs valid YAML: {' '.join(str(error).split())}") from None

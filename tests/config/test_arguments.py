@@ -168,7 +168,7 @@ def test_bad_names_and_values_in_yaml(content: str, text: str, config_file: Any)
         ("", "needs a mapping of the sections model, parallel, data,"),
         ("a: b: c", "needs valid YAML: mapping values are not allowed here"),
         ("!!python/object/apply:os.getcwd []", "needs valid YAML: could not determine a constructor"),
-        (b"model: {model_preset: \xff}", "needs a YAML file in UTF-8"),
+        (b"model: {model_preset: \xff}", "needs valid YAML: 'utf-8' codec can't decode"),
         ("data: {seq_length: 8, seq_length: 9}", "needs valid YAML: duplicate key seq_length"),
         ("? [a, b]\n: 1", "needs valid YAML: a key must be a scalar"),
     ],

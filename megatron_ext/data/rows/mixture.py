@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import yaml
-
 from megatron_ext.data.packing.plan import Packing
 from megatron_ext.data.packing.policies import check_options
 from megatron_ext.errors import UserError, echo
@@ -141,10 +139,7 @@ def read_mixture(path: Path, share: float | None = None, outer: Sequence[Path] =
     """
     if path.resolve() in outer:
         raise UserError(f"mixture: {path} names itself; take it out of the files that it names")
-    try:
-        entries = read_yaml(path)
-    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"mixture: {path} cannot be read: {' '.join(str(error).split())}") from None
+    entries = read_yaml(path, "mixture")
     return expand_mixture(entries, path, share, (*outer, path.resolve()))
 
 
