@@ -365,10 +365,6 @@ SPEED: list[Rule] = [
      " with token_weighting unfrozen, needs micro-batches of one size, which short contexts are not"),
     ("tp_comm_overlap", lambda o: o.tp_comm_overlap and o.eval_interval and o.eval_stride is not None and o.shorter,
      " with eval_stride {eval_stride}, needs micro-batches of one size, which windows of {shorter} tokens are not"),
-    ("fp8_format", lambda o: o.fp8_format == "e4m3" and o.fp8_recipe == "delayed",
-     " with fp8_recipe delayed, whose gradients need a wider range; use hybrid"),
-    ("recompute_modules", lambda o: o.fp8_format and o.fp8_recipe == "delayed" and "layernorm" in o.recompute_modules,
-     " with fp8_recipe delayed; use tensorwise, or leave layernorm out"),
     *((name, lambda o, n=size, s=shares: o.fp8_format and getattr(o, n) % (o.fp8_multiple * getattr(o, s)),
        f"{got}, fp8_recipe {{fp8_recipe}} needs a multiple of {{fp8_multiple}} on each of {{{shares}}} ranks")
       for name, size, shares, got in (

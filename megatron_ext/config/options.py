@@ -573,8 +573,8 @@ class TrainingConfig(_Section):
     fp8_format: Literal["hybrid", "e4m3"] | None = _option(
         None, "matrix products of the layers in fp8 (Transformer Engine); hybrid: gradients in e5m2"
     )
-    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = _option(
-        "tensorwise", "scaling of fp8: current tensor, past tensors, blocks; mxfp8 needs Blackwell"
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = _option(
+        "tensorwise", "scaling of fp8: each tensor, or blocks; mxfp8 needs Blackwell"
     )
     spike_window: NonNegativeInt = _option(
         128, "preceding losses that a loss is compared with to detect a spike; 0: no detection"

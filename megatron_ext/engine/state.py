@@ -43,7 +43,7 @@ from megatron_ext.checkpoint.tensors import Shard, Stored, write
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.data.rows.identity import data_fingerprints
-from megatron_ext.engine import fp8_state, parallel, random_states
+from megatron_ext.engine import parallel, random_states
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
@@ -199,7 +199,7 @@ class Checkpointer:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         sync_params(self.model)
         states = random_states.current()
-        shards = [shard for shard in self._shards(states, fp8_state.has_state(self.config.training)) if shard.writes]
+        shards = [shard for shard in self._shards(states) if shard.writes]
         if self.options.async_save:
             shards = self._copied(shards)
         counters = self.optimizer.counters()
@@ -301,8 +301,6 @@ class Checkpointer:
         same_layout = manifest.layout == self._layout
         if not same_layout:
             self._log("checkpoint of another layout: random states start anew (they matter to dropout alone)")
-        if fp8_state.has_state(self.config.training) and not fp8_state.is_saved(manifest.config, self.config):
-            self._log("checkpoint without scales of fp8: their history starts anew")
         self._read(checkpoint, randomness=same_layout)
         if options.save and checkpoint.run.resolve() == Path(options.save).resolve():
             self.saved = Path(options.save) / "checkpoints" / folder.name
@@ -326,19 +324,17 @@ class Checkpointer:
     def _read(self, checkpoint: Checkpoint, *, randomness: bool) -> None:
         """Load the tensors; random states only on request, because they fit only the layout that wrote them."""
         states = random_states.current() if randomness else {}
-        shards = self._shards(states, fp8_state.is_saved(checkpoint.manifest.config, self.config))
+        shards = self._shards(states)
         _read_together(lambda: Stored(checkpoint.folder).fill(shards))
         self.optimizer.load(checkpoint.manifest.optimizer)
         if randomness:
             random_states.restore(states)
 
-    def _shards(self, states: dict[str, Tensor], fp8: bool) -> list[Shard]:
+    def _shards(self, states: dict[str, Tensor]) -> list[Shard]:
         """Return all shards of this process."""
         chunks = list(unwrap(self.model))
         weights = list(saved_weights(chunks, self.config.model, self.ranks))
         shards = [shard for weight in weights for shard in weight.shards] + self.optimizer.shards(weights)
-        if fp8:
-            shards += fp8_state.shards(chunks, self.ranks)
         return shards + random_states.shards(states, self.ranks)
 
     def _check_data(self, checkpoint: Checkpoint) -> None:

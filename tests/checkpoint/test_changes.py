@@ -153,7 +153,7 @@ FROZEN = "--token-weighting frozen --score-store s"
         (LINEAR, f"{LINEAR} --window-rate 0.125 --window-end 512"),
         (f"{LINEAR} --window-rate 7.5", f"{LINEAR} --window-expansion-fraction 0.64"),  # 480 tokens in 64 steps
         ("--lr-first-step 20", "--lr-first-step 20 --lr-decay-iters 120"),
-        ("", "--fp8-recipe delayed"),
+        ("", "--fp8-recipe blockwise"),
         (UNFROZEN, f"{UNFROZEN} --short-stride 96"),
         (f"{FROZEN} --weight-post sparse", f"{FROZEN} --weight-post sparse --weight-strength 0.4"),
         (YARN, f"{YARN} --rope-beta-fast 32 --rope-attention-factor 1.138629436111989"),

@@ -49,7 +49,6 @@ CASES = """
 --cpu-offloading-num-layers 2 | cpu_offloading_num_layers | --cpu-offloading-num-layers 2 --cpu-offloading
 --tp-comm-overlap --bf16 | tp_comm_overlap | --tp-comm-overlap --bf16 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --fp8-format hybrid | fp8_format | --bf16 --fp8-format hybrid
---bf16 --fp8-format e4m3 --fp8-recipe delayed | fp8_format | --bf16 --fp8-format hybrid --fp8-recipe delayed
 --bf16 --fp8-format hybrid --hidden-size 136 --kv-channels 32 | hidden_size | --hidden-size 136
 --optimizer-cpu-offload --bf16 | optimizer_cpu_offload | --optimizer-cpu-offload --bf16 --use-precision-aware-optimizer
 --bf16 --main-grads-dtype bf16 | main_grads_dtype | --bf16 --use-precision-aware-optimizer --main-grads-dtype bf16
@@ -137,7 +136,6 @@ CASES = """
 --token-weighting unfrozen --short-context 128 | tp_comm_overlap | --token-weighting unfrozen --weight-score focal | 2 2
 --eval-interval 5 --eval-stride 32 --eval-lengths 512 64 | tp_comm_overlap | --eval-interval 5 --eval-stride 32 --eval-lengths 512 | 2 2
 ## --bf16 --fp8-format hybrid
---fp8-recipe delayed --recompute-granularity selective --recompute-modules layernorm | recompute_modules | --recompute-granularity selective --recompute-modules layernorm
 --recompute-granularity full --offload-layer-inputs | offload_layer_inputs | --recompute-granularity full
 --ffn-hidden-size 376 | ffn_hidden_size | --ffn-hidden-size 368
 --kv-channels 8 --num-attention-heads 8 --num-query-groups 1 | num_query_groups | --kv-channels 8 --num-attention-heads 8 --num-query-groups 2

@@ -64,9 +64,7 @@ def test_its_layers_are_not_compiled() -> None:
         te_options.check(parse(["--compile"]), WITH_TE)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "asked"), [("tensorwise", "fp8"), ("delayed", "fp8"), ("blockwise", "blocks"), ("mxfp8", "mxfp8")]
-)
+@pytest.mark.parametrize(("recipe", "asked"), [("tensorwise", "fp8"), ("blockwise", "blocks"), ("mxfp8", "mxfp8")])
 def test_a_recipe_is_asked_of_the_card(monkeypatch: pytest.MonkeyPatch, recipe: str, asked: str) -> None:
     able = {"fp8": (True, ""), "blocks": (True, ""), "mxfp8": (True, "")}
     manager = SimpleNamespace(

@@ -38,7 +38,7 @@ from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_folder
 
-_NO_WEIGHTS = ("optimizer.", "random_states.", "fp8.")
+_NO_WEIGHTS = ("optimizer.", "random_states.")
 
 
 @dataclass(frozen=True)
