@@ -40,11 +40,11 @@ def training_flops(
         model = ModelConfig(**PRESETS[model])
     if model.vocab_size is None:
         raise UserError("vocab_size: got nothing, the parameter count needs it; set it in the model's configuration")
+    parameters, options = count_active_parameters(model, model.vocab_size), MaskOptions(document_mask=False)
+    # thousands of steps share a window, and computing its context is linear in the row: count each window once
     windows = Counter(min(schedule.window_at(step), row_length) for step in range(steps))
-    mask = MaskOptions(document_mask=False)
-    parameters = count_active_parameters(model, model.vocab_size)
     return sum(
-        count * step_flops(model, parameters, tokens_per_step, mask.whole_row_context(row_length, window))
+        count * step_flops(model, parameters, tokens_per_step, options.whole_row_context(row_length, window))
         for window, count in windows.items()
     )
 
@@ -110,15 +110,13 @@ def run_flops(config: Config, vocab_size: int) -> RunFlops:
     parameters = count_active_parameters(model, vocab_size)
     tokens = length * config.data.global_batch_size
 
-    # Thousands of steps share a window, and computing its context is linear in the row: count each window once.
-    def flops(windows: Counter[int]) -> float:
-        return sum(
-            n * step_flops(model, parameters, tokens, options.whole_row_context(length, window))
-            for window, n in windows.items()
-        )
-
-    scheduled = flops(Counter(min(schedule.window_at(step), length) for step in range(steps)))
-    return RunFlops(scheduled, flops(Counter({schedule.end: steps})), _scoring(config, parameters))
+    # thousands of steps share a window, and computing its context is linear in the row: count each window once
+    windows = Counter(min(schedule.window_at(step), length) for step in range(steps))
+    scheduled, constant = (
+        sum(n * step_flops(model, parameters, tokens, options.whole_row_context(length, w)) for w, n in counts.items())
+        for counts in (windows, {schedule.end: steps})
+    )
+    return RunFlops(scheduled, constant, _scoring(config, parameters))
 
 
 def _scoring(config: Config, parameters: int) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -189,13 +189,6 @@ class RankConsensus:
     by_clock: bool = False  # a checkpoint is due by the clock of any rank
 
 
-class Callback(Protocol):
-    """Called after every step, in order, once its results are known."""
-
-    def after_step(self, record: StepRecord) -> None:
-        """Process a step; raise DivergedError if the run cannot continue after it."""
-
-
 class Trainer:
     """Trains one rank's part of a model; after construction the model is at the run's start or resumed position.
 
@@ -232,7 +225,7 @@ class Trainer:
             ranks, lambda: early_stopping(config, self.continued, step), self.continued or Path(), reads=True
         )
         self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, self.early)
-        self.callbacks: list[Callback] = [self.incidents, self.records]
+        self.callbacks: list[Incidents | RunRecords | Trajectory] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
             self.trajectory = Trajectory(config, chunks, ranks, inputs, self.stepper.weigher)
@@ -411,12 +404,10 @@ class Trainer:
         elif not keeps_weights(self.config.checkpoint):
             note = "warning: the weights are lost: the run had no --save folder"
         elif self.began.step == step and not has_next_stage:
-            note = f"nothing is left to do: all {step:,} steps were done before; --train-iters N for more"
+            done, option = f"all {step:,} steps were done", "train-iters"
             if early is not None:
-                note = (
-                    "nothing is left to do: the run stopped early before; --early-stopping-patience N above "
-                    f"{training.early_stopping_patience} for more"
-                )
+                done, option = "the run stopped early", "early-stopping-patience"
+            note = f"nothing is left to do: {done} before; raise --{option} for more"
         elif saved is not None and not has_next_stage:
             folder = shlex.quote(str(self.folder))
             note = (

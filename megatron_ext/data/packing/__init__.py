@@ -1,15 +1,8 @@
 """Assignment of pieces of documents to rows: policies create plans offline, `PackedRows` reads them."""
 
-from megatron_ext.data.packing.plan import (
-    PackingPlan,
-    PlanKey,
-    fingerprint,
-    load_plan,
-    plan_folder,
-    save_plan,
-)
+from megatron_ext.data.packing.plan import PackingPlan, PlanKey, load_plan, plan_folder, save_plan
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan, plan_key
-from megatron_ext.data.packing.report import PackingReport, describe, histogram, report
+from megatron_ext.data.packing.report import describe, histogram, report
 from megatron_ext.data.packing.rows import PackedRows
 
 __all__ = [
@@ -17,11 +10,9 @@ __all__ = [
     "UNLIMITED",
     "PackedRows",
     "PackingPlan",
-    "PackingReport",
     "PlanKey",
     "build_plan",
     "describe",
-    "fingerprint",
     "histogram",
     "load_plan",
     "plan_folder",
