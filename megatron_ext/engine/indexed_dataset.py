@@ -55,7 +55,7 @@ class IndexedSource:
             raise damaged
         self._starts = borders[documents[:-1]]
         self.document_lengths: np.ndarray = borders[documents[1:]] - self._starts
-        tokens, size, metadata = int(borders[-1]), os.path.getsize(bin_), read_metadata(self.prefix) or {}
+        tokens, size, metadata = int(borders[-1]), os.path.getsize(bin_), read_metadata(self.prefix)
         if size != tokens * index.dtype_size:
             raise UserError(
                 f"{bin_} has {size} bytes, but {idx} describes {tokens * index.dtype_size}: one is truncated or "

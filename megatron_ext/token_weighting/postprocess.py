@@ -9,7 +9,6 @@ Legend: R rows, L tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -29,35 +28,24 @@ class Post(StrEnum):
     NONE = "none"
 
 
-@dataclass(frozen=True)
-class ScoredRows:
-    """Scores, float64 [R, L], 0 for untrained tokens; and the mask of trained tokens, bool [R, L]."""
+def postprocess(post: Post, scores_RL: Tensor, trained_RL: Tensor, strength: float, seeds: Sequence[int]) -> Tensor:
+    """Turn scores into weights.
 
-    scores_RL: Tensor
-    trained_RL: Tensor
-
-    def counts(self) -> Tensor:
-        """Return M, the number of trained tokens of each row; float64 [R]."""
-        return self.trained_RL.sum(dim=1).double()
-
-    def scored(self) -> Tensor:
-        """Return whether each row has a score other than 0; bool [R]."""
-        return (self.scores_RL != 0).any(dim=1)
-
-
-def postprocess(post: Post, rows: ScoredRows, strength: float, seeds: Sequence[int]) -> Tensor:
-    """Turn scores into weights; `strength` is the paper's lambda for dense, its kappa for sparse, and unused by none.
+    Args:
+        post: how.
+        scores_RL: float64, 0 for untrained tokens.
+        trained_RL: bool.
+        strength: the paper's lambda for dense, its kappa for sparse, and unused by none.
+        seeds: one per row, for sparse.
 
     Returns:
         float64 [R, L].
     """
+    counts_R, scored_R = trained_RL.sum(dim=1).double(), (scores_RL != 0).any(dim=1)
     if post is Post.SPARSE:
-        return _sparse(rows, strength, seeds)
-    uniform_RL = rows.trained_RL.double()
+        return _sparse(scores_RL, trained_RL, counts_R, scored_R, strength, seeds)
     weights = []
-    for scores_L, count, scored, uniform_L in zip(
-        rows.scores_RL, rows.counts(), rows.scored(), uniform_RL, strict=True
-    ):
+    for scores_L, count, scored, uniform_L in zip(scores_RL, counts_R, scored_R, trained_RL.double(), strict=True):
         if post is Post.DENSE:
             size_L = scores_L.abs()
             scores_L = strength + (1 - strength) * count * (size_L / size_L.sum())
@@ -65,17 +53,18 @@ def postprocess(post: Post, rows: ScoredRows, strength: float, seeds: Sequence[i
     return torch.stack(weights)
 
 
-def _sparse(rows: ScoredRows, strength: float, seeds: Sequence[int]) -> Tensor:
+def _sparse(
+    scores_RL: Tensor, trained_RL: Tensor, counts_R: Tensor, scored_R: Tensor, strength: float, seeds: Sequence[int]
+) -> Tensor:
     """Keep the k = floor(strength * M) highest scores, at least 1; ties for the last places are drawn.
 
     scores    3 0 0 1 0        strength 0.6, M = 5: k = 3
     weights   w 0 w w 0        w = 5/3; the seed drew one of three zeros
     """
-    counts_R = rows.counts()
     # 0.29 * 100 is 29, though the nearest double to 0.29 is below it
     share_R = (strength * counts_R * (1 + 1e-12)).floor().clamp(min=1)
-    kept_R = torch.where(rows.scored(), share_R, counts_R).long()
-    ranked_RL = rows.scores_RL.masked_fill(~rows.trained_RL, -torch.inf)
+    kept_R = torch.where(scored_R, share_R, counts_R).long()
+    ranked_RL = scores_RL.masked_fill(~trained_RL, -torch.inf)
     last_R1 = ranked_RL.sort(dim=1, descending=True).values.gather(1, kept_R.clamp(min=1)[:, None] - 1)
     chosen_RL = ranked_RL > last_R1
     tied_RL = ranked_RL == last_R1

@@ -39,7 +39,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from megatron_ext.errors import UserError, echo
-from megatron_ext.token_weighting.postprocess import Post, ScoredRows, postprocess
+from megatron_ext.token_weighting.postprocess import Post, postprocess
 from megatron_ext.token_weighting.scores import LONGCE_GAMMA, Score, score_tokens
 
 Given = Tensor | ArrayLike
@@ -172,7 +172,7 @@ def weigh_and_score(
             f"score {score.value}: row {row}, position {position} got {got}, needs finite values and a finite "
             "score; find where they diverge, or leave the token out of trained"
         )
-    weights_RL = postprocess(post, ScoredRows(scores_RL, trained_RL), strength, _seeds(seed, len(rows)))
+    weights_RL = postprocess(post, scores_RL, trained_RL, strength, _seeds(seed, len(rows)))
     weights_RL = weights_RL.masked_fill(bad_RL.any(), torch.nan)
     return Weighed((weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL)
 

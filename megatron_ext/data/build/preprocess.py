@@ -192,7 +192,7 @@ def _complete(options: PreprocessOptions, settings: Settings, sources: list[Sour
     """Return the report of an earlier run with the same inputs and settings; None if it did not finish."""
     if not all(Path(options.output_prefix + suffix).is_file() for suffix in settings.suffixes):
         return None
-    metadata = read_metadata(options.output_prefix) or {}
+    metadata = read_metadata(options.output_prefix)
     if any(metadata.get(name) != value for name, value in asdict(settings).items()):
         return None
     skipped, made_with = metadata["skipped"], metadata["max_document_bytes"]

@@ -12,14 +12,14 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.json_file import read_object
 
 
-def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read PREFIX.json; None if it is missing, as for data sets not created by tools/preprocess_data.py.
+def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read PREFIX.json; empty if it is missing, as for data sets not created by tools/preprocess_data.py.
 
     Raises:
         UserError: the file is not a JSON object.
     """
     remedy = "is not the metadata of a dataset; make the dataset again, or remove this file"
-    return read_object(Path(f"{os.fspath(prefix)}.json"), remedy)
+    return read_object(Path(f"{os.fspath(prefix)}.json"), remedy) or {}
 
 
 def bos_of(prefixes: Iterable[str]) -> int | None:
@@ -28,7 +28,7 @@ def bos_of(prefixes: Iterable[str]) -> int | None:
     Raises:
         UserError: documents of different data sets begin with different tokens, or a file is not metadata.
     """
-    found = {bos: prefix for prefix in prefixes if (bos := (read_metadata(prefix) or {}).get("bos_id")) is not None}
+    found = {bos: prefix for prefix in prefixes if (bos := read_metadata(prefix).get("bos_id")) is not None}
     if len(found) > 1:
         listed = ", ".join(f"{prefix} with {bos}" for bos, prefix in found.items())
         raise UserError(
@@ -43,7 +43,7 @@ def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> Non
     Raises:
         UserError: it was created with another one, or the metadata is damaged.
     """
-    metadata = read_metadata(prefix) or {}
+    metadata = read_metadata(prefix)
     made_with = metadata.get("tokenizer_fingerprint")
     if made_with not in (None, tokenizer.fingerprint):
         raise UserError(

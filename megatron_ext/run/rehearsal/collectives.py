@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class Collectives:
     """
 
     def __init__(self, sizes: Sequence[int], named: Mapping[str, str] | None = None) -> None:
-        self.sizes, self._named = tuple(sizes), dict(named or {})
+        self._named = dict(named or {})
+        self._name = lru_cache(maxsize=None)(lambda ranks: name_of(ranks, sizes))
         self.groups: dict[str, Calls] = {}
-        self._names: dict[tuple[int, ...], str] = {}
 
     def note(self, func: Any, args: Sequence[Any]) -> None:
         """Count an operator of namespace c10d."""
@@ -53,11 +54,6 @@ class Collectives:
         calls.count += 1
         calls.by_name[name] = calls.by_name.get(name, 0) + 1
         calls.sent_bytes += _SENT[name](args, len(ranks), ranks.index(dist.get_rank()))
-
-    def _name(self, ranks: tuple[int, ...]) -> str:
-        if ranks not in self._names:
-            self._names[ranks] = name_of(ranks, self.sizes)
-        return self._names[ranks]
 
 
 def name_of(ranks: Sequence[int], sizes: Sequence[int]) -> str:

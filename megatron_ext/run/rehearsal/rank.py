@@ -156,7 +156,7 @@ def rehearse(
     compat.install_optimizer()
     ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
-    meter = Meter(device, Sites([]), Collectives(sizes, _expert_groups(ranks)))
+    meter = Meter(device, Sites(), Collectives(sizes, _expert_groups(ranks)))
     meters.append(meter)
     state_pairs(meter)
     if fake:

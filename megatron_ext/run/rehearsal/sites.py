@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -26,16 +25,10 @@ _PARTS = {
 
 
 class Sites:
-    """Tracks the modules being called, in each thread, and inspects the stack.
+    """Tracks the modules being called, in each thread, and inspects the stack; `name` records a model's modules."""
 
-    Args:
-        models: models whose module names are used.
-    """
-
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        for model in models:
-            self.name(model)
         self._thread = threading.local()
         self._seen: dict[CodeType, str | None] = {}
 

@@ -41,7 +41,7 @@ def waits() -> Any:
 
     dist.init_process_group()
     row = dist.new_group([0, 1])
-    meter = Meter("cuda", Sites([]), Collectives((2, 1, 2, 1)))
+    meter = Meter("cuda", Sites(), Collectives((2, 1, 2, 1)))
     planted = compile(PLANTED, str(os.path.join(os.getcwd(), "megatron_ext", "planted.py")), "exec")
     names: dict[str, Any] = {"torch": torch}
     exec(planted, names)

@@ -13,7 +13,7 @@ from megatron_ext.run.rehearsal.sites import Sites
 
 
 def meter() -> Meter:
-    return Meter("cpu", Sites([]), Collectives((1, 1, 1, 1)))
+    return Meter("cpu", Sites(), Collectives((1, 1, 1, 1)))
 
 
 def test_bytes_and_peak_of_known_allocations() -> None:
