@@ -1,1 +1,1 @@
-"""Offline creation of data sets: gathering a corpus, and tokenizing documents into .bin and .idx."""
+"""Offline creation of data sets: tokenizing documents into .bin and .idx."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.data.build.corpus import gather_corpus
 from megatron_ext.errors import UserError
+from tools.gather_corpus import gather_corpus
 
 LIBRARY = {
     "alpha.py": "a = 1\n",
