@@ -105,10 +105,8 @@ class LayerMasks:
         """Return the first token on which the model's output at each token depends, through all layers; int64 [T].
 
         A token's output depends on the last layer's keys, which depend on the keys that they see one layer below, and
-        so on:
-        n layers with a left window of r look back n * r tokens, but never beyond the token's widest segment. With a
-        left
-        window of 2 in two layers (segments of 7 tokens):
+        so on: n layers with a left window of r look back n * r tokens, but never beyond the token's widest segment.
+        With a left window of 2 in two layers (segments of 7 tokens):
 
             token                 0  1  2  3  4  5  6 | 7  8  9
             sees from             0  0  0  1  2  3  4 | 7  7  7

@@ -67,8 +67,7 @@ class SampledRows:
         """Return the attention of the most expensive replica over the mean, averaged over batches drawn from the rows.
 
         Rows are in order; with `balance_batches` they are distributed back and forth from the most expensive on, which
-        tests
-        compare with `assign_rows`.
+        tests compare with `assign_rows`.
         """
         data, costs = self._config.data, self._costs_at(window)
         batches = np.random.default_rng(0).choice(costs, size=(BATCHES, data.global_batch_size))
