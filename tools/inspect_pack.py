@@ -6,7 +6,7 @@ python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --s
 
 Or compare the tokens that packing policies keep, cut and pad for a dataset (- for all except bm25, which is slow):
 
-python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --policies - --histogram
+python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --policies -
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
-from megatron_ext.data.packing import POLICIES, build_plan, histogram, report
+from megatron_ext.data.packing import POLICIES, build_plan, report
 from megatron_ext.data.rows.dataset import check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.pack_view import describe, view_row
@@ -40,7 +40,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     )
     data("--tokenizer-model", metavar="TOKENIZER", help="the one that the data was made with")
     data("--policies", nargs="+", metavar="NAME", help="compare packing policies instead; - for all but bm25")
-    data("--histogram", action="store_true", help="with --policies: of the keys that a token may see")
     data("--text", action="store_true", help="show the text of each token of a short row")
     add("--window", type=int, metavar="W", help="of the grid (default: the whole row)")
     add("--left-window", type=int, metavar="R", help="sliding window: a token sees at most R tokens before itself")
@@ -48,7 +47,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=mask)
     add("--context-parallel-size", type=int, default=1, metavar="C", help="ranks that share the row (default: 1)")
     add("--cp-policy", default="auto", choices=[policy.value for policy in Policy], help="default: %(default)s")
-    add("--width", type=int, default=100, help="characters of a line (default: %(default)s)")
     add("--output", type=Path, metavar="PNG", help="draw a picture as well")
     return parser.parse_args(argv)
 
@@ -102,8 +100,6 @@ def compare(options: argparse.Namespace) -> str:
             f"{made.truncated_documents / made.documents:>10.1%} {made.dropped_documents / made.documents:>8.1%} "
             f"{made.padding_share:>8.2%} {made.mean_context:>10,.0f}"
         )
-        if options.histogram:
-            lines.append(histogram(made))
     lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
     return "\n".join(lines)
 
@@ -125,7 +121,7 @@ def main(argv: list[str]) -> int:
         policy=options.cp_policy,
         left_window=options.left_window,
     )
-    print(describe(view, options.width, texts))
+    print(describe(view, texts))
     if options.output is not None:
         from megatron_ext.inspect.pack_figure import write_pack
 

@@ -32,7 +32,7 @@ from megatron_ext.layout import PackedLayout, build_layout
 from megatron_ext.masks import AttentionMask
 
 SHORT = 128  # the longest row that is drawn token by token
-LEAST_WIDTH = 40  # characters of a line
+WIDTH = 100  # characters of a line, about
 _LABEL = 9  # characters of a line's name
 _TEXT = 10  # characters of a token's text
 
@@ -114,26 +114,24 @@ def view_row(
     return PackView(documents, window, document_mask, policy, plan(layout, cp_size, policy, left_window=left_window))
 
 
-def describe(view: PackView, width: int = 100, texts: Sequence[str] | None = None) -> str:
-    """Return the row as text in lines of about `width` characters, with tables of its numbers.
+def describe(view: PackView, texts: Sequence[str] | None = None) -> str:
+    """Return the row as text, with tables of its numbers.
 
     Args:
         texts: of the T tokens, shown under each token of a short row.
 
     Raises:
-        UserError: a width below `LEAST_WIDTH`, or texts for a row that is not short.
+        UserError: texts for a row that is not short.
     """
-    if width < LEAST_WIDTH:
-        raise UserError(f"width: got {width}, needs >= {LEAST_WIDTH} characters")
     if texts is not None and view.tokens > SHORT:
         raise UserError(
             f"text: got a row of {view.tokens:,} tokens, needs one of up to {SHORT}; "
             "shorten --seq-length or leave --text out"
         )
     short = view.tokens <= SHORT
-    parts = [[headline(view)], _token_lines(view, width, texts) if short else _long_lines(view, width)]
+    parts = [[headline(view)], _token_lines(view, texts) if short else _long_lines(view)]
     if short and view.ranks > 1:
-        parts += [_rank_lines(view, rank, width) for rank in range(view.ranks)]
+        parts += [_rank_lines(view, rank) for rank in range(view.ranks)]
     facts = f"effective context {view.mask.effective_context:,.2f}, keys per token {view.keys.mean():,.2f}"
     parts += [[f"longest segment {view.layout.max_seqlen:,}, {facts}"]]
     if view.ranks > 1:
@@ -172,8 +170,8 @@ def _count(number: int, noun: str) -> str:
 # Token by token
 
 
-def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> list[str]:
-    """Yield one cell per token, in lines wrapped at the width."""
+def _token_lines(view: PackView, texts: Sequence[str] | None) -> list[str]:
+    """Yield one cell per token, in wrapped lines."""
     token = np.arange(view.tokens)
     documents, segments = (
         np.searchsorted(borders, token, side="right") - 1 for borders in (view.documents, view.layout.cu_seqlens)
@@ -193,7 +191,7 @@ def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> lis
             text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}\N{HORIZONTAL ELLIPSIS}" for text in printable
         ]
     cell = 1 + max(2, *(len(entry) for entries in lines.values() for entry in entries))
-    across = max((width - _LABEL) // cell, 1)
+    across = (WIDTH - _LABEL) // cell
     across -= across % 8 if across > 8 else 0
     drawn: list[str] = []
     for first in range(0, view.tokens, across):
@@ -203,7 +201,7 @@ def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> lis
     return drawn
 
 
-def _rank_lines(view: PackView, rank: int, width: int) -> list[str]:
+def _rank_lines(view: PackView, rank: int) -> list[str]:
     """List the pieces, lengths and fetched rows of one rank."""
     made, own = view.plan.rank(rank), view.plan.pieces_of(rank)
     received = [(_runs(rows), source) for source, rows in enumerate(made.receive) if rows.size]
@@ -215,7 +213,7 @@ def _rank_lines(view: PackView, rank: int, width: int) -> list[str]:
         f"fetches {fetched}" if fetched else "fetches nothing",
     ]
     indent = " " * (_LABEL + 2)
-    folded = [line for fact in facts for line in textwrap.wrap(fact, width - len(indent), subsequent_indent="  ")]
+    folded = [line for fact in facts for line in textwrap.wrap(fact, WIDTH - len(indent), subsequent_indent="  ")]
     return [("" if row else f"rank {rank}").ljust(len(indent)) + line for row, line in enumerate(folded)]
 
 
@@ -232,9 +230,9 @@ def _runs(tokens: Int64) -> str:
 # Many tokens to a character
 
 
-def _long_lines(view: PackView, width: int) -> list[str]:
+def _long_lines(view: PackView) -> list[str]:
     """Yield one character per column of many tokens."""
-    columns = min(view.tokens, width - _LABEL - 1)
+    columns = min(view.tokens, WIDTH - _LABEL - 1)
     edges = np.arange(columns + 1, dtype=np.int64) * view.tokens // columns
     sizes = sorted({f"{size:,}" for size in np.diff(edges).tolist()}, key=len)
     lines = [f"a column stands for {' or '.join(sizes)} tokens; in it begin so many (. none, + more than 9)"]

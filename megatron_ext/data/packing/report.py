@@ -109,12 +109,6 @@ def describe(report: PackingReport) -> str:
         f"  padding              {report.padding_tokens:>15,} tokens, {report.padding_share:.2%}",
         f"  keys a token may see {report.mean_context:>15,.0f} on average",
     ]
-    return "\n".join([*lines, histogram(report)])
-
-
-def histogram(report: PackingReport) -> str:
-    """Return the histogram of C_i as text."""
-    lines = []
     for power, count in enumerate(report.context_histogram):
         if count:
             low, share = 2**power, count / sum(report.context_histogram)
