@@ -171,6 +171,19 @@ class Stepper:
         if model[0].ddp_config.overlap_grad_reduce:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
 
+    def train(self, step: StepBatches) -> StepResult:
+        """Run `launch`, and wait for the result.
+
+        Raises:
+            DivergedError: the loss or the gradient norm is not finite.
+        """
+        launched = self.launch(step)
+        result = launched.result(AsyncHostCopy(launched.values).values())
+        divergence = result.divergence()
+        if divergence is not None:
+            raise divergence
+        return result
+
     def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> PendingStep:
         """Launch forward, backward and update of this rank's micro-batches.
 

@@ -66,14 +66,6 @@ class OneProcess:
             context=group,
         )
 
-    def train(self, step: StepBatches) -> StepResult:
-        """Run a step; a loss or norm that is not finite is an error."""
-        launched = self.stepper.launch(step)
-        result = launched.result(AsyncHostCopy(launched.values).values())
-        if (divergence := result.divergence()) is not None:
-            raise divergence
-        return result
-
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten().clone() for chunk in self.model for p in chunk.parameters()])
 
@@ -103,10 +95,10 @@ def batch(*rows: TokenRow, **changes: Any) -> PackedBatch:
 def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None:
     """The division is by all trained tokens: a mean of the micro-batches' means would differ."""
     rows = [row(0), row(1, trained=3)]
-    joined = process.train(StepBatches([batch(*rows)]))
+    joined = process.stepper.train(StepBatches([batch(*rows)]))
     after = process.weights()
     process.reset()
-    split = process.train(StepBatches([batch(one) for one in rows]))
+    split = process.stepper.train(StepBatches([batch(one) for one in rows]))
     assert joined.loss.denominator == split.loss.denominator == LENGTH + 3
     assert split.loss.lm_loss == pytest.approx(joined.loss.lm_loss, rel=1e-6)
     assert split.grad_norm == pytest.approx(joined.grad_norm, rel=1e-4)
@@ -129,7 +121,7 @@ def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
     rows, options = [row(0), row(1)], Config().mask_options()
     masks = options.at(LENGTH, [row(0).document_ends], LENGTH)
     sampled = assemble(lay_end_to_end([rows[0]]), masks, None, sampled=np.arange(LENGTH))
-    result = process.train(StepBatches([sampled, batch(rows[1])], attention_measured=True))
+    result = process.stepper.train(StepBatches([sampled, batch(rows[1])], attention_measured=True))
     health = result.attention
     assert health is not None
     for layer, (query, key) in enumerate(given[:2]):
@@ -149,7 +141,7 @@ def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
 
 def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProcess) -> None:
     """Its values are still reported, and the next step is as if it had not been launched."""
-    process.train(StepBatches([batch(row(0))]))
+    process.stepper.train(StepBatches([batch(row(0))]))
     norms: list[float] = []
 
     def refuse(result: StepResult) -> bool:
@@ -164,7 +156,7 @@ def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProces
     assert result.loss.lm_loss > 0
     assert torch.equal(process.weights(), before)
     torch.testing.assert_close(process.stepper.optimizer.state_dict(), state, rtol=0, atol=0)
-    process.train(StepBatches([batch(row(2))]))
+    process.stepper.train(StepBatches([batch(row(2))]))
     after = process.weights()
     process.reset()
     for seed in (0, 2):
@@ -199,11 +191,11 @@ def test_a_clip_brings_each_head_to_its_limit_and_leaves_the_others(
     model = process.config.model
     process.stepper.clip = QKClip(process.model, process.stepper.optimizer, process.ranks, model, limit)
     values = first.linear_qkv.weight.detach().unflatten(0, (2, 4, -1))[:, 3].clone()
-    health = process.train(measured).attention
+    health = process.stepper.train(measured).attention
     assert health is not None
     assert health.clipped[0] == 2
     largest.clear()
-    process.train(StepBatches([batch(row(0))]))  # not measured: not clipped once more
+    process.stepper.train(StepBatches([batch(row(0))]))  # not measured: not clipped once more
     process.stepper.evaluate(measured.train)
     assert len(largest) == 2
     for after in largest:
@@ -213,37 +205,37 @@ def test_a_clip_brings_each_head_to_its_limit_and_leaves_the_others(
 
 def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> None:
     """Weight decay and the moments of earlier steps would."""
-    process.train(StepBatches([batch(row(0))]))
+    process.stepper.train(StepBatches([batch(row(0))]))
     before = process.weights()
-    skipped = process.train(StepBatches([batch(row(1, trained=0))]))
+    skipped = process.stepper.train(StepBatches([batch(row(1, trained=0))]))
     assert skipped.skipped
     assert (skipped.grad_norm, skipped.loss.train_loss, skipped.loss.lm_loss) == (0.0, 0.0, 0.0)
     assert torch.equal(process.weights(), before)
-    assert not process.train(StepBatches([batch(row(1, trained=1))])).skipped
+    assert not process.stepper.train(StepBatches([batch(row(1, trained=1))])).skipped
     assert not torch.equal(process.weights(), before)
 
 
 def test_divergence_names_the_value(process: OneProcess) -> None:
     """Including a weighted loss that is not finite although the loss is."""
     with pytest.raises(DivergedError, match="the weighted loss is inf"):
-        process.train(StepBatches([batch(row(0), weights_t=torch.full((LENGTH,), torch.inf))]))
+        process.stepper.train(StepBatches([batch(row(0), weights_t=torch.full((LENGTH,), torch.inf))]))
     process.reset()
     (chunk,) = unwrap(process.model)
     with torch.no_grad():
         chunk.decoder.final_layernorm.weight.fill_(torch.nan)
     with pytest.raises(DivergedError, match="the loss is nan"):
-        process.train(StepBatches([batch(row(0))]))
+        process.stepper.train(StepBatches([batch(row(0))]))
 
 
 def test_validation_does_not_change_training(process: OneProcess) -> None:
     """It computes the loss of the same tokens, changes no weight, and the next step is the same."""
-    first = process.train(StepBatches([batch(row(0))]))
+    first = process.stepper.train(StepBatches([batch(row(0))]))
     process.reset()
     before = process.weights()
     losses = process.stepper.evaluate([batch(row(0))])
     assert losses.lm_loss == pytest.approx(first.loss.lm_loss, rel=1e-6)
     assert torch.equal(process.weights(), before)
-    again = process.train(StepBatches([batch(row(0))]))
+    again = process.stepper.train(StepBatches([batch(row(0))]))
     assert replace(again, score_seconds=first.score_seconds) == first
 
 
@@ -306,7 +298,7 @@ def test_a_step_does_not_synchronize_with_the_device(process: OneProcess, monkey
         result = launched.result(AsyncHostCopy(launched.values).values())
     assert reads.found == ["device.py: tolist"]
     process.reset()
-    assert replace(process.train(step), score_seconds=result.score_seconds) == result
+    assert replace(process.stepper.train(step), score_seconds=result.score_seconds) == result
 
 
 @pytest.mark.parametrize("weighting", [("abs", "dense"), ("ppmi", "sparse"), ("longce", "none")])
