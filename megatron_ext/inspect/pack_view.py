@@ -8,11 +8,7 @@ A row of up to `SHORT` tokens is drawn token by token, as in the docstrings of `
     rank       0  0  0  0  0  0  1  1  1  1  1  1
     keys       1  2  3  1  1  2  3  4  1  2  1  2
 
-In a longer row, a character represents many tokens and counts the starts among them: "." none, "+" more than 9.
-
-    document  1..1....2.........1.....
-    segment   1.11..1.3.1..1.1..12.1.1
-    rank      000000000000*11111111111      "*" if several ranks hold tokens
+Of a longer row the documents are listed.
 """
 
 from __future__ import annotations
@@ -57,7 +53,6 @@ class PackView:
 
     @property
     def layout(self) -> PackedLayout:
-        """The segments."""
         return self.plan.layout
 
     @property
@@ -128,10 +123,13 @@ def describe(view: PackView, texts: Sequence[str] | None = None) -> str:
             f"text: got a row of {view.tokens:,} tokens, needs one of up to {SHORT}; "
             "shorten --seq-length or leave --text out"
         )
-    short = view.tokens <= SHORT
-    parts = [[headline(view)], _token_lines(view, texts) if short else _long_lines(view)]
-    if short and view.ranks > 1:
-        parts += [_rank_lines(view, rank) for rank in range(view.ranks)]
+    parts = [[headline(view)]]
+    if view.tokens > SHORT:
+        parts += [textwrap.wrap(f"documents {_intervals(view.documents[:-1], view.documents[1:])}", WIDTH)]
+    else:
+        parts += [_token_lines(view, texts)]
+        if view.ranks > 1:
+            parts += [_rank_lines(view, rank) for rank in range(view.ranks)]
     facts = f"effective context {view.mask.effective_context:,.2f}, keys per token {view.keys.mean():,.2f}"
     parts += [[f"longest segment {view.layout.max_seqlen:,}, {facts}"]]
     if view.ranks > 1:
@@ -167,11 +165,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-# Token by token
-
-
 def _token_lines(view: PackView, texts: Sequence[str] | None) -> list[str]:
-    """Yield one cell per token, in wrapped lines."""
     token = np.arange(view.tokens)
     documents, segments = (
         np.searchsorted(borders, token, side="right") - 1 for borders in (view.documents, view.layout.cu_seqlens)
@@ -202,7 +196,6 @@ def _token_lines(view: PackView, texts: Sequence[str] | None) -> list[str]:
 
 
 def _rank_lines(view: PackView, rank: int) -> list[str]:
-    """List the pieces, lengths and fetched rows of one rank."""
     made, own = view.plan.rank(rank), view.plan.pieces_of(rank)
     received = [(_runs(rows), source) for source, rows in enumerate(made.receive) if rows.size]
     fetched = ", ".join(f"{rows} from rank {source}" for rows, source in received)
@@ -227,31 +220,7 @@ def _runs(tokens: Int64) -> str:
     return _intervals(tokens[np.append(0, borders)], tokens[np.append(borders, len(tokens)) - 1] + 1)
 
 
-# Many tokens to a character
-
-
-def _long_lines(view: PackView) -> list[str]:
-    """Yield one character per column of many tokens."""
-    columns = min(view.tokens, WIDTH - _LABEL - 1)
-    edges = np.arange(columns + 1, dtype=np.int64) * view.tokens // columns
-    sizes = sorted({f"{size:,}" for size in np.diff(edges).tolist()}, key=len)
-    lines = [f"a column stands for {' or '.join(sizes)} tokens; in it begin so many (. none, + more than 9)"]
-    for name, borders in (("document", view.documents), ("segment", view.layout.cu_seqlens)):
-        begin = np.diff(np.searchsorted(borders[:-1], edges)).tolist()
-        lines.append(f"{name.ljust(_LABEL)} " + "".join("." if not n else str(n) if n < 10 else "+" for n in begin))
-    if view.ranks > 1:
-        lowest, highest = (find.reduceat(view.owner, edges[:-1]).tolist() for find in (np.minimum, np.maximum))
-        digits = len(str(view.ranks - 1))
-        owners = [
-            str(low).rjust(digits) if low == high else "*" * digits for low, high in zip(lowest, highest, strict=True)
-        ]
-        for digit in range(digits):  # vertically
-            lines.append(f"{'' if digit else 'rank':{_LABEL}} " + "".join(owner[digit] for owner in owners))
-    return lines
-
-
 def _rank_table(view: PackView) -> list[str]:
-    """Return what each rank holds, computes, sends and receives."""
     made, moved = view.plan, view.plan.rows_moved
     columns = zip(made.pairs.tolist(), moved.sum(axis=1).tolist(), moved.sum(axis=0).tolist(), strict=True)
     lines = [f"{'rank':>4} {'tokens':>9} {'pairs':>15} {'/ mean':>7} {'rows sent':>10} {'received':>10}"]
