@@ -36,7 +36,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         sub = commands.add_parser(name, help=help, description=help)
         add = sub.add_argument
         add("models", nargs="+", type=Path, metavar="MODEL", help="runs, checkpoints or Hugging Face folders")
-        add("--output", type=Path, metavar="DIR", help=f"write {name}.json, .md and .png there")
+        add("--output", type=Path, metavar="DIR", help=f"write {name}.json and .md there")
         add("--overwrite", action="store_true", help="replace existing files")
         add_flags(add)
         add_model_flags(sub)

@@ -1,4 +1,4 @@
-"""Results of an evaluation: one record format, its Markdown tables, and its figure.
+"""Results of an evaluation: one record format and its Markdown tables.
 
 A record is JSON:
 
@@ -6,7 +6,7 @@ A record is JSON:
     settings     the options; only results with equal settings are comparable
     models       name -> {folder, trained_length}
     results      [{model, task, metric, value, count, length?, position?}]
-    differences  [{first, second, task, metric, value, low, high, length?, only_first?, only_second?, p_value?}]
+    differences  [{first, second, task, metric, value, low, high, length?}]
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from megatron_ext.files.atomic import atomic_write
 
 Record = Mapping[str, Any]
 
 
 def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: Path | None) -> str:
-    """Write the record, its tables, its figure and all answers to a folder, if given; return the tables."""
+    """Write the record, its tables and all answers to a folder, if given; return the tables."""
     text = markdown(record)
     if folder is None:
         return text
@@ -39,7 +36,6 @@ def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: 
     for name, content in contents.items():
         with atomic_write(folder / name) as aside:  # incomplete characters of answers are written as JSON escapes
             aside.write_text(content, encoding="utf-8", errors="backslashreplace")
-    _draw(record["results"], folder / f"{kind}.png")
     return text
 
 
@@ -72,11 +68,10 @@ def markdown(record: Record) -> str:
             pivot(by_position, ("model", "length"), ("position",)),
         ]
     if record["differences"]:
-        head = ["models", "task", "metric", "length", "difference", "95 % interval", "only one right", "p"]
+        head = ["models", "task", "metric", "length", "difference", "95 % interval"]
         parts += [
             "## Differences",
-            "On the same items; the interval is of paired bootstrap samples. McNemar's exact test is of the items that "
-            "one model alone has right.",
+            "On the same items; the interval is of paired bootstrap samples.",
             table(head, map(_difference, record["differences"])),
         ]
     return "\n\n".join(parts) + "\n"
@@ -90,25 +85,4 @@ def _difference(pair: Record) -> list[object]:
         pair.get("length", ""),
         f"{pair['value']:+.4f}",
         "one item" if pair["low"] is None else f"{pair['low']:+.4f} to {pair['high']:+.4f}",
-        f"{pair['only_first']} / {pair['only_second']}" if "p_value" in pair else "",
-        f"{pair['p_value']:.3g}" if "p_value" in pair else "",
     ]
-
-
-def _draw(results: Sequence[Record], path: Path) -> None:
-    """Draw values by length, and the loss by position, if there are any."""
-    by_length = [one for one in results if "length" in one and "position" not in one and one["metric"] != "perplexity"]
-    by_position = [one for one in results if "position" in one and one["task"] == "all"]
-    panels = [panel for panel in ((by_length, "length", "task"), (by_position, "position", "length")) if panel[0]]
-    if not panels:
-        return
-    with matplotlib.rc_context({"axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}):
-        figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
-        for axes, (shown, x, group) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            for label in dict.fromkeys((one["model"], one[group]) for one in shown):
-                line = [(one[x], one["value"]) for one in shown if (one["model"], one[group]) == label]
-                axes.plot(*zip(*line, strict=True), ".-", label=f"{label[0]}, {label[1]}")
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel=f"{x} (tokens)", ylabel=shown[0]["metric"])
-            axes.legend(fontsize=7)
-        figure.savefig(path, dpi=130, format="png")

@@ -1,32 +1,16 @@
-"""Compare two models on the same items: paired bootstrap intervals and McNemar's exact test."""
+"""Compare two models on the same items by paired bootstrap intervals."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from megatron_ext.arrays import Bool, Float64
+from megatron_ext.arrays import Float64
 
 Key = tuple[str, str, int | None]  # task, metric, length
 RESAMPLES = 5000
-
-
-def mcnemar(first: Bool, second: Bool) -> dict[str, Any]:
-    """Run McNemar's exact two-sided test.
-
-    Args:
-        first, second: bool [items], whether each model answered the item correctly.
-
-    Returns:
-        only_first, only_second: number of items that only one model answered correctly; p_value.
-    """
-    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
-    n = only_first + only_second
-    tail = sum(math.comb(n, k) for k in range(min(only_first, only_second) + 1))
-    return {"only_first": only_first, "only_second": only_second, "p_value": min(1.0, 2 * tail / 2**n)}
 
 
 def difference(first: Float64, second: Float64, weights: Float64 | None = None, seed: int = 0) -> dict[str, Any]:
@@ -65,4 +49,4 @@ def compare(models: Mapping[str, Mapping[Key, Float64]]) -> Iterator[dict[str, A
             task, metric, length = key
             found: dict[str, Any] = {"first": first, "second": second, "task": task, "metric": metric}
             found |= {} if length is None else {"length": length}
-            yield found | difference(scores, other[key]) | mcnemar(scores == 1.0, other[key] == 1.0)
+            yield found | difference(scores, other[key])

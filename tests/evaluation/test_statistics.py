@@ -1,24 +1,11 @@
-"""Comparisons of two models against sums over all possibilities."""
+"""Comparisons of two models by paired bootstrap samples."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 
-from megatron_ext.evaluation.statistics import difference, mcnemar
-
-
-@pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (1, 0), (2, 9), (6, 6), (12, 1)])
-def test_mcnemar_counts_the_splits_that_are_no_likelier(only_first: int, only_second: int) -> None:
-    first = np.array([True] * 5 + [False] * 3 + [True] * only_first + [False] * only_second)
-    second = np.array([True] * 5 + [False] * 3 + [False] * only_first + [True] * only_second)
-    found = mcnemar(first, second)
-    assert (found["only_first"], found["only_second"]) == (only_first, only_second)
-    n = only_first + only_second
-    likely = [math.comb(n, k) / 2**n for k in range(n + 1)]
-    assert found["p_value"] == pytest.approx(sum(p for p in likely if p <= likely[only_first] * (1 + 1e-9)))
+from megatron_ext.evaluation.statistics import difference
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:

@@ -98,7 +98,6 @@ def tokens_of(source: str) -> list[list[int]]:
 def evaluated(commands: Commands, output: Path, *flags: object) -> dict[str, Any]:
     commands.run(TOOL, "perplexity", *flags, "--output", output, "--overwrite")
     record: dict[str, Any] = json.loads((output / "perplexity.json").read_text())
-    assert (output / "perplexity.png").stat().st_size > 10_000
     return record
 
 

@@ -58,4 +58,3 @@ def test_answers_are_those_of_transformers_in_any_layout(stories_model: Path, tm
         items = [json.loads(line) for line in (tmp_path / name / "recall.items.jsonl").read_text().splitlines()]
         assert [item["tokens"] for item in items] == texts
         assert len(record["results"]) == len(items)
-        assert (tmp_path / name / "recall.png").stat().st_size > 10_000
