@@ -13,7 +13,6 @@ from megatron_ext.data.build.indexed import HEADER, MAGIC, VERSION
 from megatron_ext.data.build.parts import MASK, SOURCES
 from megatron_ext.data.text.metadata import read_metadata
 from megatron_ext.errors import UserError
-from megatron_ext.files.array_file import open_array
 
 TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
 REMEDY = f"run {program('preprocess')} again"
@@ -136,8 +135,8 @@ def _open_array(
     """Open a .npy file with one number for each token or document, memory-mapped."""
     name = np.dtype(dtype).name
     try:
-        array = open_array(Path(path))
-    except (OSError, ValueError) as error:
+        array: np.ndarray = np.load(path, mmap_mode="r")
+    except (OSError, EOFError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
     if array.shape != (count,) or array.dtype != dtype:
         raise UserError(

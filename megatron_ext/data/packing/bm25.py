@@ -11,7 +11,7 @@ from megatron_ext.errors import missing_package
 
 def order_by_similarity(
     source: TokenSource, documents: Int64, shuffled: Int64, first_tokens: int, block_documents: int
-) -> tuple[Int64, dict[str, int]]:
+) -> Int64:
     """Order documents greedily: next is the nearest unused document of the block by BM25, with token ids as terms.
 
     Shuffled documents are divided into blocks of up to `block_documents` N, each ordered starting with its first
@@ -27,23 +27,19 @@ def order_by_similarity(
         block_documents: N.
 
     Returns:
-        int64 [n], a permutation of 0 .. n-1, and the number of searches and of those whose result shares a term with
-        the query.
+        int64 [n], a permutation of 0 .. n-1.
 
     Raises:
         UserError: bm25s is not installed.
     """
-    orders, queries, hits = [], 0, 0
+    orders = []
     for numbers in np.array_split(shuffled, -(-len(shuffled) // block_documents)):
         texts = [
             source.read(document, 0, min(first_tokens, int(source.document_lengths[document])))
             for document in documents[numbers].tolist()
         ]
-        walk, block_hits = _Block(texts).walk()
-        orders.append(numbers[walk])
-        queries += len(walk) - 1
-        hits += block_hits
-    return np.concatenate(orders), {"bm25_hits": hits, "bm25_queries": queries}
+        orders.append(numbers[_Block(texts).walk()])
+    return np.concatenate(orders)
 
 
 class _Block:
@@ -63,24 +59,22 @@ class _Block:
         self._index = BM25(backend="numpy", csc_backend="numpy")
         self._index.index(corpus, create_empty_token=False, show_progress=False)
 
-    def walk(self) -> tuple[Int64, int]:
-        """Return an order of all documents, starting with the first, and the number of BM25 hits."""
+    def walk(self) -> Int64:
+        """Return an order of all documents, starting with the first."""
         unused = np.ones(self._size, dtype=np.float32)
         order = np.zeros(self._size, dtype=np.int64)
-        following, hits = 0, 0
+        following = 0
         for step in range(1, self._size):
             current = int(order[step - 1])
             unused[current] = 0  # masks its score; the index itself is never changed
             scores = self._index.get_scores_from_ids(self._query(current), weight_mask=unused)
             nearest = int(scores.argmax())
-            if scores[nearest] > 0:
-                hits += 1
-            else:
+            if scores[nearest] <= 0:
                 while not unused[following]:  # never goes back, so all steps together are linear
                     following += 1
                 nearest = following
             order[step] = nearest
-        return order, hits
+        return order
 
     def _query(self, document: int) -> Int64:
         """Return the query terms of a document; terms of only this document, or of all, carry no information."""

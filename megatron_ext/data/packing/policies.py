@@ -15,7 +15,7 @@ decomposition   L / 2^i pieces of 2^i tokens of a document      see `decompositi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Literal
 
 import numpy as np
@@ -86,7 +86,6 @@ class Packed:
 
     row_offsets: Int64
     pieces: Int64
-    facts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -282,10 +281,7 @@ class UpsampleLong(Policy):
                 copies[documents] = int(whole)
                 copies[documents[corpus.shuffled(len(documents), draw)[: round(fraction * len(documents))]]] += 1
         documents = np.repeat(np.arange(len(copies)), copies)
-        packed = cut_rows(corpus, documents[corpus.shuffled(len(documents))])
-        kept = int((copies * corpus.lengths)[long].sum())
-        facts = {"long_documents": int(long.sum()), "long_tokens_with_copies": kept, "sources": len(of_source)}
-        return replace(packed, facts=facts)
+        return cut_rows(corpus, documents[corpus.shuffled(len(documents))])
 
     def _factor(self, long: int, short: int) -> float:
         """Return the number of copies of a source's long documents, given the tokens of its long and short ones."""
@@ -303,10 +299,8 @@ class Bm25(Policy):
 
     def pack(self, corpus: Corpus) -> Packed:
         shuffled = corpus.shuffled(len(corpus.documents))
-        order, facts = order_by_similarity(
-            corpus.source, corpus.documents, shuffled, self.first_tokens, self.block_documents
-        )
-        return replace(cut_rows(corpus, order), facts=facts)
+        order = order_by_similarity(corpus.source, corpus.documents, shuffled, self.first_tokens, self.block_documents)
+        return cut_rows(corpus, order)
 
 
 @dataclass(frozen=True)
@@ -353,10 +347,7 @@ class Decomposition(Policy):
             rows.append(np.repeat(of_size, length // size))
         row_of = np.concatenate(rows)
         row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=len(order)))])
-        short = int((corpus.lengths % sizes[0]).sum())
-        facts = {"short_tokens": short, "unfilled_tokens": int(corpus.lengths.sum()) - short - len(order) * length}
-        facts |= {f"rows_of_{size}": count * batch for size, count in zip(sizes, batches, strict=True)}
-        return Packed(row_offsets, np.concatenate(chosen)[np.argsort(row_of, kind="stable")], facts)
+        return Packed(row_offsets, np.concatenate(chosen)[np.argsort(row_of, kind="stable")])
 
 
 POLICIES: Mapping[str, type[Policy]] = {
@@ -389,8 +380,7 @@ def check_options(policy: str, options: Options, row_length: int) -> Policy:
         chosen = TypeAdapter(kind).validate_python(dict(options))
     except ValidationError as error:
         first = error.errors()[0]
-        message = first["msg"].removeprefix("Input s")
-        raise UserError(f"packing: {first['loc'][0]} is {first['input']}; s{message}") from None
+        raise UserError(f"packing: {first['loc'][0]} is {first['input']}: {first['msg']}") from None
     if options.get("long_share") and "factor" in options:
         raise UserError("packing: factor beside long_share, which gives each source its own; leave one of them out")
     chosen.check(row_length)
@@ -439,4 +429,4 @@ def build_plan(
         )
     pieces = packed.pieces.copy()  # policies index the non-empty documents, plans index those of the data set
     pieces[:, 0] = chosen[pieces[:, 0]]
-    return PackingPlan(key, packed.row_offsets, pieces, packed.facts)
+    return PackingPlan(key, packed.row_offsets, pieces)

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.rows.dataset import TokenSource, nonempty, numbered_sources
+from megatron_ext.data.rows.dataset import TokenSource, nonempty
 from megatron_ext.layout import segment_pairs
 
 
@@ -25,9 +25,6 @@ class PackingReport:
         dropped_documents: documents without kept tokens.
         truncated_documents: documents with a kept piece that is not the whole document.
         padding_tokens: positions of rows without a token.
-        long_tokens: tokens of documents of at least L tokens; if the plan joins the documents of a source, tokens of
-            sources of at least L tokens.
-        kept_long_tokens: those of them that occur in a row at least once.
         context_histogram: with a document mask, token i of a row may attend to C_i keys, including itself; entry b
             counts the tokens with 2^b <= C_i < 2^(b+1), without padding.
         mean_context: the mean of C_i.
@@ -42,8 +39,6 @@ class PackingReport:
     dropped_documents: int
     truncated_documents: int
     padding_tokens: int
-    long_tokens: int
-    kept_long_tokens: int
     context_histogram: tuple[int, ...]
     mean_context: float
 
@@ -69,11 +64,6 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
     pieces, every_length = np.asarray(plan.pieces), np.asarray(source.document_lengths)
     row_tokens = plan.rows * plan.row_length
     kept = _distinct_tokens(pieces, every_length)
-    sources = numbered_sources(source, chosen) if plan.joined else None
-    # the length of the text that contains each document: its source's if the plan joins them
-    text = lengths if sources is None else np.bincount(sources, weights=lengths).astype(np.int64)[sources]
-    long = text >= plan.row_length
-    of_long = pieces[np.isin(pieces[:, 0], chosen[long])]
     whole = pieces[:, 2] == every_length[pieces[:, 0]]
     placed = int(pieces[:, 2].sum())
     texts = np.add.reduceat(pieces[:, 2], plan.row_offsets[:-1]) if plan.joined else pieces[:, 2]
@@ -88,8 +78,6 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
         dropped_documents=len(chosen) - len(np.unique(pieces[:, 0])),
         truncated_documents=len(np.unique(pieces[~whole, 0])),
         padding_tokens=row_tokens - placed,
-        long_tokens=int(lengths[long].sum()),
-        kept_long_tokens=_distinct_tokens(of_long, every_length),
         context_histogram=histogram,
         mean_context=mean,
     )
@@ -100,8 +88,6 @@ def describe(report: PackingReport) -> str:
     lines = [
         f"  rows                 {report.rows:>15,} of {report.row_tokens // report.rows:,} tokens",
         f"  tokens kept          {report.kept_tokens:>15,} of {report.tokens:,}, {report.kept_share:.1%}",
-        f"  of long documents    {report.kept_long_tokens:>15,} of {report.long_tokens:,}, "
-        f"{report.kept_long_tokens / report.long_tokens if report.long_tokens else 1:.1%}",
         f"  tokens left out      {report.dropped_tokens:>15,}",
         f"  tokens repeated      {report.repeated_tokens:>15,}",
         f"  documents truncated  {report.truncated_documents:>15,} of {report.documents:,}",

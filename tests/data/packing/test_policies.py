@@ -118,7 +118,6 @@ def test_upsampling_within_sources_keeps_their_shares() -> None:
         assert tokens[mine].sum() == pytest.approx(2333, rel=0.02)
         long = np.array(lengths[mine]) > 20
         assert tokens[mine][long].sum() / tokens[mine].sum() == pytest.approx(0.7, abs=0.01)
-    assert plan.facts["sources"] == 2
     # of one source the same share, and by a factor as before there were sources
     alone = build_plan("upsample_long", ListedSource(lengths[:80]), range(80), 16, 0, options)
     assert np.array_equal(np.bincount(alone.pieces[:, 0], weights=alone.pieces[:, 2]) / lengths[:80], copies[:80])
@@ -168,7 +167,6 @@ def test_upsample_long_repeats_long_documents(lengths: list[int], row_length: in
     assert counts == Counter({token: copies[token // STRIDE] for token in tokens_of(lengths)})
     long = [count for count, length in zip(copies, lengths, strict=True) if length > 5]
     assert sorted(long) == [2] * (len(long) - round(len(long) / 2)) + [3] * round(len(long) / 2)
-    assert plan.facts["long_documents"] == len(long)
     assert {count for count, length in zip(copies, lengths, strict=True) if 0 < length <= 5} <= {1}
 
 
@@ -195,11 +193,11 @@ def test_only_documents_of_the_split_are_packed(policy: str) -> None:
     [
         ("fill", 8, None, "no policy 'fill'; choose one of random,"),
         ("carry_over", 8, {"factor": 2}, "carry_over has no option 'factor'; it takes none"),
-        ("upsample_long", 8, {"factor": 0.5}, "factor is 0.5; should be greater than or equal to 1"),
-        ("upsample_long", 8, {"threshold": 7.5}, "threshold is 7.5; should be a valid integer"),
+        ("upsample_long", 8, {"factor": 0.5}, "factor is 0.5: .* should be greater than or equal to 1"),
+        ("upsample_long", 8, {"threshold": 7.5}, "threshold is 7.5: .* should be a valid integer"),
         ("upsample_long", 8, {"factor": 2, "long_share": 0.5}, "factor beside long_share"),
         ("whole_document", 31, None, "whole_document makes no row of 31 tokens of these 2 documents"),
-        ("whole_document", 8, {"join_sources": 2}, "join_sources is 2; should be 0 or 1"),
+        ("whole_document", 8, {"join_sources": 2}, "join_sources is 2: .* should be 0 or 1"),
         ("whole_document", 8, {"join_sources": 1}, "dataset names no sources; make it with .*--source-field FIELD"),
         ("decomposition", 8, {"shortest": 3}, "powers of two, but shortest is 3"),
         ("decomposition", 8, {"shortest": 16}, "has pieces of at least 16 tokens, but row_length is 8"),

@@ -82,8 +82,6 @@ def test_the_report_is_what_the_rows_show(policy: str, lengths: list[int], row_l
     assert counted.dropped_tokens == len(every - set(inputs))
     assert counted.repeated_tokens == inputs.total() - len(inputs)
     assert counted.padding_tokens == places.count(PAD)
-    of_long = {token for token in every if lengths[token // STRIDE] >= row_length}
-    assert (counted.long_tokens, counted.kept_long_tokens) == (len(of_long), len(of_long & set(inputs)))
     assert counted.dropped_documents == counted.documents - len({token // STRIDE for token in inputs})
     assert counted.truncated_documents == len(truncated(rows, lengths))
     found = contexts(rows)
@@ -100,15 +98,15 @@ def test_what_each_policy_keeps_of_prolongs_long_documents() -> None:
     """
     source, documents = ListedSource([200, 64, 130, 63]), range(4)
 
-    def counted(policy: str, **options: int) -> tuple[int, int, int]:
+    def counted(policy: str, **options: int) -> tuple[int, int]:
         found = report(build_plan(policy, source, documents, 64, 0, options), source, documents)
-        return found.rows, found.kept_long_tokens, found.long_tokens
+        return found.rows, found.kept_tokens
 
-    assert counted("whole_document") == (6, 384, 394)
-    assert counted("whole_document", rows_per_document=1) == (3, 192, 394)
-    assert counted("whole_document", below=130) == (1, 64, 394)
-    assert counted("split_drop") == (6, 384, 394)
-    assert counted("best_fit")[1:] == counted("carry_over")[1:] == (394, 394)
+    assert counted("whole_document") == (6, 384)
+    assert counted("whole_document", rows_per_document=1) == (3, 192)
+    assert counted("whole_document", below=130) == (1, 64)
+    assert counted("split_drop") == (6, 384)
+    assert counted("best_fit")[1] == counted("carry_over")[1] == 457
 
 
 def test_what_is_kept_of_joined_books() -> None:
@@ -119,8 +117,8 @@ def test_what_is_kept_of_joined_books() -> None:
     source, documents = ListedSource([30, 10, 50, 5, 64, 20], sources=[0, 1, 0, 1, 2, 0]), range(6)
     joined = report(build_plan("whole_document", source, documents, 32, 0, {"join_sources": 1}), source, documents)
     alone = report(build_plan("whole_document", source, documents, 32, 0), source, documents)
-    assert (joined.rows, joined.kept_long_tokens, joined.long_tokens) == (5, 160, 164)
-    assert (alone.rows, alone.kept_long_tokens, alone.long_tokens) == (3, 96, 114)
+    assert (joined.rows, joined.kept_tokens) == (5, 160)
+    assert (alone.rows, alone.kept_tokens) == (3, 96)
     assert (joined.dropped_documents, joined.truncated_documents) == (2, 3)
     assert joined.mean_context == 16.5
     assert joined.context_histogram == (5, 10, 20, 40, 80, 5)
