@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path

@@ -10,7 +10,6 @@ import pytest
 from transformers import LlamaConfig
 
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.data.text import chat
 from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.model_text import ModelText
@@ -62,19 +61,7 @@ def test_a_damaged_generation_config_is_refused(folder: Path, content: str) -> N
         ModelText.of(Pretrained.find(folder))
 
 
-@pytest.mark.parametrize(
-    ("template", "cause"),
-    [
-        ("{{ raise_exception('no assistant') }}", "no assistant"),
-        ("{% for m in messages %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-         "{% endfor %}", "not rendered within 0.5 s"),
-    ],
-    ids=["refuses", "endless"],
-)  # fmt: skip
-def test_a_chat_template_that_cannot_be_rendered_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str, cause: str
-) -> None:
-    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.5)
-    tokenizer = put_tokenizer(folder / "tokenizer", template)
-    with pytest.raises(UserError, match=f"chat: .*{cause}.*; correct the template"):
+def test_a_chat_template_that_cannot_be_rendered_is_refused(folder: Path) -> None:
+    tokenizer = put_tokenizer(folder / "tokenizer", "{{ raise_exception('no assistant') }}")
+    with pytest.raises(UserError, match="chat: .*no assistant.*; correct the template"):
         ModelText.of(Pretrained.find(folder), str(tokenizer)).chat()

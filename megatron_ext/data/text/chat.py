@@ -14,10 +14,6 @@ import hashlib
 import json
 import os
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +23,6 @@ from megatron_ext.errors import UserError, first_line, missing_package
 
 TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RENDER_SECONDS = 10.0  # for one conversation; nested loops may not terminate in reasonable time
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Messages = list[dict[str, Any]]
 Spans = tuple[tuple[int, int], ...]
@@ -142,15 +137,14 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, Spans]:
         try:
-            with _time_limit(RENDER_SECONDS):
-                texts, indices = _renderer()(
-                    [messages],
-                    tools=tools,
-                    chat_template=self.source,
-                    return_assistant_tokens_mask=MARKED.search(self.source) is not None,
-                    add_generation_prompt=prompt,
-                    **dict(self.variables),
-                )
+            texts, indices = _renderer()(
+                [messages],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=MARKED.search(self.source) is not None,
+                add_generation_prompt=prompt,
+                **dict(self.variables),
+            )
         except Exception as error:  # a template may raise any exception
             cause = first_line(error)
             raise ChatError(f"the chat template does not take these messages ({cause})") from None
@@ -188,25 +182,6 @@ class ChatTemplate:
                 raise
             return "", False  # many templates need a message
         return text, text != plain
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after this many seconds. Only works in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expire(*_: object) -> None:
-        raise TimeoutError(f"it was not rendered within {seconds:g} s")
-
-    handler = signal.signal(signal.SIGALRM, expire)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
