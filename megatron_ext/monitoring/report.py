@@ -215,9 +215,6 @@ def _notes(runs: Sequence[Run]) -> Iterator[str]:
         )
     if (warning := incomparable_evaluations(runs)) is not None:
         yield warning
-    for run in runs:
-        if run.passage_note:
-            yield f"The passage of {run.name} is left out: {run.passage_note}"
 
 
 def _evaluations(runs: Sequence[Path], given: Sequence[Path]) -> Iterator[str]:

@@ -65,7 +65,6 @@ class Run:
         evaluations: one per evaluated step, by increasing step.
         config: text of config.yaml; empty if there is none.
         passage: a passage with its latest token weights; None without token weighting.
-        passage_note: why passage.json could not be read; empty if it could.
         history: when and where the run was started, and how it ended.
     """
 
@@ -75,7 +74,6 @@ class Run:
     evaluations: tuple[Mapping[str, Any], ...]
     config: str
     passage: Passage | None
-    passage_note: str
     history: History
 
     def curve(self, key: str) -> Curve:
@@ -235,8 +233,6 @@ def incomparable_evaluations(runs: Sequence[Run]) -> str | None:
 def load_run(folder: Path | str, name: str | None = None) -> Run:
     """Read a run folder; a half-written last line is ignored, and the last record of each step counts.
 
-    A damaged `passage.json` is ignored with a note.
-
     Raises:
         UserError: `metrics.jsonl` is missing, empty or corrupt, or a record has no integer `step`.
     """
@@ -248,20 +244,13 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     if not records:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
     evaluation, config = folder / EVALUATION_FILE, folder / CONFIG_FILE
-    passage, note = None, ""
-    if (folder / PASSAGE_FILE).is_file():
-        try:
-            passage = Passage.read(folder)
-        except UserError as error:
-            note = str(error)
     return Run(
         name=name if name is not None else folder.resolve().name,
         folder=folder,
         records=records,
         evaluations=read_by_step(evaluation) if evaluation.is_file() else (),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-        passage=passage,
-        passage_note=note,
+        passage=Passage.read(folder) if (folder / PASSAGE_FILE).is_file() else None,
         history=read_history(folder),
     )
 

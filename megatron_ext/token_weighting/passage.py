@@ -6,19 +6,15 @@ import json
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
 PASSAGE_FILE = "passage.json"
 TOP_QUANTILE = 0.98  # of the nonzero weights: the upper end of the color scale
 _MARKS = {"\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n", "\t": "\N{RIGHTWARDS ARROW}\t", " ": " "}
-
-_Natural = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -34,12 +30,12 @@ class Passage:
         scores: before postprocessing [n]; None if a score was not finite.
     """
 
-    step: _Natural
-    start: _Natural
-    tokens: Annotated[tuple[_Natural, ...], Field(min_length=1)]
+    step: int
+    start: int
+    tokens: tuple[int, ...]
     texts: tuple[str, ...] | None
-    weights: tuple[FiniteFloat, ...]
-    scores: tuple[FiniteFloat | None, ...]
+    weights: tuple[float, ...]
+    scores: tuple[float | None, ...]
 
     def write(self, run: Path) -> None:
         """Write RUN/passage.json atomically."""
@@ -48,22 +44,8 @@ class Passage:
 
     @staticmethod
     def read(run: Path) -> Passage:
-        """Read RUN/passage.json.
-
-        Raises:
-            UserError: it is damaged or incomplete, or its lists differ in length.
-        """
-        path = run / PASSAGE_FILE
-        try:
-            passage = TypeAdapter(Passage).validate_json(path.read_bytes(), strict=True)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(map(str, first["loc"])) or "damaged"
-            raise UserError(f"{path}: {field}: {first['msg']}; delete the file, the run writes it again") from None
-        columns = (passage.weights, passage.scores, passage.tokens if passage.texts is None else passage.texts)
-        if any(len(column) != len(passage.tokens) for column in columns):
-            raise UserError(f"{path}: its lists differ in length; delete the file, the run writes it again")
-        return passage
+        """Read RUN/passage.json."""
+        return TypeAdapter(Passage).validate_json((run / PASSAGE_FILE).read_bytes())
 
     def html(self) -> str:
         """Return an HTML fragment: a caption, then a span for each token with its numbers as a tooltip.

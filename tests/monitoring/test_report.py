@@ -156,11 +156,9 @@ def test_evaluations_of_the_run_and_given_ones_are_shown_as_escaped_tables(tmp_p
         write_report(run, [tmp_path / "empty"])
 
 
-def test_the_passage_is_in_the_report_or_the_reason_why_not(tmp_path):
+def test_the_passage_is_in_the_report(tmp_path):
     folder = write_passage_file(write_run(tmp_path, 3, weighted=True))
     assert "tokens 4,096 to 4,099 of a row" in write_report(folder).read_text(encoding="utf-8")
-    write_passage_file(folder, weights=[1.0])
-    assert "passage.json: its lists differ in length" in write_report(folder).read_text(encoding="utf-8")
 
 
 class TestCommandLine:
