@@ -16,7 +16,7 @@ from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
 
 EPILOG = """
 A document is a line of .jsonl, a row of .parquet, or a .txt file. Finished shards are kept in PREFIX.parts, which is
-removed when PREFIX.bin, .idx and .json (tokenizer, counts, lengths, SHA-256 of the sources) are complete; --resume
+removed when PREFIX.bin, .idx and .json (tokenizer, counts, lengths, sources) are complete; --resume
 continues an interrupted run. With --concat-by the documents are in the order of a hash of the field's values, and the
 texts of each in the order of the inputs with a newline between them.
 """
@@ -25,7 +25,7 @@ texts of each in the order of the inputs with a newline between them.
 def parse_options(argv: list[str]) -> PreprocessOptions:
     parser = Parser(description="Tokenize documents into PREFIX.bin, .idx and .json.", epilog=EPILOG)
     add = parser.add_argument_group("input").add_argument
-    kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders, patterns, or - for lines of JSON on standard input"
+    kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders or patterns"
     add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--json-key", dest="text_field", default="text", help="field or column of the text (default: %(default)s)")
     chat = "chat data: the field of a list of {role, content}, rendered by the tokenizer's chat template; only the "
@@ -67,9 +67,7 @@ def print_report(prefix: str, report: PreprocessReport) -> None:
     for problem in report.problems:
         print(f"skipped {problem}")
     print(describe_lengths(report.lengths, report.length_statistics))
-    if report.complete:
-        print(f"{prefix} was complete already")
-    elif report.reused:
+    if report.reused:
         print(f"resumed: {report.reused:,} shards were finished before")
     if report.too_short or report.too_long:
         print(f"left out: {report.too_short:,} documents with too few tokens, {report.too_long:,} with too many")

@@ -135,7 +135,7 @@ def _open_array(
     name = np.dtype(dtype).name
     try:
         array: np.ndarray = np.load(path, mmap_mode="r")
-    except (OSError, EOFError, ValueError) as error:
+    except Exception as error:  # numpy parses the header as Python literals
         raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
     if array.shape != (count,) or array.dtype != dtype:
         raise UserError(

@@ -234,7 +234,7 @@ def spoilt_file(folder: Path) -> tuple[st.SearchStrategy[tuple[Path, bytes]], Ca
 @both("effort")
 def test_plans(effort: settings, tmp_path: Path) -> None:
     key = PlanKey("best_fit", 8, 1, {}, "f")
-    plan = PackingPlan(key, np.array([0, 1, 3]), np.array([[0, 0, 8], [1, 0, 3], [2, 0, 5]]), {"cut": 1})
+    plan = PackingPlan(key, np.array([0, 1, 3]), np.array([[0, 0, 8], [1, 0, 3], [2, 0, 5]]))
     save_plan(plan, tmp_path / "plan")
     assert load_plan(tmp_path / "plan", key).rows == 2
     fuzz(effort, *spoilt_file(tmp_path / "plan"), lambda: load_plan(tmp_path / "plan", key))

@@ -29,13 +29,14 @@ MOST_TOKENS = np.iinfo(np.int32).max  # maximum length of a sequence in the .idx
 
 
 @dataclass(frozen=True)
-class Task:
-    """The settings shared by all jobs of a run.
+class Job:
+    """Creates the part of a shard when called.
 
     Attributes:
         folder: folder of the parts.
         tokenizer: its path or name.
         skip: omit bad documents instead of stopping.
+        texts: write texts, to be grouped, instead of token ids.
     """
 
     folder: Path
@@ -43,13 +44,6 @@ class Task:
     tokenizer: str
     fields: Fields
     skip: bool
-
-
-@dataclass(frozen=True)
-class Job:
-    """Creates the part of a shard when called: its token ids, or with `texts` its texts, to be grouped."""
-
-    task: Task
     shard: Shard
     texts: bool = False
 
@@ -57,16 +51,16 @@ class Job:
     def part(self) -> Path:
         """The part's path, without a suffix."""
         kind = "texts with sources" if self.texts else "tokens"
-        return part_of(self.task.folder, asdict(self.task.settings), kind, self.shard.identity)
+        return part_of(self.folder, asdict(self.settings), kind, self.shard.identity)
 
     def __call__(self) -> None:
-        task, part, record = self.task, self.part, Record(limit=self.task.fields.limit)
-        documents = keep_good(self.shard.read(task.fields), record.skip if task.skip else None)
+        part, record = self.part, Record(limit=self.fields.limit)
+        documents = keep_good(self.shard.read(self.fields), record.skip if self.skip else None)
         with atomic_write(part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
             if self.texts:
                 rows = write_texts(documents, file, record)
             else:
-                arrays = write_tokens(documents, file, record, task)
+                arrays = write_tokens(documents, file, record, self)
         with atomic_write(part.with_suffix(".npy" if self.texts else ".npz")) as partial, partial.open("wb") as file:
             if self.texts:
                 np.save(file, rows)
@@ -75,16 +69,16 @@ class Job:
         record.write(part)
 
 
-def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, task: Task) -> dict[str, np.ndarray]:
+def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, job: Job) -> dict[str, np.ndarray]:
     """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
-    settings = task.settings
-    tokenizer = load_tokenizer(task.tokenizer, settings.tokenizer_fingerprint)
+    settings = job.settings
+    tokenizer = load_tokenizer(job.tokenizer, settings.tokenizer_fingerprint)
     lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
     masks: list[np.ndarray] = []
     names: dict[str, int] = {}  # of sources, numbered in order of appearance
     for document in documents:
         record.size += len(document.text)
-        sequences, mask = _encode(document, tokenizer, task)
+        sequences, mask = _encode(document, tokenizer, job)
         if mask is not None and not mask.any():
             record.unanswered += 1
             continue
@@ -125,12 +119,12 @@ def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, 
     return arrays
 
 
-def _encode(document: Document, tokenizer: Tokenizer, task: Task) -> tuple[list[list[int]], np.ndarray | None]:
+def _encode(document: Document, tokenizer: Tokenizer, job: Job) -> tuple[list[list[int]], np.ndarray | None]:
     """Return the token ids of each sequence and, for a conversation, uint8 [tokens], 1 for the assistant's tokens."""
-    if task.fields.chat is not None:
+    if job.fields.chat is not None:
         ids, offsets = tokenizer.encode_spelled(document.text)
         return [ids] if ids else [], assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
-    language = task.settings.sentences
+    language = job.settings.sentences
     sentences = [document.text] if language is None else split(document.text, language)
     return [ids for sentence in sentences if (ids := tokenizer.encode(sentence))], None
 

@@ -150,14 +150,13 @@ def finished_parts(folder: Path) -> int:
 
 
 @contextmanager
-def work_folder(prefix: str, *, resume: bool, overwrite: bool, keep: bool) -> Iterator[Path]:
-    """Yield the folder PREFIX.parts, locked, and remove it at the end.
+def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """Yield the folder PREFIX.parts, locked, and remove it at the end; after an exception finished parts are kept.
 
     Args:
         prefix: prefix of the data set.
         resume: use finished parts of an earlier run.
         overwrite: remove the parts of an earlier run.
-        keep: keep finished parts after an exception.
 
     Raises:
         UserError: another run uses the folder, an earlier one left parts that may not be used, or it has other files.
@@ -186,7 +185,7 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool, keep: bool) -> It
             yield folder
             finished = True
         finally:
-            if finished or not keep or not finished_parts(folder):
+            if finished or not finished_parts(folder):
                 shutil.rmtree(folder)
             else:
                 for path in folder.glob("dataset.*"):

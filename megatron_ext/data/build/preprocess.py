@@ -11,33 +11,31 @@ documents, and none imports torch or megatron.
 
 Alternatives that were rejected:
 
-- Megatron-LM's tools/preprocess_data.py: 4 to 6 times the CPU time as a command, 3 to 5 times without its start, with 8
-  times the memory, and it cannot resume (benchmarks/results/2026-11-24-preprocess-cpu.txt).
-- Megatron's IndexedDatasetBuilder for joining: it adds documents one by one in one process: 11.6 s and 516 MB for a
-  million documents of 16 tokens, compared with 1.2 s and 41 MB here. The output is byte-identical.
-- datatrove's MegatronDocumentTokenizer: 0.47 million tokens per second and core, compared with 0.78 here; its unit of
-  work is the input file, and a text that spells the end token is encoded as that token. It is the better choice if
-  texts must be filtered and deduplicated first (benchmarks/results/2026-11-22-libraries-cpu.txt).
+- Megatron-LM's tools/preprocess_data.py: 4 to 6 times the CPU time, with 8 times the memory, and it cannot resume
+  (benchmarks/results/2026-11-24-preprocess-cpu.txt).
+- Megatron's IndexedDatasetBuilder for joining: 11.6 s and 516 MB for a million documents of 16 tokens, compared with
+  1.2 s and 41 MB here. The output is byte-identical.
+- datatrove's MegatronDocumentTokenizer: 0.47 million tokens per second and core, compared with 0.78 here; a text that
+  spells the end token is encoded as that token (benchmarks/results/2026-11-22-libraries-cpu.txt).
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from megatron_ext.data.build.encode import Job, Task
+from megatron_ext.data.build.encode import Job
 from megatron_ext.data.build.indexed import document_lengths, joined, source_numbers, write_dataset
 from megatron_ext.data.build.lengths import Statistics, Table, length_statistics, length_table
 from megatron_ext.data.build.parts import (
@@ -47,16 +45,14 @@ from megatron_ext.data.build.parts import (
     Record,
     Settings,
     finished_parts,
-    same_when_bad,
     usable,
     work_folder,
 )
 from megatron_ext.data.build.shards import cut, default_shard_bytes, group
 from megatron_ext.data.text.chat import ChatTemplate
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Fields
-from megatron_ext.data.text.metadata import read_metadata
 from megatron_ext.data.text.sentences import check_splitter
-from megatron_ext.data.text.sources import BLOCK, STDIN, Source, find_files
+from megatron_ext.data.text.sources import Source, find_files
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
@@ -100,8 +96,6 @@ class PreprocessOptions:
                 raise UserError(f"{name}: got {value}, needs at least 1")
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise UserError(f"max_tokens: got {self.max_tokens}, needs at least min_tokens, {self.min_tokens}")
-        if self.resume and "-" in self.inputs:
-            raise UserError("resume: standard input cannot be read again; put it into a file, or leave --resume out")
         if self.messages_field is not None:
             for name in ("concat_by", "source_field", "split_sentences"):
                 if getattr(self, name):
@@ -121,13 +115,11 @@ class PreprocessReport(Counts):
     Attributes:
         lengths, length_statistics: document lengths, see `lengths`.
         reused: number of shards that an interrupted run had finished.
-        complete: whether the same data set already existed, so that nothing was done.
     """
 
     lengths: Table = field(default_factory=list)
     length_statistics: Statistics | None = None
     reused: int = 0
-    complete: bool = False
 
 
 def preprocess(options: PreprocessOptions) -> PreprocessReport:
@@ -142,33 +134,23 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
             shards are then kept for `resume`.
     """
     options.check()
-    if not options.resume:
-        _refuse_existing(options)
+    for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
+        if (path := Path(options.output_prefix + suffix)).exists():
+            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
     tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
     chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
     settings = _settings(options, tokenizer, chat)
     sources = [Source.of(path) for path in find_files(options.inputs)]
     for source in sources if chat is not None else []:
         if source.ending in (".txt", ".parquet"):
-            raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
-    if options.resume and (earlier := _complete(options, settings, sources)):
-        return earlier  # a job restarted after completion must not repeat the work
-    _refuse_existing(options)
-    keep = STDIN not in map(Path, options.inputs)  # standard input cannot be read again
-    prefix, resume, overwrite = options.output_prefix, options.resume, options.overwrite
-    with work_folder(prefix, resume=resume, overwrite=overwrite, keep=keep) as folder:
+            raise UserError(f"input: {source.path} holds no lines of JSON, which messages_field needs; convert it")
+    with work_folder(options.output_prefix, resume=options.resume, overwrite=options.overwrite) as folder:
         try:
             return _make(options, settings, sources, chat, folder)
         except UserError as error:
-            if (finished := finished_parts(folder)) and keep:
+            if finished := finished_parts(folder):
                 raise UserError(f"{error}; {finished} finished parts are kept, --resume continues from them") from None
             raise
-
-
-def _refuse_existing(options: PreprocessOptions) -> None:
-    for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
-        if (path := Path(options.output_prefix + suffix)).exists():
-            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
 
 
 def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTemplate | None) -> Settings:
@@ -188,50 +170,19 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
     )
 
 
-def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
-    """Return the report of an earlier run with the same inputs and settings; None if it did not finish."""
-    if not all(Path(options.output_prefix + suffix).is_file() for suffix in settings.suffixes):
-        return None
-    metadata = read_metadata(options.output_prefix)
-    if any(metadata.get(name) != value for name, value in asdict(settings).items()):
-        return None
-    skipped, made_with = metadata["skipped"], metadata["max_document_bytes"]
-    if not same_when_bad(skipped, made_with, options.max_document_bytes, options.skip_bad_lines):
-        return None
-    if metadata["sources"] != _about(sources, options.workers):
-        return None
-    names = (*Counts().counts(), "lengths", "length_statistics")
-    return PreprocessReport(**{name: metadata[name] for name in names}, complete=True)
-
-
-def _about(sources: list[Source], workers: int) -> list[dict[str, object]]:
-    """Return path, size and checksum of each source."""
-    with ThreadPoolExecutor(workers) as threads:
-        checksums = list(threads.map(Source.checksum, sources))
-    return [
-        {"path": source.name, "bytes": source.size, "sha256": checksum}
-        for source, checksum in zip(sources, checksums, strict=True)
-    ]
-
-
 def _make(
     options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
 ) -> PreprocessReport:
     """Cut, (group,) encode, join and publish; the options have been checked."""
-    if STDIN in [source.path for source in sources]:  # copied to a file, so that workers can share it
-        with (folder / "stdin").open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file, BLOCK)
-        copy = Source.of(folder / "stdin", "standard input")
-        sources = [copy if source.path == STDIN else source for source in sources]
     fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
-    task = Task(folder, settings, options.tokenizer, fields, options.skip_bad_lines)
+    job = partial(Job, folder, settings, options.tokenizer, fields, options.skip_bad_lines)
     shard_bytes = options.shard_bytes or default_shard_bytes(sources)
     shards = cut(sources, fields, shard_bytes)
     report, texts = PreprocessReport(), list[Path]()
     if options.concat_by is not None:
-        texts = _run([Job(task, shard, texts=True) for shard in shards], "group", options, report)
+        texts = _run([job(shard, texts=True) for shard in shards], "group", options, report)
         shards = group(texts, shard_bytes)
-    parts = _run([Job(task, shard) for shard in shards], "tokenize", options, report)
+    parts = _run([job(shard) for shard in shards], "tokenize", options, report)
 
     for part in (*texts, *parts):
         report.add(Record.read(part))
@@ -251,7 +202,7 @@ def _make(
         "lengths": report.lengths,
         "length_statistics": report.length_statistics,
         "document_sources": source_numbers(parts)[0] if SOURCES in settings.suffixes else [],
-        "sources": _about(sources, options.workers),
+        "sources": [{"path": str(source.path), "bytes": source.size} for source in sources],
     }
     write_dataset(options.output_prefix, folder, parts, settings, metadata)
     return report

@@ -49,7 +49,7 @@ class FileShard:
     @property
     def identity(self) -> str:
         """Equal for equal documents."""
-        return json.dumps([[p.source.name, p.source.size, p.source.mtime_ns, p.start, p.end] for p in self.pieces])
+        return json.dumps([[str(p.source.path), p.source.size, p.source.mtime_ns, p.start, p.end] for p in self.pieces])
 
     def read(self, fields: Fields) -> Iterator[Document | str]:
         """Yield the documents, in order, and a line of text for each bad one."""
@@ -112,12 +112,8 @@ Shard = FileShard | GroupShard
 
 
 def default_shard_bytes(sources: Sequence[Source]) -> int:
-    """Return a power of two, 1 to 64 MiB, that makes about a thousand shards except for very large inputs."""
-    total = sum(source.size for source in sources)
-    size = SMALLEST
-    while size < LARGEST and size * SHARDS < total:
-        size *= 2
-    return size
+    """Return 1 to 64 MiB, which makes about a thousand shards except for very large inputs."""
+    return min(max(sum(source.size for source in sources) // SHARDS, SMALLEST), LARGEST)
 
 
 def cut(sources: Sequence[Source], fields: Fields, shard_bytes: int) -> list[Shard]:

@@ -164,6 +164,6 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
         raise UserError(f"packing: the plan {folder} is of other documents or options than its name says; {REMEDY}")
     try:
         offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))
-    except (FileNotFoundError, EOFError, ValueError) as error:
+    except Exception as error:  # numpy parses the header as Python literals
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); {REMEDY}") from None
     return PackingPlan(key, offsets, pieces)

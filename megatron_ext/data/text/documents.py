@@ -90,7 +90,7 @@ def read_documents(
     Blank lines of a .jsonl file are ignored, and byte-order marks are removed.
 
     Args:
-        paths: files, folders, patterns and "-", see `find_files`.
+        paths: files, folders and patterns, see `find_files`.
         text_field: the field with the text.
         key_field: the field with the group, if needed.
 
@@ -121,12 +121,12 @@ def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | str]:
     source = piece.source
     if source.ending == ".parquet":
         for row, cells in read_rows(source.path, piece.start, piece.end, (fields.text, *fields.keys)):
-            yield _from_cells(f"{source.name}: row {row}", source, fields, cells)
+            yield _from_cells(f"{source.path}: row {row}", source, fields, cells)
     elif source.ending == ".txt":
         with source.path.open("rb") as file:
             raw = file.read(fields.limit + 1)  # enough to detect that it is too long
         cells = (raw.removeprefix(codecs.BOM_UTF8), *(None for _ in fields.keys))
-        yield _from_cells(source.name, source, fields, cells)
+        yield _from_cells(str(source.path), source, fields, cells)
     else:
         with open_stream(source) if source.is_stream else source.path.open("rb") as file:
             yield from _read_lines(file, piece, fields)
@@ -145,7 +145,7 @@ def _from_cells(place: str, source: Source, fields: Fields, cells: Sequence[byte
 
 
 def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Document | str]:
-    path, name, number = piece.source.path, piece.source.name, 0
+    path, number = piece.source.path, 0
     before: int | None = None
     for number, raw in enumerate(read_lines(file, piece.start, piece.end, fields.limit), start=1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 and piece.start == 0 else raw
@@ -156,11 +156,11 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
         except _BadDocumentError as bad:
             # Counting the lines before a piece means reading the file up to it, so it is done only for a bad line.
             before = count_lines(path, piece.start) if before is None else before
-            yield f"{name}:{before + number}: {bad}"
+            yield f"{path}:{before + number}: {bad}"
         else:
             yield document
     if not number and piece.start == 0:
-        yield f"{name}: the file is empty"
+        yield f"{path}: the file is empty"
 
 
 def _parse(line: bytes, path: Path, fields: Fields) -> Document:

@@ -1,13 +1,11 @@
-"""Find the files of documents: by suffix, in folders, by patterns, or standard input; and read their lines."""
+"""Find the files of documents: by suffix, in folders and by patterns; and read their lines."""
 
 from __future__ import annotations
 
 import glob
 import gzip
-import hashlib
 import io
 import os
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,63 +16,41 @@ from typing import Any, BinaryIO, cast
 from megatron_ext.errors import UserError, missing_package
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
-STDIN = Path("-")
 BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file in its state at the start of the work; standard input has the path "-".
-
-    Attributes:
-        size: bytes of the file (standard input: 0).
-        mtime_ns: time of its last change (standard input: 0).
-        label: its name in errors and metadata, if not its path.
-    """
+    """A file in its state at the start of the work: its size in bytes and the time of its last change."""
 
     path: Path
-    size: int = 0
-    mtime_ns: int = 0
-    label: str | None = None
+    size: int
+    mtime_ns: int
 
     @classmethod
-    def of(cls, path: Path, label: str | None = None) -> Source:
+    def of(cls, path: Path) -> Source:
         """Return the source for the current state of the file at `path`."""
-        if path == STDIN:
-            return cls(path, label="standard input")
         status = path.stat()
-        return cls(path, status.st_size, status.st_mtime_ns, label)
-
-    @property
-    def name(self) -> str:
-        """Its name in errors and metadata."""
-        return self.label or str(self.path)
+        return cls(path, status.st_size, status.st_mtime_ns)
 
     @property
     def ending(self) -> str:
-        """Its suffix, one of SUFFIXES; standard input is treated as .jsonl."""
-        return next((suffix for suffix in SUFFIXES if self.path.name.endswith(suffix)), ".jsonl")
+        """Its suffix, one of SUFFIXES."""
+        return next(suffix for suffix in SUFFIXES if self.path.name.endswith(suffix))
 
     @property
     def is_stream(self) -> bool:
         """Whether the file can only be read from the beginning, as lines of JSON."""
-        return self.path == STDIN or self.ending in (".jsonl.gz", ".jsonl.zst")
+        return self.ending in (".jsonl.gz", ".jsonl.zst")
 
     def check_unchanged(self) -> None:
         """Raise UserError if the file has changed."""
-        if Source.of(self.path, self.label) != self:
+        if Source.of(self.path) != self:
             raise UserError(f"{self.path} changed while it was read; start again once it stays as it is")
-
-    def checksum(self) -> str:
-        """Return the hexadecimal SHA-256 of the file."""
-        with self.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self.check_unchanged()
-        return digest
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files that `paths` refer to, each once, in order; "-" is standard input.
+    """Return the files that `paths` refer to, each once, in order.
 
     A folder stands for all files inside it with a known suffix, including those in linked folders, sorted by path. A
     pattern with *, ** or ? stands for its matches, with folders as above.
@@ -91,7 +67,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def _files_of(given: str) -> list[Path]:
     path = Path(given)
-    if path == STDIN or (path.is_file() and path.name.endswith(SUFFIXES)):
+    if path.is_file() and path.name.endswith(SUFFIXES):
         return [path]
     if path.exists():
         found = _inside(path) if path.is_dir() else []
@@ -129,15 +105,12 @@ def open_stream(source: Source) -> Iterator[BinaryIO]:
     Raises:
         UserError: compressed data is damaged or truncated.
     """
-    if source.path == STDIN:
-        yield sys.stdin.buffer
-        return
     try:
         if source.ending == ".jsonl.gz":
             with gzip.open(source.path, "rb") as stream:
                 yield cast(BinaryIO, stream)
         else:
-            pyarrow = import_pyarrow(source.name)  # unlike zstandard's own reader it detects truncated data
+            pyarrow = import_pyarrow(str(source.path))  # unlike zstandard's own reader it detects truncated data
             with (
                 pyarrow.CompressedInputStream(pyarrow.OSFile(str(source.path)), "zstd") as compressed,
                 io.BufferedReader(compressed, BLOCK) as lines,

@@ -26,11 +26,10 @@ def test_which_parts_would_be_the_same(skipped: int, made_with: int, limit: int,
 
 
 def test_two_runs_do_not_write_the_same_dataset(tmp_path: Path) -> None:
-    flags = {"overwrite": False, "keep": True}
     with (
-        work_folder(str(tmp_path / "data"), resume=False, **flags),
+        work_folder(str(tmp_path / "data"), resume=False, overwrite=False),
         pytest.raises(UserError, match="another run is writing this dataset"),
-        work_folder(str(tmp_path / "data"), resume=True, **flags),
+        work_folder(str(tmp_path / "data"), resume=True, overwrite=False),
     ):
         pass
 
@@ -40,7 +39,7 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.parts" / "mine.txt").write_text("mine")
     with (
         pytest.raises(UserError, match="the folder is for unfinished work and has other files"),
-        work_folder(str(tmp_path / "data"), resume=False, overwrite=True, keep=True),
+        work_folder(str(tmp_path / "data"), resume=False, overwrite=True),
     ):
         pass
     assert (tmp_path / "data.parts" / "mine.txt").read_text() == "mine"

@@ -76,11 +76,7 @@ def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
     assert (about["vocab_size"], about["eod_id"]) == (300, 0)
     assert (about["documents"], about["tokens"], about["skipped"]) == (len(TEXTS), report.tokens, 0)
     paths = [Path(options.inputs[0]) / name for name in ("a.jsonl", "b.txt")]
-    sums = subprocess.run(["sha256sum", *map(str, paths)], capture_output=True, text=True, check=True).stdout.split()
-    assert about["sources"] == [
-        {"path": str(path), "bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, sums[::2], strict=True)
-    ]
+    assert about["sources"] == [{"path": str(path), "bytes": path.stat().st_size} for path in paths]
 
 
 def test_neither_workers_nor_shards_change_a_byte(options: PreprocessOptions) -> None:
@@ -123,8 +119,6 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
     for number, length in enumerate(plain.document_lengths.tolist()):
         read = source.read(number, 0, length + 1).tolist()
         assert read == [bos, *plain.read(number, 0, length).tolist()]
-    again = preprocess(replace(begun, resume=True))
-    assert again.complete
     with pytest.raises(UserError, match=r"bos_token: .* names none and has none of .*; pass --bos-token"):
         preprocess(replace(begun, bos_token=None, overwrite=True))
     with pytest.raises(UserError, match=r"bos_token: got '!' without prepend_bos, which uses it; add --prepend-bos"):
@@ -142,7 +136,6 @@ def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path)
     assert sorted(names) == ["0", "1", "2", "3", "4"]  # type: ignore[call-overload]
     assert [names[number] for number in source.document_sources] == [str(i % 5) for i in range(299)]  # type: ignore[index]
     np.testing.assert_array_equal(source.document_sources, whole.document_sources)
-    assert preprocess(replace(kept, resume=True)).complete
     preprocess(replace(kept, source_field=None, overwrite=True))  # the old sources are not those of the new data
     assert IndexedSource(kept.output_prefix).document_sources is None
     with pytest.raises(UserError, match="source_field: is for texts, not for the conversations of messages_field"):
@@ -254,7 +247,6 @@ def test_existing_output_is_refused_before_any_work(options: PreprocessOptions) 
     [
         ({"workers": 0}, "workers: got 0, needs at least 1"),
         ({"min_tokens": 5, "max_tokens": 4}, "max_tokens: got 4, needs at least min_tokens, 5"),
-        ({"resume": True, "inputs": ["-"]}, "standard input cannot be read again"),
     ],
 )
 def test_refused_options(options: PreprocessOptions, change: dict[str, object], text: str) -> None:

@@ -167,17 +167,6 @@ def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
         IndexedSource(options.output_prefix)
 
 
-def test_a_dataset_without_its_mask_is_not_complete(options: PreprocessOptions) -> None:
-    trained = preprocess(options).trained
-    assert preprocess(replace(options, resume=True)).complete
-    mask = Path(options.output_prefix + ".mask.npy")
-    mask.unlink()
-    with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
-        preprocess(replace(options, resume=True))
-    preprocess(replace(options, resume=True, overwrite=True))
-    assert np.load(mask).sum() == trained
-
-
 def test_bad_conversations_are_named_and_unanswered_ones_counted(options: PreprocessOptions) -> None:
     file = put_chats(Path(options.inputs[0]), [[ASK, SAY], [ASK], [ASK, {"role": "bot", "content": ""}], [ASK, SAY]])
     with pytest.raises(
@@ -186,8 +175,6 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
         preprocess(options)
     report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))
     assert (report.documents, report.unanswered, report.skipped) == (2, 1, 1)
-    again = preprocess(replace(options, skip_bad_lines=True, resume=True))
-    assert (again.complete, again.unanswered, again.trained) == (True, 1, report.trained)
     put_chats(file, [[ASK, SAY]], field="chat")
     with pytest.raises(UserError, match=r"chats\.jsonl:1: has no field 'messages' .*see --messages-field"):
         preprocess(replace(options, overwrite=True))
