@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
@@ -53,9 +51,8 @@ class EarlyStopping:
 def early_stopping(config: Config, run: Path | None, step: int) -> EarlyStopping:
     """Restore the count of a run after `step` steps from its validations, which are later than its checkpoints.
 
-    A checkpoint is saved before the validation of the same step, so it does not contain that validation's loss. Losses
-    of validations on other tokens, or with another mask, do not count. `run` is the run's folder; None for a new run,
-    or one that continues another run in a folder of its own.
+    A checkpoint is saved before the validation of the same step, so it does not contain that validation's loss. `run`
+    is the run's folder; None for a new run, or one that continues another run in a folder of its own.
 
     Raises:
         UserError: a line of evaluation.jsonl is damaged.
@@ -64,16 +61,5 @@ def early_stopping(config: Config, run: Path | None, step: int) -> EarlyStopping
     if run is not None and (run / EVALUATION_FILE).exists():
         for record in read_by_step(run / EVALUATION_FILE):
             if record["step"] <= step:
-                counted.note(record["step"], record["valid_loss"] if _is_comparable(record, config) else None)
+                counted.note(record["step"], record["valid_loss"])
     return counted
-
-
-def _is_comparable(record: Mapping[str, Any], config: Config) -> bool:
-    """Return whether a validation used the tokens, contexts and document mask of this configuration."""
-    training, data = config.training, config.data
-    return (
-        record["tokens"] == training.eval_iters * data.global_batch_size * data.seq_length
-        and record["document_mask"] == training.eval_document_mask
-        and record["stride"] == training.eval_stride
-        and max(map(int, record["by_length"])) == max(training.eval_lengths or (data.seq_length,))
-    )
