@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -42,16 +41,13 @@ class Progress:
         self._seconds_per_step: float | None = None
         self._bar: tqdm[Any] | None = None
         if enabled and self._stream.isatty():
-            sized = os.get_terminal_size(self._stream.fileno()).columns > 0  # some containers' terminals are 0 x 0
             self._bar = tqdm(
                 total=total_steps,
                 initial=first_step,
                 file=self._stream,
                 bar_format=_BAR,
                 smoothing=_SMOOTHING,
-                dynamic_ncols=sized,
-                ncols=None if sized else 120,
-                nrows=None if sized else 24,
+                dynamic_ncols=True,
                 desc=f"step {first_step:,}/{total_steps:,}",
             )
 

@@ -6,7 +6,6 @@ dataset's name, which is arbitrary text (`train/source_rows/<source>`); it is ch
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import re
@@ -19,7 +18,6 @@ from megatron_ext.errors import UserError
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_id.txt", "mlflow_id.txt"
-_MLFLOW_LENGTH = 250
 
 
 class View(Protocol):
@@ -129,13 +127,6 @@ class Mlflow:
 
 
 def mlflow_name(name: str) -> str:
-    """Return a name that MLflow accepts: letters, digits, `_-. :` and slashes; no part empty, `.` or `..`.
-
-    A changed name ends in a hash of the original, so different names stay different.
-    """
+    """Return a name that MLflow accepts: letters, digits, `_-. :` and slashes; no part empty, `.` or `..`."""
     parts = [re.sub(r"[^a-zA-Z0-9_\-. :]", "_", part) for part in name.split("/")]
-    accepted = "/".join("_" if part in ("", ".", "..") else part for part in parts)[:_MLFLOW_LENGTH]
-    if accepted == name:
-        return name
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    return f"{accepted[: _MLFLOW_LENGTH - 9]}-{digest}"
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:250]
