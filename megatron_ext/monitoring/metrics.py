@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import REMEDIES, UserError, echo
+from megatron_ext.errors import REMEDIES, UserError
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.monitoring.views import View, check_views, open_views
 
@@ -32,52 +32,16 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     """Read the objects of a JSON-lines file, in order; an incomplete last line (no newline yet) is skipped.
 
     Raises:
-        UserError: a complete line is not a JSON object; the message names the file and the line.
+        UserError: a complete line is not a JSON object with an integer `step`; the message names the file and the line.
         FileNotFoundError: there is no such file.
     """
-    return [record for _, record in _read_lines(Path(path), with_step=False)]
+    return [record for _, record in _read_lines(Path(path))]
 
 
-def read_by_step(path: Path, keys: Collection[str] | None = None) -> tuple[dict[str, Any], ...]:
-    """Read the last record of each step, by increasing step.
-
-    Args:
-        path: the file.
-        keys: fields to keep beside `step`, if present; None for all.
-
-    Raises:
-        UserError: a complete line is not a JSON object with an integer `step`.
-        FileNotFoundError: there is no such file.
-    """
-    latest: dict[int, dict[str, Any]] = {}
-    for _, record in _read_lines(path):
-        kept = record if keys is None else {key: record[key] for key in ("step", *keys) if key in record}
-        latest[record["step"]] = kept
+def read_by_step(path: Path) -> tuple[dict[str, Any], ...]:
+    """Read the last record of each step, by increasing step. Raises what `read_jsonl` raises."""
+    latest = {record["step"]: record for _, record in _read_lines(path)}
     return tuple(latest[step] for step in sorted(latest))
-
-
-def recorded_number(path: Path, record: Record, key: str, value: Any) -> float | None:
-    """Return a number read from a record of `read_by_step`; None if it was not finite.
-
-    Raises:
-        UserError: it is not a number.
-    """
-    if value is None:
-        return None
-    try:
-        if isinstance(value, int | float):
-            return float(value)
-    except OverflowError:
-        pass
-    raise damaged(path, record, key, value, "a number")
-
-
-def damaged(path: Path, record: Record, key: str, value: Any, needs: str) -> UserError:
-    """Return the error for an invalid value in a record."""
-    return UserError(
-        f"{path}: step {record['step']} has {key} {echo(value)}, needs {needs}; restore the file from a copy or delete "
-        "that line"
-    )
 
 
 def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
@@ -96,8 +60,8 @@ def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
         file.writelines(raw + b"\n" for raw, record in _read_lines(path) if keep(record["step"]))
 
 
-def _read_lines(path: Path, *, with_step: bool = True) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each complete line, without its newline, and its record, which `with_step` has an integer `step`."""
+def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each complete line, without its newline, and its record."""
     with path.open("rb") as file:  # line by line: the file of a long run may not fit in memory
         for number, line in enumerate(file, start=1):
             raw = line.removesuffix(b"\n")
@@ -108,12 +72,12 @@ def _read_lines(path: Path, *, with_step: bool = True) -> Iterator[tuple[bytes, 
             except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
                 record = None
             step = record.get("step") if isinstance(record, dict) else None
-            if isinstance(record, dict) and (not with_step or (type(step) is int and abs(step) < 2**53)):
+            if isinstance(record, dict) and type(step) is int and abs(step) < 2**53:
                 yield raw, record
             elif line.endswith(b"\n"):  # drop an incomplete last line; keep an object that only lacks its newline
                 text = raw[:60].decode("utf-8", errors="replace") + ("..." if len(raw) > 60 else "")
                 raise UserError(
-                    f"{path}, line {number}: got {text!r}, needs one JSON object{' with an integer step' * with_step}; "
+                    f"{path}, line {number}: got {text!r}, needs one JSON object with an integer step; "
                     "restore the file from a copy or delete that line"
                 )
 

@@ -234,7 +234,7 @@ def _evaluations(runs: Sequence[Path], given: Sequence[Path]) -> Iterator[str]:
 
 def table(run: Run) -> dict[str, str]:
     """Return the rows of a run's table; rows without a value are left out."""
-    first, last = itemgetter(0), itemgetter(-1)
+    last = itemgetter(-1)
     steps = run.curve("step").steps
     losses, norms = run.curve("lm_loss").values, run.curve("grad_norm").values
     finite = np.isfinite(losses) & np.isfinite(norms)
@@ -242,27 +242,21 @@ def table(run: Run) -> dict[str, str]:
     steady = stability(losses[finite], norms[finite])
     known = run.validation().finite()
     points = list(zip(known.steps.tolist(), known.values.tolist(), strict=True))
-    initial, best, final = (points[0], min(points, key=last), points[-1]) if points else (None, None, None)
-    perplexity = math.exp(final[1]) if final and final[1] < 100 else None
+    best, final = (min(points, key=last), points[-1]) if points else (None, None)
     times = run.curve("step_time_s").finite().values
     slowness = np.quantile(times, [0.5, 0.05, 0.95]) if times.size else None
     windows = run.curve("window").finite().values
     rows: dict[str, str | None] = {
         "Status": run.history.status,
         **_started(run),
-        "Initial validation loss": _text(initial, "{0[1]:.4f} at step {0[0]:,.0f}"),
         "Final validation loss": _text(final, "{0[1]:.4f} at step {0[0]:,.0f}") or "not evaluated",
         "Best validation loss": _text(best, "{0[1]:.4f} at step {0[0]:,.0f}"),
-        "Final validation perplexity": _text(perplexity, "{:,.2f}"),
         **{
             f"Final validation loss at {length:,}": _text(curve.values[-1], "{:.4f}")
             for length, curve in run.validation_by_length().items()
         },
-        "First training loss": _text(run.reduced("lm_loss", first), "{:.4f}"),
         "Last training loss": _text(run.reduced("lm_loss", last), "{:.4f}"),
         "Completed steps": f"{int(steps[-1]) + 1:,}",
-        "First recorded step": _text(int(steps[0]) or None, "{:,}"),
-        "Steps without a record": _text(int(steps[-1] - steps[0]) + 1 - len(steps) or None, "{:,}"),
         "Tokens": _text(run.reduced("consumed_tokens", last), "{:,.0f}"),
         "FLOPs": _text(run.reduced("flops", np.sum), "{:.3g}"),
         "FLOPs saved against the last window": _text(run.flops_saved(), "{:.1%}"),
@@ -283,18 +277,8 @@ def table(run: Run) -> dict[str, str]:
         "Loss spikes": _text(int(np.nansum(run.curve("spike").values)) or None, "{:,}"),
         "Steps that changed no weight": _text(int(np.nansum(run.curve("skipped").values)) or None, "{:,}"),
         "Non-finite steps, left out above": _text(int(np.count_nonzero(~finite & trained)) or None, "{:,}"),
-        "Last standard deviation of token weights": _text(run.reduced("weight_std", last), "{:.4f}"),
-        "Last largest token weight": _text(run.reduced("weight_max", last), "{:.4f}"),
-        "Last share of tokens of weight 0": _text(run.reduced("zero_share", last), "{:.1%}"),
-        "Last mean score": _text(run.reduced("score_mean", last), "{:.4f}"),
         "Time in scoring": _duration(run.reduced("score_time_s", np.sum)),
     }
-    if (mixture := run.mixture()) is not None:
-        for d in np.argsort(-mixture.tokens, kind="stable").tolist():
-            share = mixture.requested[d]
-            requested = "" if math.isnan(share) else f", requested {share:.2%}"
-            drawn = f"{mixture.shares[-1, d]:.2%} of the tokens{requested}; {mixture.rows[d]:,} rows"
-            rows[f"Drawn from {mixture.names[d]}"] = drawn
     return {label: text for label, text in rows.items() if text is not None}
 
 
@@ -372,13 +356,11 @@ def charts(runs: Sequence[Run]) -> Iterator[Chart]:
     for run in runs:
         if (mixture := run.mixture()) is not None:
             traces = []
-            for place, d in enumerate(np.argsort(-mixture.tokens, kind="stable").tolist()):
-                name, share = mixture.names[d], mixture.requested[d]
-                traces.append(_trace(mixture.steps, mixture.shares[:, d], name, place))
-                if math.isfinite(share):
-                    dashed = {"color": RUN_COLORS[place % len(RUN_COLORS)], "dash": "dash", "width": 1}
-                    ends = mixture.steps[[0, -1]]
-                    traces.append(_trace(ends, [share] * 2, f"{name}, requested", place, line=dashed, showlegend=False))
+            for number, (name, share) in enumerate(zip(mixture.names, mixture.requested, strict=True)):
+                traces.append(_trace(mixture.steps, mixture.shares[:, number], name, number))
+                dashed = {"color": RUN_COLORS[number % len(RUN_COLORS)], "dash": "dash", "width": 1}
+                ends = mixture.steps[[0, -1]]
+                traces.append(_trace(ends, [share] * 2, f"{name}, requested", number, line=dashed, showlegend=False))
             caption = "Share of all tokens drawn up to a step; dashed: as requested."
             yield Chart(f"Mixture as drawn by {run.name}", _figure(traces, "share of tokens"), caption)
 

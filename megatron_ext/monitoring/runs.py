@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.history import History, read_history
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, damaged, read_by_step, recorded_number
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
 from megatron_ext.monitoring.stability import VOLATILITY_SPAN, Stability, stability
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
@@ -42,16 +43,14 @@ class Mixture:
     """The rows that a run has drawn from each of its D datasets.
 
     Attributes:
-        names, rows, tokens: [D], rows drawn and their tokens, without padding.
-        requested: [D], the requested shares of the tokens; NaN if unknown.
+        names: [D].
+        requested: [D], the requested shares of the tokens.
         steps: [n], the steps that record it.
         shares: [n, D], shares of all tokens drawn up to and including each of these steps.
     """
 
     names: tuple[str, ...]
     requested: Column
-    rows: npt.NDArray[np.int64]
-    tokens: Column
     steps: Column
     shares: npt.NDArray[np.float64]
 
@@ -80,7 +79,7 @@ class Run:
         """Return a training metric at every step; NaN if it is missing, or for a loss without trained tokens."""
         nothing = [key in LOSSES and record.get("denominator") == 0 for record in self.records]
         values = [None if none else record.get(key) for record, none in zip(self.records, nothing, strict=True)]
-        return self._curve(self.records, values, METRICS_FILE, key)
+        return _curve(self.records, values)
 
     def reduced(self, key: str, reduce: Callable[[Column], Any]) -> float | None:
         """Reduce the finite values of a training metric to one number; None if there are none."""
@@ -89,31 +88,29 @@ class Run:
 
     def validation(self) -> Curve:
         """Return the validation loss in nats; `steps` counts completed steps, so 0 is before training."""
-        losses = [record.get("valid_loss") for record in self.evaluations]
-        return self._curve(self.evaluations, losses, EVALUATION_FILE, "valid_loss")
+        return _curve(self.evaluations, [record.get("valid_loss") for record in self.evaluations])
 
     def validation_by_length(self) -> dict[int, Curve]:
         """Return the validation loss at each evaluation length in tokens, shortest first."""
-        by_length = [self._by_number(record, "by_length") for record in self.evaluations]
+        by_length = [record.get("by_length", {}) for record in self.evaluations]
+        lengths = sorted({length for losses in by_length for length in losses}, key=int)
         return {
-            length: self._curve(self.evaluations, [at.get(length) for at in by_length], EVALUATION_FILE, "by_length")
-            for length in sorted({length for losses in by_length for length in losses})
+            int(length): _curve(self.evaluations, [losses.get(length) for losses in by_length]) for length in lengths
         }
 
     def losses_by_position(self) -> dict[int, dict[int, float]]:
         """Return by step the validation losses of tokens that see at least p and fewer than 2p tokens, by p."""
-        found = {record["step"]: self._by_number(record, "by_position") for record in self.evaluations}
-        return {step: losses for step, losses in found.items() if losses}
+        return {
+            record["step"]: {int(position): loss for position, loss in record["by_position"].items()}
+            for record in self.evaluations
+            if record.get("by_position")
+        }
 
     def by_layer(self, key: str) -> tuple[Column, npt.NDArray[np.float64]]:
         """Return a metric that some steps have for each layer: their steps [n] and its values [n, layers]."""
         known = [record for record in self.records if record.get(key)]
-        for record in known:
-            layers = record[key]
-            if not isinstance(layers, list) or len(layers) != len(known[0][key]):
-                raise damaged(self.folder / METRICS_FILE, record, key, layers, "a number for each layer")
-        values = [[self._number(value, METRICS_FILE, record, key) for value in record[key]] for record in known]
-        return np.array([record["step"] for record in known], dtype=np.float64), np.array(values, dtype=np.float64)
+        curve = _curve(known, [record[key] for record in known])
+        return curve.steps, curve.values
 
     def clock(self, name: str) -> Column | None:
         """Return the total consumed_tokens, flops or hours (in steps) at the end of each recorded step.
@@ -129,23 +126,16 @@ class Run:
     def mixture(self) -> Mixture | None:
         """Sum up the rows drawn from each dataset, each as its dataset's average tokens; None if not recorded."""
         known = [record for record in self.records if record.get("source_rows")]
-        if not known:
-            return None
-        names = tuple(dict.fromkeys(name for record in known for name in record["source_rows"]))
-        rows = np.array([[record["source_rows"].get(name, 0) for name in names] for record in known], dtype=np.int64)
         sources: dict[str, dict[str, float]] = {}
         for start in self.history.starts:
             sources |= start.get("sources", {})
-        newest = self.history.starts[-1].get("sources", {}) if self.history.starts else {}
-        row_tokens = np.array([sources.get(name, {}).get("row_tokens", np.nan) for name in names])
-        if np.isnan(row_tokens).any():  # without a history all rows count equally
-            row_tokens = np.ones(len(names))
-        tokens = np.cumsum(rows * row_tokens, axis=0)
+        if not known or not sources:
+            return None
+        rows = np.array([[record["source_rows"].get(name, 0) for name in sources] for record in known])
+        tokens = np.cumsum(rows * [source["row_tokens"] for source in sources.values()], axis=0)
         return Mixture(
-            names=names,
-            requested=np.array([newest.get(name, {}).get("share", np.nan) for name in names]),
-            rows=rows.sum(axis=0),
-            tokens=tokens[-1],
+            names=tuple(sources),
+            requested=np.array([source["share"] for source in sources.values()]),
             steps=np.array([record["step"] for record in known], dtype=np.float64),
             shares=tokens / tokens.sum(axis=1, keepdims=True),
         )
@@ -158,22 +148,11 @@ class Run:
             return None
         return float(1.0 - flops.sum() / (np.median(flops[last]) * flops.size))
 
-    def _curve(self, records: Sequence[Mapping[str, Any]], values: Sequence[Any], file: str, key: str) -> Curve:
-        pairs = zip(records, values, strict=True)
-        numbers = [self._number(value, file, record, key) for record, value in pairs]
-        steps = np.array([record["step"] for record in records], dtype=np.float64)
-        return Curve(steps, np.array(numbers, dtype=np.float64))
 
-    def _by_number(self, record: Mapping[str, Any], key: str) -> dict[int, float]:
-        given = record.get(key) or {}
-        if not isinstance(given, Mapping) or not all(name.isdecimal() and len(name) < 16 for name in given):
-            needs = "a mapping from numbers of tokens to losses"
-            raise damaged(self.folder / EVALUATION_FILE, record, key, given, needs)
-        return {int(name): self._number(loss, EVALUATION_FILE, record, key) for name, loss in given.items()}
-
-    def _number(self, value: Any, file: str, record: Mapping[str, Any], key: str) -> float:
-        number = recorded_number(self.folder / file, record, key, value)
-        return math.nan if number is None else number
+def _curve(records: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> Curve:
+    """Return the values, None as NaN."""
+    steps = np.array([record["step"] for record in records], dtype=np.float64)
+    return Curve(steps, np.array(values, dtype=np.float64))
 
 
 @dataclass(frozen=True)
@@ -234,7 +213,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     """Read a run folder; a half-written last line is ignored, and the last record of each step counts.
 
     Raises:
-        UserError: `metrics.jsonl` is missing, empty or corrupt, or a record has no integer `step`.
+        UserError: `metrics.jsonl` is missing, empty or corrupt, or `passage.json` is damaged.
     """
     folder = Path(folder)
     path = folder / METRICS_FILE
@@ -261,25 +240,18 @@ def stage_folders(run: Path) -> list[Path]:
         return []
     started = {}
     for path in run.glob(f"*/{METRICS_FILE}"):
-        records = read_by_step(path, ("time",))
-        started[path.parent] = float(records[0].get("time") or 0.0) if records else math.inf
+        records = read_by_step(path)
+        started[path.parent] = records[0]["time"] if records else math.inf
     return sorted(started, key=lambda folder: (started[folder], folder.name))
 
 
 def load_runs(folders: Sequence[Path | str]) -> list[Run]:
-    """Read several run folders; each is named by the shortest unique suffix of its path.
-
-    Raises:
-        UserError: the same folder twice, or any error of `load_run`.
-    """
+    """Read several run folders; each is named by its path from the folder that they have in common."""
     paths = [Path(folder).resolve() for folder in folders]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise UserError(f"{path}: given twice, a comparison needs different run folders; name each once")
-    depth = 1
-    while len({path.parts[-depth:] for path in paths}) < len(paths):
-        depth += 1
-    return [load_run(path, "/".join(path.parts[-depth:])) for path in paths]
+    if len(paths) == 1:
+        return [load_run(paths[0])]
+    common = os.path.commonpath(paths)
+    return [load_run(path, str(path.relative_to(common))) for path in paths]
 
 
 def stability_between(run: Run, first: int, end: int) -> Stability:

@@ -40,7 +40,6 @@ def test_the_last_record_of_each_step_counts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(_lines([{"step": 2, "x": 1}, {"step": 0}, {"step": 2, "x": 2}]) + b'{"step": 3')
     assert read_by_step(path) == ({"step": 0}, {"step": 2, "x": 2})
-    assert read_by_step(path, ("x", "y")) == ({"step": 0}, {"step": 2, "x": 2})
     path.write_bytes(_lines([{"step": 2}, {"step": True}]))
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .* needs one JSON object with an integer step"):
         read_by_step(path)
@@ -96,7 +95,6 @@ class TestCutBack:
         path.write_bytes(_lines([{"step": step, "lm_loss": 1.0, "text": "x" * 1000} for step in range(4000)]))
         tracemalloc.start()
         cut_back(path, lambda step: step < 3999)
-        assert len(read_by_step(path, ("lm_loss",))) == 3999
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < path.stat().st_size / 2

@@ -45,8 +45,6 @@ def test_damaged_steps_are_counted_and_left_out_of_the_stability(tmp_path):
     rows = table(load_run(_write(tmp_path, [{**r, "step": r["step"] + 5} for r in records if r["step"] != 12])))
     good = [record for record in records if record["step"] not in (7, 9, 12)]
     expected = stability([record["lm_loss"] for record in good], [record["grad_norm"] for record in good])
-    assert rows["First recorded step"] == "5"
-    assert rows["Steps without a record"] == "1"
     assert rows["Non-finite steps, left out above"] == "2"
     assert (rows["Loss spikes"], rows["Steps that changed no weight"]) == ("2", "1")
     assert rows["Volatility: mean std of loss over 10 steps"] == f"{expected.volatility:.4f}"
