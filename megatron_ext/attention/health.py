@@ -22,8 +22,7 @@ Legend: Q sampled queries; C context-parallel ranks; other letters as in the res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -44,29 +43,12 @@ def sample_queries(seed: int, step: int, tokens: int, count: int) -> Int64:
     return np.sort(np.random.default_rng([seed, step, _DRAW]).choice(tokens, min(count, tokens), replace=False))
 
 
-@dataclass(frozen=True, eq=False)
-class VisibleKeys:
-    """The keys that the sampled queries see in one kind of layer.
-
-    Attributes:
-        starts_Q: int64, the first token of each query's segment.
-        first_Q: int64, the first key that it sees.
-    """
-
-    starts_Q: Tensor
-    first_Q: Tensor
-
-    @classmethod
-    def under(cls, mask: AttentionMask, queries: Int64) -> VisibleKeys:
-        """Return the visible keys of some of a mask's tokens."""
-        borders = mask.layout.cu_seqlens.astype(np.int64)
-        starts = borders[np.searchsorted(borders, queries, side="right") - 1]
-        first = starts if mask.left_window is None else np.maximum(starts, queries - mask.left_window)
-        return cls(torch.from_numpy(starts), torch.from_numpy(first))
-
-    def to(self, device: torch.device) -> VisibleKeys:
-        """Move the tensors to `device`."""
-        return VisibleKeys(moved(self.starts_Q, device), moved(self.first_Q, device))
+def visible_from(mask: AttentionMask, queries: Int64) -> Tensor:
+    """Return the first token of each query's segment and the first key that it sees; int64 [2, Q]."""
+    borders = mask.layout.cu_seqlens.astype(np.int64)
+    starts = borders[np.searchsorted(borders, queries, side="right") - 1]
+    first = starts if mask.left_window is None else np.maximum(starts, queries - mask.left_window)
+    return torch.from_numpy(np.stack([starts, first]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +60,16 @@ class SampledQueries:
         rows_q: int64, this rank's queries, as indices into its own tokens.
         tokens_Q: int64, the queries as indices into all T tokens, those of rank 0 first.
         tokens_t: int64, this rank's tokens as indices into the T tokens.
-        scheduled: the keys visible in layers that follow the window schedule.
-        local: the keys visible in local layers; None if there are none.
+        scheduled_2Q: the keys visible in layers that follow the window schedule, as `visible_from` returns them.
+        local_2Q: the keys visible in local layers; None if there are none.
     """
 
     counts: tuple[int, ...]
     rows_q: Tensor
     tokens_Q: Tensor
     tokens_t: Tensor
-    scheduled: VisibleKeys
-    local: VisibleKeys | None
+    scheduled_2Q: Tensor
+    local_2Q: Tensor | None
 
     @classmethod
     def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> SampledQueries:
@@ -106,88 +88,69 @@ class SampledQueries:
             rows_q=torch.from_numpy(rows[rank]),
             tokens_Q=torch.from_numpy(tokens),
             tokens_t=torch.from_numpy(by_rank[rank]),
-            scheduled=VisibleKeys.under(masks.scheduled, tokens),
-            local=VisibleKeys.under(masks.local, tokens) if masks.local is not None else None,
+            scheduled_2Q=visible_from(masks.scheduled, tokens),
+            local_2Q=visible_from(masks.local, tokens) if masks.local is not None else None,
         )
 
     def to(self, device: torch.device) -> SampledQueries:
         """Move the tensors to `device`."""
-        rows, sampled, tokens = (moved(index, device) for index in (self.rows_q, self.tokens_Q, self.tokens_t))
-        local = self.local.to(device) if self.local is not None else None
-        return replace(
-            self, rows_q=rows, tokens_Q=sampled, tokens_t=tokens, scheduled=self.scheduled.to(device), local=local
+        return SampledQueries(
+            self.counts,
+            moved(self.rows_q, device),
+            moved(self.tokens_Q, device),
+            moved(self.tokens_t, device),
+            moved(self.scheduled_2Q, device),
+            moved(self.local_2Q, device) if self.local_2Q is not None else None,
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """Partial attention statistics of the sampled queries, over all keys or over the keys of one rank.
+S_MAX_SCALED = 4  # row of `by_head`
 
-    With x_ij = scale * (s_ij - largest_i) and e_ij = exp(x_ij), which is at most 1:
 
-    Attributes:
-        largest: max_j s_ij; -inf if no key here is visible. All are [..., Q, N].
-        total: sum_j e_ij.
-        product: sum_j e_ij x_ij.
-        first: e_ij of the segment's first token, 0 if it is not visible here.
-        distance: sum_j e_ij (i - j).
+def merged(found_5CQN: Tensor, scale: Tensor | float) -> Tensor:
+    """Merge the statistics that `find` returns on each rank into those of all keys, [5, ..., Q, N]."""
+    largest, *sums = found_5CQN
+    of_all = largest.amax(dim=0)
+    shift = torch.where(largest == -torch.inf, 0.0, scale * (largest - of_all))
+    total, product, first, distance = (shift.exp() * one for one in sums)
+    return torch.stack([of_all, *(one.sum(dim=0) for one in (total, product + shift * total, first, distance))])
+
+
+def by_head(found_5QN: Tensor, scale: Tensor | float) -> Tensor:
+    """Reduce all queries of a head to the statistics of `AttentionHealth`, in its order; [6, ..., N].
+
+    The second row is the mean attention on the first token; `of_layers` converts it to the share of sinks.
     """
-
-    S_MAX_SCALED: ClassVar[int] = 4  # row index in the result of `by_head`
-
-    largest: Tensor
-    total: Tensor
-    product: Tensor
-    first: Tensor
-    distance: Tensor
-
-    def stacked(self) -> Tensor:
-        """Return all five as one tensor, [5, ..., Q, N]."""
-        return torch.stack([getattr(self, one.name) for one in fields(self)])
-
-    def merged(self, scale: Tensor | float) -> Found:
-        """Merge the statistics of the ranks, [C, ..., Q, N], into those of all keys, [..., Q, N]."""
-        largest = self.largest.amax(dim=0)
-        shift = torch.where(self.largest == -torch.inf, 0.0, scale * (self.largest - largest))
-        factor = shift.exp()
-        return Found(
-            largest=largest,
-            total=(factor * self.total).sum(dim=0),
-            product=(factor * (self.product + shift * self.total)).sum(dim=0),
-            first=(factor * self.first).sum(dim=0),
-            distance=(factor * self.distance).sum(dim=0),
-        )
-
-    def by_head(self, scale: Tensor | float) -> Tensor:
-        """Reduce all queries of a head to the statistics of `AttentionHealth`, in its order; [6, ..., N].
-
-        The second row is the mean attention on the first token; `of_layers` converts it to the share of sinks.
-        """
-        first = self.first / self.total
-        largest = self.largest.amax(dim=-2)
-        return torch.stack(
-            [
-                (self.total.log() - self.product / self.total).mean(dim=-2),
-                first.mean(dim=-2),
-                (first > SINK).to(first.dtype).mean(dim=-2),
-                largest,
-                (scale * self.largest).amax(dim=-2),
-                (self.distance / self.total).mean(dim=-2),
-            ]
-        )
+    largest, total, product, first, distance = found_5QN
+    first = first / total
+    return torch.stack(
+        [
+            (total.log() - product / total).mean(dim=-2),
+            first.mean(dim=-2),
+            (first > SINK).to(first.dtype).mean(dim=-2),
+            largest.amax(dim=-2),
+            (scale * largest).amax(dim=-2),
+            (distance / total).mean(dim=-2),
+        ]
+    )
 
 
 def find(
-    query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, tokens_t: Tensor, visible: VisibleKeys, scale: float
-) -> Found:
+    query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, tokens_t: Tensor, visible_2Q: Tensor, scale: float
+) -> Tensor:
     """Compute the statistics of the sampled queries over the keys of this rank, a block of queries at a time.
 
     Args:
         query_QNH: the sampled queries, float32.
         key_tGH: the keys of this rank's tokens; G divides N.
         tokens_Q, tokens_t: the token indices of the queries and of the keys.
-        visible: the keys that the queries see.
+        visible_2Q: the keys that the queries see, as `visible_from` returns them.
         scale: multiplies the scores before the softmax.
+
+    Returns:
+        [5, Q, N]. With x_ij = scale * (s_ij - largest_i) and e_ij = exp(x_ij), which is at most 1: the largest
+        max_j s_ij, -inf if no key here is visible; sum_j e_ij; sum_j e_ij x_ij; e_ij of the segment's first token, 0 if
+        it is not visible here; sum_j e_ij (i - j).
     """
     queries, heads, _ = query_QNH.shape
     tokens, groups, _ = key_tGH.shape
@@ -196,25 +159,22 @@ def find(
     for part in range(0, queries, size := max(1, _SCORES // (heads * tokens))):
         here = slice(part, part + size)
         token_b1, query_bNH = tokens_Q[here, None], query_QNH[here]
-        seen_bt = (tokens_t >= visible.first_Q[here, None]) & (tokens_t <= token_b1)
+        start_b1, first_b1 = visible_2Q[:, here, None]
+        seen_bt = (tokens_t >= first_b1) & (tokens_t <= token_b1)
         grouped = query_bNH.unflatten(1, (groups, -1)).transpose(0, 1)  # [G, b, N/G, H]
         score = (grouped.flatten(1, 2) @ key_GHt).unflatten(1, grouped.shape[1:3]).transpose(0, 1).flatten(1, 2)
         score_bNt = score.masked_fill(~seen_bt[:, None], -torch.inf)
         largest = score_bNt.amax(dim=-1)
         x_bNt = scale * (score_bNt - torch.where(largest == -torch.inf, 0.0, largest)[..., None])
         e_bNt = x_bNt.exp()
-        found.append(
-            torch.stack(
-                [
-                    largest,
-                    e_bNt.sum(dim=-1),
-                    (e_bNt * x_bNt.masked_fill(~seen_bt[:, None], 0.0)).sum(dim=-1),
-                    (e_bNt * (tokens_t == visible.starts_Q[here, None])[:, None]).sum(dim=-1),
-                    (e_bNt * (token_b1 - tokens_t)[:, None]).sum(dim=-1),
-                ]
-            )
-        )
-    return Found(*torch.cat(found, dim=1))
+        sums = [
+            e_bNt.sum(dim=-1),
+            (e_bNt * x_bNt.masked_fill(~seen_bt[:, None], 0.0)).sum(dim=-1),
+            (e_bNt * (tokens_t == start_b1)[:, None]).sum(dim=-1),
+            (e_bNt * (token_b1 - tokens_t)[:, None]).sum(dim=-1),
+        ]
+        found.append(torch.stack([largest, *sums]))
+    return torch.cat(found, dim=1)
 
 
 class Probe:
@@ -227,7 +187,7 @@ class Probe:
 
     def __init__(self, sampled: SampledQueries, context: ContextGroup) -> None:
         self.sampled, self.context = sampled, context
-        self._found: dict[int, tuple[Found, float]] = {}
+        self._found: dict[int, tuple[Tensor, float]] = {}
 
     @torch.no_grad()
     def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
@@ -242,29 +202,28 @@ class Probe:
         if layer_number in self._found:
             return
         sampled = self.sampled
-        visible = sampled.local if local else sampled.scheduled
-        assert visible is not None
+        visible_2Q = sampled.local_2Q if local else sampled.scheduled_2Q
+        assert visible_2Q is not None
         shape = query_tNH.shape[1:]
         mine = query_tNH.index_select(0, sampled.rows_q).float().flatten()
         query_QNH = self.context.gather(mine, [count * shape.numel() for count in sampled.counts]).unflatten(
             0, (-1, *shape)
         )
-        found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.tokens_t, visible, scale)
+        found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.tokens_t, visible_2Q, scale)
         self._found[layer_number] = found, scale
 
     def measured(self) -> tuple[list[int], Tensor]:
-        """Return the layers measured here, ascending, and their statistics as in `Found.by_head`, float64 [6, layers,
-        N].
+        """Return the layers measured here, ascending, and their statistics as in `by_head`, float64 [6, layers, N].
 
         Collective: all context-parallel ranks call this together and get the same result.
         """
         layers = sorted(self._found)
-        found = torch.stack([self._found[layer][0].stacked() for layer in layers], dim=1)
+        found = torch.stack([self._found[layer][0] for layer in layers], dim=1)
         everyone = self.context.gather(found.flatten(), [found.numel()] * self.context.size)
         by_rank = everyone.unflatten(0, (self.context.size, *found.shape)).transpose(0, 1).double()
         scales = [self._found[layer][1] for layer in layers]
         scale = moved(torch.tensor(scales, dtype=torch.float64), found.device)[:, None, None]
-        return layers, Found(*by_rank).merged(scale).by_head(scale)
+        return layers, by_head(merged(by_rank, scale), scale)
 
 
 @dataclass(frozen=True)
@@ -297,14 +256,14 @@ class AttentionHealth:
         return cls(*(tuple(values[first : first + layers]) for first in range(0, len(values), layers)))
 
 
-def of_layers(by_head: Tensor, clip: float | None = None) -> Tensor:
+def of_layers(heads: Tensor, clip: float | None = None) -> Tensor:
     """Reduce the heads of each layer to the fields of `AttentionHealth`.
 
     Args:
-        by_head: float64 [6, layers, N], as returned by `Found.by_head`.
+        heads: float64 [6, layers, N], as returned by `by_head`.
         clip: heads whose s_max_scaled is above this are counted as clipped; None: no clipping.
     """
-    entropy, first, pairs, s_max, s_max_scaled, distance = by_head
+    entropy, first, pairs, s_max, s_max_scaled, distance = heads
     means = torch.stack([entropy, (first > SINK).to(first.dtype), pairs, distance]).mean(dim=-1)
     above = s_max_scaled > (torch.inf if clip is None else clip)
     clipped = (above & s_max_scaled.isfinite()).sum(dim=-1).to(means.dtype)

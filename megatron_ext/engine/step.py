@@ -29,7 +29,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.attention.health import AttentionHealth, Found, Probe, of_layers
+from megatron_ext.attention.health import S_MAX_SCALED, AttentionHealth, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
 from megatron_ext.device import AsyncHostCopy, to_device
@@ -216,7 +216,7 @@ class Stepper:
             by_head = self._attention_by_head(probe)
             attention = of_layers(by_head, self.clip.limit if self.clip is not None else None).flatten()
         if self.clip is not None:
-            self.clip.due = by_head[Found.S_MAX_SCALED] if step.attention_measured else None
+            self.clip.due = by_head[S_MAX_SCALED] if step.attention_measured else None
 
         def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> PendingStep:
             values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])

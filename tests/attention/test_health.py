@@ -11,10 +11,11 @@ from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.health import (
     SINK,
     AttentionHealth,
-    Found,
     Probe,
     SampledQueries,
+    by_head,
     find,
+    merged,
     of_layers,
     sample_queries,
 )
@@ -68,11 +69,11 @@ def dense(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, queries
             firsts.append(p[seen.index(start)].item() if start in seen else 0.0)
             distances.append(sum(p[n].item() * (i - j) for n, j in enumerate(seen)))
             largest.append(scores.max().item())
-    by_head = np.reshape(firsts, (HEADS, -1))
+    first = np.reshape(firsts, (HEADS, -1))
     return {
         "entropy": float(np.mean(entropies)),
-        "sink_share": float((by_head.mean(axis=1) > SINK).mean()),
-        "sink_pairs": float((by_head > SINK).mean()),
+        "sink_share": float((first.mean(axis=1) > SINK).mean()),
+        "sink_pairs": float((first > SINK).mean()),
         "s_max": max(largest),
         "s_max_scaled": SCALE * max(largest),
         "distance": float(np.mean(distances)),
@@ -83,9 +84,9 @@ def measured(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, quer
     tokens = np.arange(len(query))
     probe = Probe(SampledQueries.of(queries, masks, [tokens], 0), ALONE)
     probe.observe(1, local, query, key, SCALE)
-    layers, by_head = probe.measured()
+    layers, heads = probe.measured()
     assert layers == [1]
-    return AttentionHealth.of(of_layers(by_head).flatten().tolist())
+    return AttentionHealth.of(of_layers(heads).flatten().tolist())
 
 
 def assert_close(health: AttentionHealth, expected: dict[str, float]) -> None:
@@ -130,13 +131,10 @@ def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
         sampled = SampledQueries.of(queries, masks, by_rank, rank)
         assert sorted(sampled.tokens_Q.tolist()) == queries.tolist()
         assert sampled.tokens_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
-        left_window = sampled.scheduled
-        parts.append(
-            find(query[sampled.tokens_Q], key[sampled.tokens_t], sampled.tokens_Q, sampled.tokens_t, left_window, SCALE)
-        )
-    stacked = torch.stack([part.stacked() for part in parts], dim=1).double()
-    by_head = Found(*stacked).merged(SCALE).by_head(SCALE)
-    health = AttentionHealth.of(of_layers(by_head[:, None]).flatten().tolist())
+        tokens = sampled.tokens_Q, sampled.tokens_t
+        parts.append(find(query[tokens[0]], key[tokens[1]], *tokens, sampled.scheduled_2Q, SCALE))
+    heads = by_head(merged(torch.stack(parts, dim=1).double(), SCALE), SCALE)
+    health = AttentionHealth.of(of_layers(heads[:, None]).flatten().tolist())
     assert_close(health, dense(query, key, masks, local=False, queries=queries.tolist()))
 
 
