@@ -20,10 +20,8 @@ With a sliding window of `left_window` tokens a piece needs only [max(s, a - lef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 
@@ -74,31 +72,6 @@ class _Transfers:
     end: Int64
 
 
-class _Rows(Sequence[Int64]):
-    """The tokens of each rank, computed on access: a process needs only its own."""
-
-    def __init__(self, owner: CPPlan) -> None:
-        self._owner = owner
-        self._known: dict[int, Int64] = {}
-
-    def __len__(self) -> int:
-        return self._owner.cp_size
-
-    @overload
-    def __getitem__(self, index: int) -> Int64: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Int64]: ...
-    def __getitem__(self, index: int | slice) -> Int64 | Sequence[Int64]:
-        if isinstance(index, slice):
-            return [self[rank] for rank in range(*index.indices(len(self)))]
-        rank = range(len(self))[index]
-        if rank not in self._known:
-            own = self._owner.pieces_of(rank)
-            start, end = self._owner.piece_start[own], self._owner.piece_end[own]
-            self._known[rank] = ranges(start, end - start)
-        return self._known[rank]
-
-
 @dataclass(frozen=True, eq=False)
 class CPPlan:
     """An assignment of tokens to ranks and the keys that each rank needs; created by `plan`.
@@ -127,9 +100,10 @@ class CPPlan:
     _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)  # computed on demand
 
     @cached_property
-    def rows(self) -> Sequence[Int64]:
-        """rows[r]: int64 [T/cp], the tokens of rank r, ascending; computed on access and cached."""
-        return _Rows(self)
+    def rows(self) -> tuple[Int64, ...]:
+        """rows[r]: int64 [T/cp], the tokens of rank r, ascending."""
+        lengths, pieces = self.piece_end - self.piece_start, map(self.pieces_of, range(self.cp_size))
+        return tuple(ranges(self.piece_start[own], lengths[own]) for own in pieces)
 
     @cached_property
     def pairs(self) -> Int64:
@@ -171,13 +145,7 @@ class CPPlan:
         return np.flatnonzero(self.piece_rank == rank)
 
     def rank(self, rank: int) -> RankPlan:
-        """Return the plan of one rank, computed on first access and cached.
-
-        Raises:
-            IndexError: a rank outside 0..cp_size-1.
-        """
-        if not 0 <= rank < self.cp_size:
-            raise IndexError(f"rank: got {rank}, needs 0..{self.cp_size - 1}")
+        """Return the plan of one rank, computed on first access and cached."""
         if rank not in self._ranks:
             self._ranks[rank] = self._list(rank)
         return self._ranks[rank]
