@@ -65,24 +65,18 @@ class Backend:
         capability: tuple[int, int] | None = None,
         *,
         sinks: bool = False,
+        installed: bool = False,
     ) -> str | None:
         """Return why the backend cannot be used, with the remedy; None if it can.
 
-        `capability` is the device's; None if unknown, as on a machine without a GPU. `sinks`: whether heads have sinks.
+        Args:
+            device, dtype, head_size: of the call.
+            capability: of the device; None if unknown, as on a machine without a GPU.
+            sinks: whether heads have sinks.
+            installed: assume that everything is installed.
         """
-        unfit = self.missing() or self.misfit(device, dtype, head_size, capability, sinks=sinks)
-        return unfit or (self.sinks_missing() if sinks else None)
-
-    def misfit(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_size: int,
-        capability: tuple[int, int] | None = None,
-        *,
-        sinks: bool = False,
-    ) -> str | None:
-        """Return the same as `objection`, assuming that everything is installed."""
+        if not installed and (missing := self.missing()):
+            return missing
         if device.type not in self.devices:
             return f"runs on {' and '.join(self.devices)}, not on {device.type}; use --attention-backend reference"
         if capability is not None and capability < self.capability:
@@ -94,7 +88,7 @@ class Backend:
             return f"takes head sizes up to {self.largest_head} that 8 divides, not {head_size}; use reference"
         if sinks and not self.sinks:
             return "does not differentiate its log-sum-exp, which softmax_type learnable needs; use auto"
-        return None
+        return self.sinks_missing() if sinks and not installed else None
 
 
 BACKENDS: tuple[Backend, ...] = (

@@ -127,7 +127,9 @@ def suited(
         UserError: unknown backend.
     """
     candidates = _candidates(name, device)
-    return tuple(one.name for one in candidates if one.misfit(device, dtype, head_size, sinks=sinks) is None)
+    return tuple(
+        one.name for one in candidates if one.objection(device, dtype, head_size, sinks=sinks, installed=True) is None
+    )
 
 
 def _candidates(name: str, device: torch.device) -> list[Backend]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -55,21 +54,10 @@ def sinks_missing() -> str | None:
 
 
 def missing() -> str | None:
-    """Return what is missing and how to install it; None if nothing is.
+    """Return how to install the package if it is missing.
 
     The package flash-attn installs the same folder, in some versions with a `cute` of its own.
     """
-    install = "pip install --pre 'flash-attn-4[cu13]'"
-    spec = find_spec("flash_attn")
-    folders = (spec.submodule_search_locations or []) if spec is not None else []
-    if not any((Path(folder) / "cute" / "__init__.py").is_file() for folder in folders):
-        return f"is not installed; {install}"
-    if installed_version("flash-attn-4") is None:
-        return f"has flash_attn.cute of another package, not of flash-attn-4; {install}"
-    absent = [name for name in ("cutlass", "cuda", "quack", "tvm_ffi", "einops") if find_spec(name) is None]
-    if absent:
-        return (
-            f"cannot import {', '.join(absent)}; {install}; after pip install --target SITE, PYTHONPATH needs "
-            "SITE:SITE/nvidia_cutlass_dsl/dsl_packages"
-        )
-    return None
+    if installed_version("flash-attn-4") is not None and find_spec("cutlass") is not None:
+        return None
+    return "is not installed; pip install --pre 'flash-attn-4[cu13]'"

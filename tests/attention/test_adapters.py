@@ -180,7 +180,7 @@ FA2 = ("flash_attn/__init__.py",)
 FA4 = (
     "flash_attn/cute/__init__.py",
     "flash_attn_4-4.dist-info/METADATA",
-    *(f"{name}/__init__.py" for name in ("cuda", "quack", "tvm_ffi", "einops", "cutlass")),
+    "cutlass/__init__.py",
 )
 
 
@@ -191,14 +191,12 @@ FA4 = (
         (FA4, False, None),
         (FA2, True, "is not installed"),
         ((*FA2, *FA4), True, None),
-        ((*FA2, FA4[0]), True, "of another package, not of flash-attn-4"),
-        (FA4[:-1], False, "cannot import cutlass; pip install --pre 'flash-attn-4[cu13]'; after pip install --target"),
+        ((*FA2, FA4[0]), True, "is not installed"),
     ],
 )
 def test_which_flash_attention_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...], fa2: bool, fa4: str | None
 ) -> None:
-    """And which condition is not met; the last case is an installation whose .pth file Python did not read."""
     install(tmp_path, *files)
     monkeypatch.syspath_prepend(tmp_path)
     if flash_attn_4.missing() is None and fa4 is not None:
