@@ -18,7 +18,6 @@ import difflib
 import functools
 import importlib
 import os
-import select
 import signal
 import sys
 import time
@@ -98,7 +97,8 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
         except Exception as error:
-            if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            if isinstance(error, BrokenPipeError):  # Python flushes standard output again at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return NO_READER
             if DEBUG not in words and _is_bad_input(error):
                 print_error(error)
@@ -147,17 +147,6 @@ def _shorten(line: str) -> str:
     """Shorten a line that is too long by removing its middle."""
     end = MAX_CHARACTERS // 3
     return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - end]} ... {line[-end:]}"
-
-
-def _reader_has_gone() -> bool:
-    """Return whether standard output is a pipe without a reader; what it still holds is dropped then."""
-    output = sys.stdout.fileno()
-    poll = select.poll()
-    poll.register(output, 0)  # an error of the pipe is reported unasked
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return True
 
 
 class Parser(argparse.ArgumentParser):

@@ -65,21 +65,14 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-class _Repr(reprlib.Repr):
-    """Shortens values to about a line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxdict = 3, 4
-        self.maxstring = self.maxother = self.maxlong = 80
-
-    def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() <= 256 else f"a number of about {x.bit_length() * 3 // 10:,} digits"
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict = 3, 4
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def echo(value: object) -> str:
     """Return the repr of a user's value, shortened to about a line."""
-    return printable(_Repr().repr(value))
+    return printable(_SHORT.repr(value))
 
 
 def printable(text: str) -> str:
