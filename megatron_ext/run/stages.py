@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.checkpoint.changes import differences
 from megatron_ext.checkpoint.folders import end_of_samples, find_checkpoint, locate, older
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
@@ -46,7 +45,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
         ending = Ending(0, 0, None)
         for number, stage in enumerate(stages):
             if _has_ended(stage):
-                logger.info("stage %s has all its steps%s", stage.name, _other_options(stage))
+                logger.info("stage %s has all its steps", stage.name)
                 continue
             if stage.name is not None:
                 logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
@@ -163,15 +162,6 @@ def _has_all_steps(config: Config, steps: int) -> bool:
         return True
     save = config.checkpoint.save
     return save is not None and early_stopping(config, Path(save), steps).reason is not None
-
-
-def _other_options(stage: Stage) -> str:
-    """Describe how the configuration of a completed stage differs from the one it was trained with."""
-    checkpoint = find_checkpoint(stage.config)
-    assert checkpoint is not None
-    changes = differences(checkpoint.manifest.config, stage.config)
-    trained = [str(change) for change in changes if change.section not in ("checkpoint", "logging", "parallel")]
-    return f"; it was trained with other options: {', '.join(trained)}" if trained else ""
 
 
 def _steps(config: Config) -> int:

@@ -31,7 +31,7 @@ from megatron_ext.checkpoint.hf.names import count_active_parameters, count_para
 from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
-from megatron_ext.config.checks import keeps_weights, warnings_of
+from megatron_ext.config.checks import warnings_of
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine import compat, environment, parallel, te_options
@@ -125,7 +125,7 @@ def log_setup(config: Config, built: Built, here: environment.Environment) -> No
     dist.all_gather_object(environments, here)
     if ranks.world != 0:
         return
-    data, schedule, pretrained, source = config.data, config.window_schedule(), inputs.pretrained, inputs.checkpoint
+    data, schedule, pretrained = config.data, config.window_schedule(), inputs.pretrained
     lines = []
     if pretrained is not None:
         lines = [f"weights from {pretrained.folder}"]
@@ -143,13 +143,7 @@ def log_setup(config: Config, built: Built, here: environment.Environment) -> No
     ]
     for line in lines:
         logger.info("%s", line)
-    warnings, options = list(warnings_of(config)), config.checkpoint
-    if source is not None and options.init_from and source.run.resolve() != Path(options.save or "").resolve():
-        warnings.append(
-            f"init_from: got {options.init_from}, but the run continues from {source.folder}, as load says; add --load "
-            "none to begin with the former"
-        )
-    for line in warnings:
+    for line in warnings_of(config):
         logger.warning("warning: %s", line)
 
 
@@ -401,8 +395,6 @@ class Trainer:
         elif ending.signal:
             resume = as_flag("load", run)
             note = f"stopped by a signal; saved after {step} steps in {saved}; {resume} continues from there"
-        elif not keeps_weights(self.config.checkpoint):
-            note = "warning: the weights are lost: the run had no --save folder"
         elif self.began.step == step and not has_next_stage:
             done, option = f"all {step:,} steps were done", "train-iters"
             if early is not None:

@@ -24,10 +24,8 @@ def test_the_run_of_load_goes_on_whatever_init_from_says(
     begin = ["--save", tmp_path / "new", "--init-from", run, "--load", run]
     (both,) = alone.attempt(TRAINER, *flags, *begin)
     assert both.status == 0, both.stderr
-    assert f"warning: init_from: got {run}, but the run continues from " in both.stderr
     assert "nothing is left to do: all 2 steps were done before; raise --train-iters for more" in both.stderr
     assert "done: " not in both.stderr
     (chosen,) = alone.attempt(TRAINER, *flags, *begin, "--load", "none")
     assert chosen.status == 0, chosen.stderr
     assert f"weights from {run}" in chosen.stderr
-    assert "warning: init_from" not in chosen.stderr
