@@ -114,7 +114,7 @@ MODELS: list[tuple[Change, str]] = [
     (write("config.json", "[" * 100_000), "too many levels"),
     (write("config.json", '{"hidden_size": ' + "9" * 5000 + "}"), "cannot read"),
     (patch({"num_hidden_layers": 0}), "num_hidden_layers 0: Input should be greater than 0"),
-    (patch({"num_hidden_layers": 10**400}), "num_hidden_layers a number of about"),
+    (patch({"num_hidden_layers": 10**400}), "num_hidden_layers 1000"),
     (patch({"rms_norm_eps": float("nan")}), "rms_norm_eps nan: Input should be a finite number"),
     (patch({"rope_scaling": "linear"}), "rope_scaling 'linear': Input should be a valid dictionary"),
     (patch({"rope_scaling": {"rope_type": "linear", "factor": "two"}}), "factor 'two' in its angles, needs a number"),
@@ -127,8 +127,6 @@ CHECKPOINTS: list[tuple[Change, str]] = [
 ]
 METRICS: list[tuple[Change, str]] = [
     (Change("remove", "metrics.jsonl"), "metrics.jsonl: not found"),
-    (write("metrics.jsonl", '{"step": 0, "lm_loss": 1, "window": {}}\n'), "window {}, needs a number"),
-    (write("evaluation.jsonl", '{"step": 0, "valid_loss": 1, "by_length": {"x": 1}}\n'), "by_length {'x': 1}"),
 ]
 DATA: list[tuple[Change, str]] = [
     (write("data.idx", b""), "is not a Megatron index"),
