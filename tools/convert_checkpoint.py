@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
+from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import is_hugging_face
 from megatron_ext.cli import Parser, command
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def convert(options: argparse.Namespace) -> Converted:
+def convert(options: argparse.Namespace) -> None:
     if options.command == "megatron-to-hf":
         try:
             limit = TypeAdapter(ByteSize).validate_python(options.max_shard_size)
@@ -62,10 +62,11 @@ def convert(options: argparse.Namespace) -> Converted:
             raise UserError(
                 f"max_shard_size: got {options.max_shard_size!r}, needs a size such as 2GB or 500MB"
             ) from None
-        return megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
+        megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
+        return
     if not 1 <= (divisible_by := options.make_vocab_size_divisible_by) <= 2**24:
         raise UserError(f"make_vocab_size_divisible_by: got {divisible_by}, needs 1..{2**24}")
-    return hf_to_megatron(options.input, options.output, divisible_by=divisible_by)
+    hf_to_megatron(options.input, options.output, divisible_by=divisible_by)
 
 
 def verify(options: argparse.Namespace) -> bool:
@@ -115,10 +116,8 @@ def main(argv: list[str]) -> int:
     began = time.perf_counter()
     if options.command == "verify":
         return 0 if verify(options) else 1
-    done = convert(options)
-    seconds = time.perf_counter() - began
-    size = f"{done.tensors:,} tensors, {done.bytes / 1e9:.3f} GB"
-    print(f"{options.output}: {size} in {done.files} files, {seconds:.1f} s")
+    convert(options)
+    print(f"{options.output}: written in {time.perf_counter() - began:.1f} s")
     return 0
 
 

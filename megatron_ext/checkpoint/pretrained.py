@@ -74,19 +74,16 @@ class Pretrained:
                 f"checkpoint: {folder} has a model with {unknown[0]}, which this version does not know; use its own"
             )
         try:
-            model = from_dict({"model": saved["model"]}).model
-            if model.rope_window_bases:  # the base of the last step, whose window may not have been the final one
-                config = from_dict(saved)
-                window = config.window_schedule().window_at(max(checkpoint.manifest.step - 1, 0))
-                model = replace(model, rotary_base=model.rotary_base_at(window), rope_window_bases=())
-            length, tokenizer = saved["data"]["seq_length"], saved["data"]["tokenizer_model"]
-        except KeyError as error:  # from another version
-            raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None
+            config = from_dict(saved)
         except UserError as error:
             raise UserError(f"checkpoint: {folder} has a configuration that cannot be read: {error}") from None
+        model, data = config.model, config.data
+        if model.rope_window_bases:  # the base of the last step, whose window may not have been the final one
+            window = config.window_schedule().window_at(max(checkpoint.manifest.step - 1, 0))
+            model = replace(model, rotary_base=model.rotary_base_at(window), rope_window_bases=())
         if model.vocab_size is None:
-            model = replace(model, vocab_size=vocabulary_size(None, tokenizer))
-        return cls(folder, model, length, tokenizer, checkpoint)
+            model = replace(model, vocab_size=vocabulary_size(None, data.tokenizer_model))
+        return cls(folder, model, data.seq_length, data.tokenizer_model, checkpoint)
 
     def at(self, length: int) -> ModelConfig:
         """Return the shapes for computing on `length` tokens.

@@ -123,18 +123,13 @@ class ScoreStore:
 
     def missing(self, rows: Iterable[int]) -> Int64:
         """Return those of the rows that are missing or damaged, int64 [m]."""
-        files = set(os.listdir(self.path))
-
-        def is_missing(row: int) -> bool:
-            if f"c.{row}.0" not in files:
-                return True
+        missing = []
+        for row in rows:
             try:
                 self.read(row)
             except UserError:
-                return True
-            return False
-
-        return np.array([row for row in rows if is_missing(row)], dtype=np.int64)
+                missing.append(row)
+        return np.array(missing, dtype=np.int64)
 
     def write(self, row: int, losses: Float32) -> None:
         """Write a row atomically; an older one is replaced.

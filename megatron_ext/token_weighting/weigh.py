@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
@@ -85,7 +84,7 @@ def weigh(
         UserError: an option out of range or of another score; a shape or dtype that does not fit.
         NotFiniteError: the score of a trained token is not finite; names the row and the position.
     """
-    weighed = weigh_and_score(
+    weights_RL, _ = weigh_and_score(
         long_loss,
         short_loss,
         score=score,
@@ -98,24 +97,11 @@ def weigh(
         entropy=entropy,
         seed=seed,
     )
-    return weighed.weights_RL if isinstance(long_loss, Tensor) else weighed.weights_RL.numpy()
+    return weights_RL if isinstance(long_loss, Tensor) else weights_RL.numpy()
 
 
 class NotFiniteError(ValueError):
     """Raised if a trained token's score is not finite."""
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """Weights, and the scores from which they were computed.
-
-    Attributes:
-        weights_RL: float32 [R, L].
-        scores_RL: float64 [R, L], 0 for untrained tokens.
-    """
-
-    weights_RL: Tensor
-    scores_RL: Tensor
 
 
 @torch.no_grad()
@@ -133,11 +119,14 @@ def weigh_and_score(
     entropy: Given | None = None,
     seed: int | Sequence[int] = 0,
     checked: bool = True,
-) -> Weighed:
-    """Compute the weights as `weigh` does, and also return the scores; both are tensors, whatever `long_loss` is.
+) -> tuple[Tensor, Tensor]:
+    """Compute the weights as `weigh` does, and the scores from which they were computed.
 
     With `checked` False nothing is read on the host; if the score of a trained token is not finite, all weights are NaN
     instead of a NotFiniteError.
+
+    Returns:
+        weights, float32 [R, L], and scores, float64 [R, L], 0 for untrained tokens.
     """
     score, post = _option("score", Score, score), _option("post", Post, post)
     _check(score, post, strength, clip, shift)
@@ -174,7 +163,7 @@ def weigh_and_score(
         )
     weights_RL = postprocess(post, scores_RL, trained_RL, strength, _seeds(seed, len(rows)))
     weights_RL = weights_RL.masked_fill(bad_RL.any(), torch.nan)
-    return Weighed((weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL)
+    return (weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL
 
 
 def _tensor(values: Given | None) -> Tensor:

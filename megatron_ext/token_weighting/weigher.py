@@ -70,7 +70,7 @@ class Weigher:
             return Weights(batch.weights_t)
         assert batch.places is not None
         entropy = losses.entropy_t
-        weighed = weigh_and_score(
+        weights_RL, scores_RL = weigh_and_score(
             self._rows(self._whole(batch, losses.cross_entropy_t)),
             None if scores.short_loss_T is None else self._rows(scores.short_loss_T),
             score=options.weight_score,
@@ -85,9 +85,9 @@ class Weigher:
             checked=False,  # a non-finite loss ends the run; every process sees it in the sum
         )
         if self._rows_kept is not None:
-            self._rows_kept |= self._by_sample(scores, weighed.weights_RL)
+            self._rows_kept |= self._by_sample(scores, weights_RL)
         own_t = batch.places.of_rank(self.context.rank)
-        weights_T, scores_T = weighed.weights_RL.reshape(-1), weighed.scores_RL.reshape(-1)
+        weights_T, scores_T = weights_RL.reshape(-1), scores_RL.reshape(-1)
         self._weighed_last = scores.labels_T, weights_T, scores_T
         return Weights(weights_T[own_t], scores_T[own_t])
 

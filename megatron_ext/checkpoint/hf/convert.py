@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -41,15 +41,6 @@ from megatron_ext.files.atomic import atomic_folder
 _NO_WEIGHTS = ("optimizer.", "random_states.")
 
 
-@dataclass(frozen=True)
-class Converted:
-    """The number of tensors written, their bytes, and the number of weight files."""
-
-    tensors: int
-    bytes: int
-    files: int
-
-
 @contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `output` at the end, or removed after an exception.
@@ -63,7 +54,7 @@ def _new_folder(output: Path) -> Iterator[Path]:
         yield folder
 
 
-def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> Converted:
+def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> None:
     """Write a run folder for `--init-from` and `--config OUTPUT/config.yaml`, usable with every parallel layout.
 
     Args:
@@ -108,7 +99,6 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> Co
 
         write(checkpoint, shards, complete)
         point(checkpoint.parent, 0)
-    return Converted(len(shards), sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards), 1)
 
 
 def _vocab_size(model: ModelConfig) -> int:
@@ -141,7 +131,7 @@ def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors)
         yield Shard(parameter.checkpoint(place), shape, (0,) * len(shape), shape, dtype, data, made=True)
 
 
-def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenizer: str | None = None) -> Converted:
+def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenizer: str | None = None) -> None:
     """Write the Hugging Face folder of a checkpoint of any layout, in a single process without a process group.
 
     Args:
@@ -196,7 +186,6 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
             weight_map = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return Converted(len(sizes), sum(sizes.values()), len(files))
 
 
 def _check_tensors(stored: Stored, places: list[tuple[Parameter, Place]], model: ModelConfig) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.models import ARCHITECTURES, SIZES, write_model
 from megatron_ext.checkpoint.hf.auxiliary import comparable
-from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
+from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.hf.names import parameters_of
 from megatron_ext.checkpoint.manifest import Manifest
@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9
 
 
-def back(run: Path, output: Path, max_shard_bytes: int = GB, tokenizer: str | None = "none") -> Converted:
-    return megatron_to_hf(run, output, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+def back(run: Path, output: Path, max_shard_bytes: int = GB, tokenizer: str | None = "none") -> None:
+    megatron_to_hf(run, output, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -63,8 +63,8 @@ def test_a_real_model_comes_back_bit_for_bit(stories_model: Path, tmp_path: Path
     hf_to_megatron(stories_model, tmp_path / "run")
     for size in (GB, 300_000):
         output = tmp_path / str(size)
-        done = back(tmp_path / "run", output, size, tokenizer=None)
-        assert done.files == len(list(output.glob("*.safetensors"))) == (1 if size == GB else 4)
+        back(tmp_path / "run", output, size, tokenizer=None)
+        assert len(list(output.glob("*.safetensors"))) == (1 if size == GB else 4)
         assert_same_tensors(stories_model, output)
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             assert (output / name).read_bytes() == (stories_model / name).read_bytes()
@@ -87,10 +87,9 @@ def test_every_architecture_comes_back(tmp_path: Path, architecture: str, dtype:
     """Its tensors bit for bit; its configuration both as a file that is carried and as one that we write."""
     model = write_model(tmp_path / "model", architecture, dtype, shard="40KB")
     (model / "tokenizer.json").write_text("{}")  # so that the folder counts as one with a tokenizer
-    done = hf_to_megatron(model, tmp_path / "run", divisible_by=64)
+    hf_to_megatron(model, tmp_path / "run", divisible_by=64)
     back(tmp_path / "run", tmp_path / "carried", tokenizer=None)
     back(tmp_path / "run", tmp_path / "written", 30_000)
-    assert done.bytes > 0
     for name in ("carried", "written"):
         assert_same_tensors(model, tmp_path / name)
     assert (tmp_path / "carried/config.json").read_bytes() == (model / "config.json").read_bytes()
