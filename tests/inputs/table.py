@@ -111,8 +111,8 @@ def patch(value: Mapping[str, Any], file: str = "config.json") -> Change:
 
 INDEX = "model.safetensors.index.json"
 MODELS: list[tuple[Change, str]] = [
-    (write("config.json", "[" * 100_000), "too many levels"),
-    (write("config.json", '{"hidden_size": ' + "9" * 5000 + "}"), "cannot read"),
+    (write("config.json", "[" * 100_000), "holds no JSON object"),
+    (write("config.json", '{"hidden_size": ' + "9" * 5000 + "}"), "holds no JSON object"),
     (patch({"num_hidden_layers": 0}), "num_hidden_layers 0: Input should be greater than 0"),
     (patch({"num_hidden_layers": 10**400}), "num_hidden_layers 1000"),
     (patch({"rms_norm_eps": float("nan")}), "rms_norm_eps nan: Input should be a finite number"),

@@ -14,10 +14,10 @@ from torch import Tensor
 from megatron_ext.checkpoint.hf.config import model_config
 from megatron_ext.checkpoint.hf.names import all_names, full_shape
 from megatron_ext.checkpoint.hf.stacked import ExpertTensor, expert_tensors, is_stacked
-from megatron_ext.checkpoint.manifest import check_inside, is_transient
+from megatron_ext.checkpoint.manifest import check_inside
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import UserError, echo, first_line
-from megatron_ext.files.json_file import read_json
+from megatron_ext.errors import UserError
+from megatron_ext.files.json_file import read_object
 
 logger = logging.getLogger(__name__)
 DTYPES: dict[torch.dtype, str] = {
@@ -51,19 +51,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         UserError: the file is missing or damaged.
-        OSError: the file system failed; another attempt may succeed.
     """
-    path = folder / "config.json"
-    try:
-        entries: dict[str, Any] = read_json(path)
-    except (OSError, ValueError) as error:
-        if is_transient(error):
-            raise
-        raise UserError(
-            f"checkpoint: cannot read {path} ({first_line(error)}); give a Hugging Face model folder"
-        ) from None
-    if not isinstance(entries, dict):
-        raise UserError(f"checkpoint: {path} holds no JSON object; give a Hugging Face model folder")
+    entries = read_object(folder / "config.json", "holds no JSON object; give a Hugging Face model folder")
+    if entries is None:
+        raise UserError(f"checkpoint: {folder} has no config.json; give a Hugging Face model folder")
     return entries
 
 
@@ -84,14 +75,11 @@ class HuggingFaceTensors:
         self.folder = folder
         index, single = folder / INDEX, folder / SINGLE
         if index.is_file():
-            try:
-                self._files: dict[str, str] = read_json(index)["weight_map"]
-                names = set(self._files.values())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                if is_transient(error):
-                    raise
-                raise UserError(f"checkpoint: {index} is damaged ({echo(error)}); download it again") from None
-            for name in sorted(names, key=str):
+            damaged = "is damaged, it maps no tensors to files; download it again"
+            self._files: dict[str, str] = (read_object(index, damaged) or {}).get("weight_map", {})
+            if not isinstance(self._files, dict) or not self._files:
+                raise UserError(f"{index} {damaged}")
+            for name in self._files.values():
                 check_inside(name, index, "checkpoint")
         elif single.is_file():
             with _opened(single) as file:
