@@ -14,7 +14,6 @@ from megatron_ext.files.atomic import atomic_write
 
 PASSAGE_FILE = "passage.json"
 TOP_QUANTILE = 0.98  # of the nonzero weights: the upper end of the color scale
-_MARKS = {"\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n", "\t": "\N{RIGHTWARDS ARROW}\t", " ": " "}
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Passage:
         """Return an HTML fragment: a caption, then a span for each token with its numbers as a tooltip.
 
         A heavier token has a stronger background. The scale ends at the 98th percentile, so that one outlier does not
-        make all others pale. A token of weight 0 is gray. Newlines and characters without a glyph are marked.
+        make all others pale. A token of weight 0 is gray.
         """
         weights = np.array(self.weights)
         drawn = weights[weights != 0] if weights.any() else np.zeros(1)
@@ -67,10 +66,9 @@ class Passage:
         for place, (token, text, weight, score) in enumerate(
             zip(self.tokens, texts, self.weights, self.scores, strict=True)
         ):
-            shown = "".join(_MARKS.get(char) or (char if char.isprintable() else ascii(char)[1:-1]) for char in text)
             hint = f"token {self.start + place:,}, id {token}: weight {weight:.3g}, "
             hint += "score not finite" if score is None else f"score {score:.3g}"
             style = f"background:rgba(240,130,60,{opacities[place]:.2f})" if weight else "color:#808080"
-            spans.append(f'<span style="{style}" title="{hint}">{escape(shown or f"#{token}")}</span>')
+            spans.append(f'<span style="{style}" title="{hint}">{escape(text or f"#{token}")}</span>')
         style = "white-space:break-spaces;overflow-wrap:anywhere;font:13px/1.8 ui-monospace,monospace"
         return f'<p>{caption}</p><div class="passage" style="{style}">{"".join(spans)}</div>'
