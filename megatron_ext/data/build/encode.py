@@ -25,6 +25,7 @@ from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
+load_tokenizer = lru_cache(maxsize=1)(Tokenizer)  # once per process
 MOST_TOKENS = np.iinfo(np.int32).max  # maximum length of a sequence in the .idx
 
 
@@ -72,7 +73,7 @@ class Job:
 def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, job: Job) -> dict[str, np.ndarray]:
     """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
     settings = job.settings
-    tokenizer = load_tokenizer(job.tokenizer, settings.tokenizer_fingerprint)
+    tokenizer = load_tokenizer(job.tokenizer)
     lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
     masks: list[np.ndarray] = []
     names: dict[str, int] = {}  # of sources, numbered in order of appearance
@@ -142,12 +143,3 @@ def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
         if touched.size:
             mask[touched[0] : touched[-1] + 1] = 1
     return mask
-
-
-@lru_cache(maxsize=1)
-def load_tokenizer(path: str, fingerprint: str) -> Tokenizer:
-    """Load the tokenizer once per process, and check by its fingerprint that the file has not changed."""
-    tokenizer = Tokenizer(path)
-    if tokenizer.fingerprint != fingerprint:
-        raise UserError(f"tokenizer: {path} has changed since the work began; start again")
-    return tokenizer

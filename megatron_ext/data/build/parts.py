@@ -128,20 +128,14 @@ def part_of(folder: Path, *identity: object) -> Path:
 
 
 def usable(part: Path, limit: int, skip: bool) -> bool:
-    """Return whether the part is finished and would be the same with these options for bad documents."""
+    """Return whether the part is finished and would be the same with these options for bad documents.
+
+    A document that was omitted as too long may be accepted with another limit.
+    """
     if not part.with_suffix(".json").is_file():
         return False
     record = Record.read(part)
-    return same_when_bad(record.skipped, record.limit, limit, skip)
-
-
-def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:
-    """Return whether `limit` and `skip` give the same result as in an earlier run.
-
-    That run had the limit `made_with` and omitted `skipped` documents. A document that was omitted as too long may be
-    accepted with another limit.
-    """
-    return skip and limit == made_with if skipped else limit >= made_with
+    return skip and limit == record.limit if record.skipped else limit >= record.limit
 
 
 def finished_parts(folder: Path) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.data.build.parts import same_when_bad, work_folder
+from megatron_ext.data.build.parts import Record, usable, work_folder
 from megatron_ext.errors import UserError
 
 
@@ -21,8 +21,12 @@ from megatron_ext.errors import UserError
         (1, 100, 200, True, False),  # the bad one may be good
     ],
 )
-def test_which_parts_would_be_the_same(skipped: int, made_with: int, limit: int, skip: bool, same: bool) -> None:
-    assert same_when_bad(skipped, made_with, limit, skip) == same
+def test_which_parts_would_be_the_same(
+    tmp_path: Path, skipped: int, made_with: int, limit: int, skip: bool, same: bool
+) -> None:
+    assert not usable(tmp_path / "part", limit, skip)
+    Record(skipped=skipped, limit=made_with).write(tmp_path / "part")
+    assert usable(tmp_path / "part", limit, skip) == same
 
 
 def test_two_runs_do_not_write_the_same_dataset(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ext.data.build.encode import load_tokenizer
 from megatron_ext.data.build.lengths import length_statistics
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.build.shards import cut
@@ -216,11 +215,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text('{"text": "another"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl changed while it was read"):
         list(shard.read(Fields()))
-
-
-def test_a_tokenizer_that_has_changed_is_refused() -> None:
-    with pytest.raises(UserError, match="tokenizer: bytes has changed since the work began; start again"):
-        load_tokenizer("bytes", "other fingerprint")
 
 
 def test_the_statistics_of_lengths() -> None:
