@@ -32,7 +32,8 @@ class Backend:
         largest_head: the largest head size.
         flash_attention_2: whether FlashAttention 2's limits apply; see `takes`.
         sinks: whether it computes attention sinks, with exact gradients.
-        narrow_values: whether value heads may be smaller than key heads; other kernels get values padded with zeros.
+        narrow_values: whether value heads may be smaller than key heads, if 8 divides their size; otherwise kernels get
+            values padded with zeros.
         missing: returns what is not installed and how to get it; None if nothing is missing.
         sinks_missing: the same of attention sinks.
     """

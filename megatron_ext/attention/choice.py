@@ -77,7 +77,7 @@ class PerCall:
                 name, call.segments, queries, keys,
             )  # fmt: skip
         backend, missing = BY_NAME[name], key_uGH.shape[-1] - value_uGW.shape[-1]
-        if not missing or backend.narrow_values:
+        if not missing or (backend.narrow_values and value_uGW.shape[-1] % 8 == 0):
             return backend.kernel(query_tNH, key_uGH, value_uGW, call, scale, sink_N)
         out_tNH = backend.kernel(query_tNH, key_uGH, F.pad(value_uGW, (0, missing)), call, scale, sink_N)
         return out_tNH[..., :-missing]

@@ -129,7 +129,7 @@ class AttentionCall:
     ) -> Tensor:
         """Return the attention output of this rank's queries, [t, N, W]; `sink_N` as in `Attend`.
 
-        With `expand`, what is given as keys and values, and exchanged, is expanded on the ranks whose queries see it.
+        With `expand`, ranks exchange keys and values as they are given, and each expands those that its queries see.
         """
         if expand is not None and isinstance(self.exchange, HeadExchange):  # it exchanges heads
             (key_tGH, value_tGW), expand = expand(key_tGH, value_tGW), None

@@ -126,7 +126,7 @@ class ModelConfig(_Section):
         "divided by 0.1 m ln rope_scaling_factor + 1)",
     )
     rope_mscale_all_dim: NonNegativeFloat = _option(
-        0.0, "MLA with yarn: m, by which all scores are multiplied by (0.1 m ln rope_scaling_factor + 1)^2"
+        0.0, "MLA with yarn: m; all scores are multiplied by (0.1 m ln rope_scaling_factor + 1)^2"
     )
     rope_window_bases: tuple[str, ...] = _option(
         (), "rotary base of each window up to WINDOW tokens; larger windows use --rotary-base", "WINDOW:BASE"

@@ -8,8 +8,8 @@ instead of 1):
 With sigmoid scores s it is that of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20): P_e is the mean of s_e / sum s,
 and f_e counts the k largest scores of each token, which the expert bias and groups may not choose.
 
-It is 1 if all experts are chosen equally often, at most E / k. A group is a row (`seq_aux_loss`) or a micro-batch of
-rows (`aux_loss`). The term added to the run's loss is moe_aux_loss_coeff x the sum over layers of the mean over the
+The loss is 1 if all experts are chosen equally often, at most E / k. A group is a row (`seq_aux_loss`) or a micro-batch
+of rows (`aux_loss`). The term added to the run's loss is moe_aux_loss_coeff x the sum over layers of the mean over the
 global batch's groups. f is counted over the ranks that share the group's tokens and has no gradient; each rank computes
 P for its own tokens. So the loss of a row does not depend on the distribution of its tokens, layers, experts or other
 rows. The loss of a micro-batch depends on which rows it contains.

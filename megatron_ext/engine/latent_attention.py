@@ -5,8 +5,8 @@
     key_n, value_n = split(W_up latent, head n)           [B], [W]; key_n = (rotated, key_n)
 
 Queries are W_q x, or W_up norm(W_down x) with `q_lora_rank`; the last A dimensions of a head are rotated. Here the
-rotated dimensions come first in queries and keys, and what files store as pairs (x0, x1), (x2, x3), ... is reordered
-when it is computed, so weights are as in the files.
+rotated dimensions come first in queries and keys. The files' matrices produce them in pairs (x0, x1), (x2, x3), ...;
+these products are reordered, not the matrices.
 
 A row of (rotated, latent) has Z + A numbers, its keys and values N (H + W). If a row has fewer, context-parallel ranks
 exchange these rows, and every rank computes the keys and values that its queries see: `attention.interface.Expand`.

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel over packed batches, for the Llama, Qwen, Phi, Gemma, Olmo and gpt-oss families.
+"""Megatron-Core's GPTModel over packed batches, for the Llama, Qwen, Phi, Gemma, Olmo, gpt-oss and DeepSeek families.
 
 Legend: t tokens of this rank, D hidden size, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """

@@ -483,9 +483,8 @@ def _mlp_backward(config: Config, sizes: _Sizes, experts: bool) -> int:
 
     Experts need more in their forward pass: copies of k tokens as they are sent, under expert parallelism as they
     arrive, and their output twice; tensor-parallel ranks sum the output in the router's fp32; and the shared experts'
-    output. Otherwise either the
-    gradients inside, or under sequence parallelism the gathered gradient of the output and that of the product; the
-    buffer that gathers a matrix's input stays.
+    output. Otherwise either the gradients inside, or under sequence parallelism the gathered gradient of the output and
+    that of the product; the buffer that gathers a matrix's input stays.
     """
     model, parallel = config.model, config.parallel
     if experts:

@@ -121,8 +121,10 @@ def test_a_card_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(select("reference", CUDA, torch.bfloat16, 64))
 
 
-@pytest.mark.parametrize("narrow_values", [True, False])
-def test_kernels_for_equal_sizes_get_values_padded(narrow_values: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("narrow_values", "width", "given"), [(True, 8, 8), (True, 10, 16), (False, 8, 16)])
+def test_kernels_for_equal_sizes_get_values_padded(
+    narrow_values: bool, width: int, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = call_of([(3, 3), (2, 5), (1, 1)])
     query, key, value, grad = inputs_of(call)
     widths = []
@@ -132,8 +134,8 @@ def test_kernels_for_equal_sizes_get_values_padded(narrow_values: bool, monkeypa
         return reference.attend(query, key, value, *rest)
 
     monkeypatch.setitem(BY_NAME, "te_thd", Backend(name="te_thd", kernel=kernel, narrow_values=narrow_values))
-    assert_right(PerCall(("te_thd",)), [query, key, value[..., :10], grad[..., :10]], call)
-    assert widths == [10 if narrow_values else 16]
+    assert_right(PerCall(("te_thd",)), [query, key, value[..., :width], grad[..., :width]], call)
+    assert widths == [given]
 
 
 def test_borders_go_to_the_device_as_int32() -> None:

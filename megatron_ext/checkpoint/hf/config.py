@@ -255,6 +255,8 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     entries = _DEFAULTS.get(family, {}) | entries
     if family == "qwen3_moe" and "num_local_experts" in entries:  # the name in some versions of transformers
         entries["num_experts"] = entries.pop("num_local_experts")
+    if family == "dots1" and entries.get("scoring_func") == "noaux_tc":  # in some published files, for sigmoid
+        entries["scoring_func"] = "sigmoid"
     try:
         TypeAdapter(_Entries).validate_python(entries)
     except ValidationError as error:

@@ -212,6 +212,12 @@ def test_entries_that_change_the_model_are_refused(architecture: str, changed: d
         model_config(content | changed, HERE)
 
 
+def test_both_names_of_sigmoid_scores_in_files_of_dots1() -> None:
+    content = SIZES | ARCHITECTURES["dots1"]
+    read = [model_config(content | {"scoring_func": name}, HERE) for name in ("noaux_tc", "sigmoid")]
+    assert read[0] == read[1]
+
+
 def test_layers_without_angles_in_no_order() -> None:
     content = SIZES | ARCHITECTURES["smollm3"]
     assert model_config(content, HERE).no_rope_freq == 2
