@@ -14,24 +14,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from training import Training
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
-from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import compat, parallel, platform
-from megatron_ext.engine.model import PackedGPT, build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
-from megatron_ext.engine.step import Stepper
-from megatron_ext.engine.weights import initialise
+from megatron_ext.engine import parallel
+from megatron_ext.engine.model import PackedGPT
+from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.launch import read_launch
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import final_norm_bytes, layer_bytes, stage_memory
-from megatron_ext.run.batches import BatchMaker, context_options
 
 DEFAULTS = ["--data-path", "random", "--vocab-size", "1000"]
 
@@ -75,27 +71,16 @@ def kept_by(forward: Callable[[], Any], known: dict[int, int]) -> int:
     return sum(found.values())
 
 
-class Measure:
-    """One model and its optimizer."""
+class Measure(Training):
+    """One model and its optimizer after a step."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.platform = config, platform.choose(config.parallel.device)
-        compat.install_optimizer()
-        self.ranks = parallel.start(config.parallel, config.model.num_layers, self.platform, 1)
         before = storages()
-        vocab_size = config.model.vocab_size or 0
-        chunks = build_chunks(config, vocab_size, self.platform)
-        initialise(chunks, config.model, vocab_size, 1, self.ranks)
-        self.model = wrap(chunks, config)
-        self.optimizer = build_optimizer(self.model, config)
-        set_learning_rate(self.optimizer, 1e-5, 0.1)
-        group = parallel.context_group(config.parallel, self.ranks, self.platform)
-        context = context_options(config, self.ranks, group)
-        self.stepper = Stepper(self.model, self.optimizer, self.platform, self.ranks, config, group)
-        self.batches = BatchMaker(config, self.ranks, context).train(self.row_at, 0, 0, config.data.seq_length)
-        self.stepper.train(self.batches)
+        super().__init__(config)
+        self.step = self.batches(config, 0, config.data.seq_length)
+        self.stepper.train(self.step)
         after = storages()
-        passing = [tensor for batch in self.batches.train for tensor in tensors_of(batch)]
+        passing = [tensor for batch in self.step.train for tensor in tensors_of(batch)]
         for chunk in unwrap(self.model):  # a stage keeps its last received tensor until the next one
             received = chunk.decoder.input_tensor
             passing += [one for one in (received, getattr(received, "grad", None)) if one is not None]
@@ -103,18 +88,12 @@ class Measure:
         self.static = sum(size for at, size in after.items() if at not in others)
         self.known = after
 
-    def row_at(self, sample: int) -> TokenRow:
-        """Return a row of random tokens, one document."""
-        length = self.config.data.seq_length
-        tokens = np.random.default_rng(sample).integers(0, self.config.model.vocab_size or 0, length + 1)
-        return TokenRow(tokens, np.array([length]), np.ones(length, dtype=np.bool_))
-
     def layers(self) -> int:
         """Return the bytes that all layers keep of one micro-batch."""
         (chunk,) = unwrap(self.model)
         for layer in chunk.decoder.layers:
             layer.self_attention.core_attention.backend = lambda q, k, v, *unused: FlashLike.apply(q, k, v)
-        batch = self.batches.train[0].to(self.platform.device)
+        batch = self.step.train[0].to(self.where.device)
         return kept_by(lambda: self._hidden(chunk, batch), self.known)
 
     def _hidden(self, chunk: PackedGPT, batch: Any) -> Tensor:
@@ -142,14 +121,14 @@ def main(argv: list[str]) -> None:
     }
     if options.pipeline_model_parallel_size == 1:
         found["layers"] = measure.layers()
-        fused = measure.platform.device.type == "cuda"
+        fused = measure.where.device.type == "cuda"
         shapes = attention_shapes(config, config.data.seq_length)[ranks.context][0]
         kept = memory.activations
         if options.recompute_granularity is None:
             experts = map(config.model.has_experts, range(config.model.num_layers))
             kept = sum(layer_bytes(config, shapes, experts=each, on_cuda=fused) for each in experts)
         found["layers_estimate"] = kept + final_norm_bytes(config, on_cuda=fused)
-    if measure.platform.device.type == "cuda":
+    if measure.where.device.type == "cuda":
         found |= {"peak": torch.cuda.max_memory_allocated(), "total_estimate": memory.total}
     for rank in range(ranks.world_size):
         if rank == ranks.world:

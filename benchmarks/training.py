@@ -21,7 +21,7 @@ from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
-from megatron_ext.run.batches import BatchMaker
+from megatron_ext.run.batches import BatchMaker, context_options
 
 
 def shape(preset: str, length: int, rows: int, *, layers: int | None = None, **parallel: Any) -> Config:
@@ -55,17 +55,18 @@ class Training:
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         set_learning_rate(self.optimizer, 1e-5, 0.1)
+        self.group = parallel.context_group(config.parallel, self.ranks, self.where)
         self.stepper = self.stepper_of(config)
 
     def stepper_of(self, config: Config) -> Stepper:
         """Return the stepper of another configuration over this same model."""
-        group = parallel.context_group(config.parallel, self.ranks, self.where)
-        return Stepper(self.model, self.optimizer, self.where, self.ranks, config, group)
+        return Stepper(self.model, self.optimizer, self.where, self.ranks, config, self.group)
 
     def batches(self, config: Config, step: int, window: int) -> StepBatches:
         """Make the micro-batches of one step under a window; a frozen scorer's losses are random."""
         first = step * config.data.global_batch_size
-        return BatchMaker(config, self.ranks, None, self.short_losses).train(self.row_at, step, first, window)
+        context = context_options(config, self.ranks, self.group)
+        return BatchMaker(config, self.ranks, context, self.short_losses).train(self.row_at, step, first, window)
 
     def row_at(self, sample: int) -> TokenRow:
         """Return random tokens, as many as the longest row needs: one document."""

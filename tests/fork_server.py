@@ -32,6 +32,7 @@ LATE = ["megatron_ext.run.stages", "megatron_ext.run.scoring", "torch._dynamo", 
 
 
 def main_of(script: str) -> Callable[..., Any]:
+    sys.path.append(str((ROOT / script).parent))  # as Python does for a script
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

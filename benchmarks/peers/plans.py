@@ -17,7 +17,7 @@ The schemes:
                     512. The time excludes its slices, transfer tables and communication between processes.
                     --magi-attention DIR
     Llama-3         ranges by ring-flash-attention's `llama3_flash_attn_prepare_cu_seqlens`: contiguous shards, keys
-                    and values all gathered. `needed` is the share that a rank's slice uses. --ring-flash-attention DIR
+                    and values all gathered. --ring-flash-attention DIR
     TE, ring        Transformer Engine's rule for packed rows: each segment is padded to a multiple of 2 cp and
                     assigned in zigzag, all keys and values are sent around the ring; computed, not executed
 """
@@ -114,14 +114,6 @@ class Llama3:
         others = layout.tokens - layout.tokens // cp_size
         return Found(np.full(cp_size, others), np.array(pairs), layout.tokens)
 
-    def needed(self, layout: PackedLayout, cp_size: int) -> float:
-        """Return the keys that ranks need from others, as a share of those that they receive."""
-        each, need = layout.tokens // cp_size, 0
-        for rank in range(cp_size):
-            piece = self.ranges(layout, cp_size, rank)[-1]
-            need += rank * each - piece.start  # keys before the own shard that causal queries need
-        return need / ((cp_size - 1) * layout.tokens)
-
 
 class Magi:
     """MagiAttention's solvers from a checkout, without its kernels."""
@@ -214,9 +206,6 @@ def table(schemes: dict[str, Scheme], rows: int, sizes: list[int], rounds: int) 
                     f"{kind:10}{window:8}{cp_size:4}  {name:22}{mean[0]:8.2%}{mean[1]:9.0f}{mean[2]:9.3f}{mean[3]:8.3f}"
                     f"{ms:>9}   {more}, {slower}"
                 )
-                if isinstance(scheme, Llama3):
-                    needed = np.mean([scheme.needed(layout, cp_size) for layout in layouts])
-                    yield f"{'':24}Llama-3 needs {needed:.2%} of what it gathers"
 
 
 def main() -> None:
