@@ -346,7 +346,8 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
     known = {"model_type", *_Entries.__annotations__, *_SILENT, *fixed}
     known |= _SILENT_OF_DEEPSEEK if family in _DEEPSEEK else set()
     for name, ours in fixed.items():
-        if (value := entries.get(name, ours)) is not None and value != ours:
+        value = entries.get(name, ours)
+        if value != ours and (value is not None or ours is True):  # transformers takes null for false
             raise UserError(
                 f"checkpoint: {path} has {name} {echo(value)}, this model has {ours!r} only; use another model"
             )

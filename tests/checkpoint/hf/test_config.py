@@ -197,6 +197,7 @@ def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, A
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0, this model has 7.0 only"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave False, this model has True only"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob None, this model has True only"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads 2, needs num_attention_heads 4"),
@@ -207,7 +208,8 @@ def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, A
 def test_entries_that_change_the_model_are_refused(architecture: str, changed: dict[str, Any], text: str) -> None:
     """Also those that this package does not know, unless they are null."""
     content = SIZES | ARCHITECTURES[architecture]
-    model_config(content | {name: content.get(name) for name in changed} | {"pretraining_tp": 2}, HERE)
+    absent = {name: content.get(name) for name, value in changed.items() if value}
+    model_config(content | absent | {"pretraining_tp": 2}, HERE)
     with pytest.raises(UserError, match=re.escape(text)):
         model_config(content | changed, HERE)
 
