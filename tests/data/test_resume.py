@@ -108,9 +108,13 @@ def damaged(options: PreprocessOptions) -> Path:
 
 
 def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) -> None:
-    preprocess(options)
-    with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
-        preprocess(replace(options, resume=True))
+    made = preprocess(options)
+    times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
+    assert preprocess(replace(options, resume=True)) == made
+    assert [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == times
+    for other in (replace(options, min_tokens=2), replace(options, inputs=[f"{options.inputs[0]}/a.jsonl"])):
+        with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+            preprocess(replace(other, resume=True))
     assert dataset(options) == wanted
 
 

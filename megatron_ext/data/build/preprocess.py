@@ -51,6 +51,7 @@ from megatron_ext.data.build.parts import (
 from megatron_ext.data.build.shards import cut, default_shard_bytes, group
 from megatron_ext.data.text.chat import ChatTemplate
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Fields
+from megatron_ext.data.text.metadata import read_metadata
 from megatron_ext.data.text.sentences import check_splitter
 from megatron_ext.data.text.sources import Source, find_files
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -134,9 +135,8 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
             shards are then kept for `resume`.
     """
     options.check()
-    for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
-        if (path := Path(options.output_prefix + suffix)).exists():
-            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
+    if not options.resume:
+        _refuse_existing(options)
     tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
     chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
     settings = _settings(options, tokenizer, chat)
@@ -144,13 +144,37 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     for source in sources if chat is not None else []:
         if source.ending in (".txt", ".parquet"):
             raise UserError(f"input: {source.path} holds no lines of JSON, which messages_field needs; convert it")
+    made_of = {
+        **asdict(settings),
+        "max_document_bytes": options.max_document_bytes,
+        "sources": [{"path": str(source.path), "bytes": source.size} for source in sources],
+    }
+    if options.resume and (earlier := _complete(options.output_prefix, settings, made_of)):
+        return earlier  # a job restarted after completion must not repeat the work
+    _refuse_existing(options)
     with work_folder(options.output_prefix, resume=options.resume, overwrite=options.overwrite) as folder:
         try:
-            return _make(options, settings, sources, chat, folder)
+            return _make(options, settings, sources, chat, folder, made_of)
         except UserError as error:
             if finished := finished_parts(folder):
                 raise UserError(f"{error}; {finished} finished parts are kept, --resume continues from them") from None
             raise
+
+
+def _refuse_existing(options: PreprocessOptions) -> None:
+    for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
+        if (path := Path(options.output_prefix + suffix)).exists():
+            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
+
+
+def _complete(prefix: str, settings: Settings, made_of: dict[str, Any]) -> PreprocessReport | None:
+    """Return the report of an earlier run with the same inputs and settings; None if it did not finish."""
+    if not all(Path(prefix + suffix).is_file() for suffix in settings.suffixes):
+        return None
+    metadata = read_metadata(prefix)
+    if any(metadata.get(name) != value for name, value in made_of.items()):
+        return None
+    return PreprocessReport(**{name: metadata[name] for name in (*Counts().counts(), "lengths", "length_statistics")})
 
 
 def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTemplate | None) -> Settings:
@@ -171,7 +195,12 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
 
 
 def _make(
-    options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
+    options: PreprocessOptions,
+    settings: Settings,
+    sources: list[Source],
+    chat: ChatTemplate | None,
+    folder: Path,
+    made_of: dict[str, Any],
 ) -> PreprocessReport:
     """Cut, (group,) encode, join and publish; the options have been checked."""
     fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
@@ -196,13 +225,11 @@ def _make(
     report.lengths, report.length_statistics = length_table(lengths), length_statistics(lengths)
     metadata: dict[str, Any] = {
         "tokenizer": options.tokenizer,
-        **asdict(settings),
-        "max_document_bytes": options.max_document_bytes,
+        **made_of,
         **report.counts(),
         "lengths": report.lengths,
         "length_statistics": report.length_statistics,
         "document_sources": source_numbers(parts)[0] if SOURCES in settings.suffixes else [],
-        "sources": [{"path": str(source.path), "bytes": source.size} for source in sources],
     }
     write_dataset(options.output_prefix, folder, parts, settings, metadata)
     return report
