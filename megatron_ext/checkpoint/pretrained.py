@@ -63,10 +63,7 @@ class Pretrained:
         """
         checkpoint = locate(path, NAME_IT)
         if checkpoint is None:
-            what = "is neither a Hugging Face model folder nor holds a checkpoint"
-            if is_hugging_face(path):
-                what = "is a Hugging Face model folder, needs a run folder or a checkpoint"
-            raise UserError(f"checkpoint: {path} {what}; check the path")
+            raise UserError(f"checkpoint: {path} holds no checkpoint of this package; check the path")
         folder, saved = checkpoint.folder, checkpoint.manifest.config
         unknown = sorted(set(saved.get("model", {})) - {field.name for field in fields(ModelConfig)})
         if unknown:

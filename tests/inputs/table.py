@@ -71,7 +71,7 @@ def changed(script: str, words: str, good: str, cases: Iterable[tuple[Change, st
 
 # flags of the trainer
 FLAGS = """
---init-from {w}/data.bin | neither a Hugging Face model folder
+--init-from {w}/data.bin | holds no checkpoint
 --world-size 2 | world_size: got 2, needs --dry-run
 --dry-run --world-size 3 --tensor-model-parallel-size 2 | world size: got 3
 --token-weighting frozen --score-store {w}/scores --seed 7 | its seed is 1234, but this run needs 7
@@ -143,7 +143,7 @@ PREPROCESS = """
 CONVERT = """
 hf-to-megatron --input {w}/run --output {out}/x | config.json
 hf-to-megatron --input {w}/hf --output {out}/x --make-vocab-size-divisible-by 10000000000000000 | make_vocab_size
-megatron-to-hf --input {w}/hf --output {out}/x | is a Hugging Face model folder
+megatron-to-hf --input {w}/hf --output {out}/x | holds no checkpoint
 megatron-to-hf --input {w}/run --output {out}/x --max-shard-size big | max_shard_size: got 'big'
 verify --input {w}/hf --output {w}/hf | verify: needs one Hugging Face folder and one run
 verify --input {w}/hf --output {w}/run --tokens 0 | tokens: got 0, needs at least 1

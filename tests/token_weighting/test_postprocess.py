@@ -96,15 +96,6 @@ def test_against_plain_python(score: Score, post: Post, data: st.DataObject, cas
     np.testing.assert_allclose(weights, wanted, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize(("score", "post"), [pair for pair in PAIRS if pair[1] is not Post.NONE])
-@settings(max_examples=20, deadline=None)
-@given(data=st.data(), case=cases(LOSSES))
-def test_rows_sum_to_their_trained_tokens(score: Score, post: Post, data: st.DataObject, case: Case) -> None:
-    weights = case.weigh(score, post=post, strength=data.draw(strengths(post)))
-    np.testing.assert_allclose(weights.sum(axis=1, dtype=np.float64), case.trained.sum(axis=1), rtol=1e-6)
-    assert not weights[~case.trained].any()
-
-
 @pytest.mark.parametrize(("score", "post"), PAIRS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), case=cases(LOSSES))
@@ -144,23 +135,6 @@ def test_missing_places_go_to_zeros_each_as_often() -> None:
         drawn.update(set(chosen.tolist()) - {1, 4})
     assert set(drawn) == {0, 2, 3, 5}
     assert all(70 <= times <= 130 for times in drawn.values())  # 100 each, 3.5 standard deviations
-
-
-@settings(max_examples=40, deadline=None)
-@given(case=cases(), kappa=st.floats(0.01, 1), seeds=st.tuples(st.integers(0, 99), st.integers(100, 199)))
-def test_a_seed_decides_ties_alone(case: Case, kappa: float, seeds: tuple[int, int]) -> None:
-    one, other = (
-        weigh(
-            case.long, case.short, post="sparse", strength=kappa, trained=case.trained, same_context=case.same, seed=s
-        )
-        for s in seeds
-    )
-    scored = case.trained & ~case.same
-    scores = np.abs(np.where(scored, case.short, 0) - np.where(scored, case.long, 0))
-    for row, column in np.argwhere(one != other):
-        here = case.trained[row] & (scores[row] == scores[row, column])
-        assert np.count_nonzero(one[row][here]) == np.count_nonzero(other[row][here])
-        assert 0 < np.count_nonzero(one[row][here]) < here.sum()
 
 
 def test_the_draw_does_not_move_when_other_tokens_leave() -> None:

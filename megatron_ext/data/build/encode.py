@@ -5,6 +5,8 @@ Shard --keep_good--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
 
 from __future__ import annotations
 
+import hashlib
+import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,7 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.build.parts import Record, Settings, part_of
+from megatron_ext.data.build.parts import Record, Settings
 from megatron_ext.data.build.shards import Shard, write_texts
 from megatron_ext.data.text.chat import Spans
 from megatron_ext.data.text.documents import Document, Fields, keep_good
@@ -52,7 +54,8 @@ class Job:
     def part(self) -> Path:
         """The part's path, without a suffix."""
         kind = "texts with sources" if self.texts else "tokens"
-        return part_of(self.folder, asdict(self.settings), kind, self.shard.identity)
+        identity = json.dumps([asdict(self.settings), kind, self.shard.identity])
+        return self.folder / hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def __call__(self) -> None:
         part, record = self.part, Record(limit=self.fields.limit)

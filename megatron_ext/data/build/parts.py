@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -120,11 +119,6 @@ class Record(Counts):
         """Write the record of a part whose other files are written."""
         with atomic_write(part.with_suffix(".json")) as partial:
             partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-
-def part_of(folder: Path, *identity: object) -> Path:
-    """Return the part that is created from the inputs and settings described by `identity`."""
-    return folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
 def usable(part: Path, limit: int, skip: bool) -> bool:

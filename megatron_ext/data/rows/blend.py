@@ -5,20 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_ext.data.rows.dataset import RowSource, TokenRow
 from megatron_ext.data.rows.mixture import scaled
 from megatron_ext.errors import UserError
-
-
-class Draw(NamedTuple):
-    """The origin of a blended sample: sample `sample` of data set `dataset`."""
-
-    dataset: int
-    sample: int
 
 
 class BlendedRows:
@@ -51,13 +43,13 @@ class BlendedRows:
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ... of the blend."""
-        draw = self.locate(sample)
-        return self.datasets[draw.dataset].row(draw.sample)
+        dataset, own = self.locate(sample)
+        return self.datasets[dataset].row(own)
 
-    def locate(self, sample: int) -> Draw:
-        """Return the data set and its sample for a sample of the blend; O(D log D)."""
-        queue = self._queue(sample)
-        return Draw(dataset=queue[0][1], sample=queue[0][2])
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Return the data set of a sample of the blend, and its sample there; O(D log D)."""
+        _, dataset, own = self._queue(sample)[0]
+        return dataset, own
 
     def drawn(self, samples: int) -> tuple[int, ...]:
         """Return the number of rows of each data set among the first `samples` of the blend; O(D log D)."""

@@ -36,7 +36,7 @@ def test_blend_equals_the_sorted_events(weights: list[float]) -> None:
     rows, count = blend(weights), 60
     events = [((k + 0.5) / w, d, k) for d, w in enumerate(rows.weights) for k in range(count)]
     expected = [(d, k) for _, d, k in sorted(events)[:count]]
-    assert [tuple(rows.locate(sample)) for sample in range(count)] == expected
+    assert [rows.locate(sample) for sample in range(count)] == expected
     for samples in (0, 1, 7, count):
         counted = Counter(d for d, _ in expected[:samples])
         assert rows.drawn(samples) == tuple(counted[d] for d in range(len(weights)))

@@ -122,7 +122,7 @@ def test_shares_are_of_tokens_where_rows_have_padding() -> None:
     found: Counter[str] = Counter()
     for sample in range(1400):
         tokens = blend.row(sample).tokens[:-1]
-        source = "full" if blend.locate(sample).dataset == 0 else "padded"
+        source = "full" if blend.locate(sample)[0] == 0 else "padded"
         found[source] += int((tokens != PAD).sum())
     assert abs(found["full"] / found.total() - 0.5) < 1e-3
 
