@@ -42,7 +42,6 @@ class Sample:
 
 
 def _needle(size: int, depth: float, draw: random.Random, text: Sequence[str]) -> tuple[str, str]:
-    """Hide a number in `size` sentences."""
     key, value = str(uuid.UUID(int=draw.getrandbits(128))), str(draw.randint(10**6, 10**7 - 1))
     sentences = [text[place % len(text)] for place in range(size)]
     sentences.insert(round(depth * size), f"The special magic number for {key} is: {value}.")

@@ -14,8 +14,6 @@ _T = TypeVar("_T")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that refuses duplicate keys in a mapping."""
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:

@@ -191,11 +191,6 @@ def _create(folder: Path, identity: StoreIdentity) -> None:
 
 
 def _load(folder: Path, *, mode: Any) -> ScoreStore:
-    """Open a store and check its description.
-
-    Raises:
-        UserError: no store there, or its zarr.json is damaged.
-    """
     if not (folder / "zarr.json").is_file():
         raise UserError(f"score store {folder}: there is no store; score the rows first, or check the path")
     try:

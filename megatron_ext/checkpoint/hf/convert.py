@@ -189,7 +189,6 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
 
 
 def _check_tensors(stored: Stored, places: list[tuple[Parameter, Place]], model: ModelConfig) -> None:
-    """Raise UserError unless a checkpoint has exactly the model's tensors, with their shapes."""
     wanted = {parameter.checkpoint(place): _stored_shape(parameter, model) for parameter, place in places}
     found = {name: tensor for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
     for name in sorted(wanted.keys() | found.keys()):

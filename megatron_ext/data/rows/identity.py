@@ -93,7 +93,6 @@ def data_fingerprints(config: Config) -> list[str]:
 
 
 def _ends(name: str) -> list[str | bytes]:
-    """Return size, first and last bytes of a file."""
     try:
         with Path(name).open("rb") as file:
             size = file.seek(0, 2)

@@ -164,7 +164,6 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
 
 
 def _parse(line: bytes, path: Path, fields: Fields) -> Document:
-    """Parse a line of JSON."""
     decoded = _text(line, fields.limit)
     try:
         value = json.loads(decoded)

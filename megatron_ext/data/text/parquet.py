@@ -56,7 +56,6 @@ def read_rows(
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """Open a pyarrow.parquet.ParquetFile that reads pages on demand."""
     pyarrow = import_pyarrow(str(path))
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BUFFER, pre_buffer=False) as file:

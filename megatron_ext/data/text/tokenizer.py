@@ -151,7 +151,6 @@ class Tokenizer:
 
 
 def _find(path: Path) -> Path:
-    """Return the tokenizer.json that a path refers to."""
     file = path / HF_FILE if path.is_dir() else path
     if file.is_file() and file.suffix not in (".model", ".tiktoken"):
         return file
