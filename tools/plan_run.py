@@ -3,11 +3,8 @@
 python tools/plan_run.py --config FILE --gpus 64 --gpu H100 [--stage NAME] [--top 5] [--documents drawn|whole]
     [--output FILE.yaml] [--rehearse] [flags]
 
-python tools/plan_run.py --calibrate RUN [RUN ...] --gpus 8 --gpu H100 --output FILE.yaml
-
 The time is estimated by a model (see docs/planning.md for its accuracy), the memory as in --dry-run. --output writes
-the first layout as a configuration. --calibrate fits the efficiencies of a GPU to timed runs and writes them for
---gpus-file.
+the first layout as a configuration.
 """
 
 from __future__ import annotations
@@ -22,11 +19,10 @@ from megatron_ext.config.schema import out_of_range
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.search import Machine, search
-from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
+from megatron_ext.planning.step_time import FACTS, read_speeds
 
 MOST_GPUS = 10**7
 
@@ -42,22 +38,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--top", type=int, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
     add("--rehearse", action="store_true", help="with --output: rehearse one step of the fullest stage")
-    runs = "RUN: a run's folder, or a file of benchmarks/step.py"
-    add("--calibrate", type=Path, nargs="+", metavar="RUN", help=f"fit the shares of --gpu's peak; {runs}")
     return parser.parse_known_args(argv)
-
-
-def write_calibration(options: argparse.Namespace, gpu: str, speeds: Speeds) -> None:
-    if options.output is None:
-        raise UserError("calibrate: got no --output, needs a file for what is fitted; add --output gpus.yaml")
-    timed = [one for path in options.calibrate for one in read_timed(path, gpu, options.gpus)]
-    fitted = calibrate(timed, speeds)
-    print("\n".join(describe_calibration(timed, fitted)))
-    runs = " ".join(map(str, options.calibrate))
-    note = f"{gpu}: fitted by {program('plan')} --calibrate {runs} --gpus {options.gpus}"
-    with atomic_write(options.output) as aside:
-        aside.write_text(dump_speeds(fitted, note), encoding="utf-8")
-    print(f"\nwritten to {options.output}; use it with --gpus-file {options.output} --gpu {gpu}")
 
 
 @command
@@ -71,11 +52,6 @@ def main(argv: list[str]) -> int:
         raise UserError("rehearse: got it without --output, needs the configuration it writes; add --output FILE")
     speeds = read_speeds(options.gpus_file)
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
-    if options.calibrate:
-        if rest:
-            raise UserError(f"calibrate: got {' '.join(rest)} beside it, needs no other flags; leave them out")
-        write_calibration(options, gpu, speeds)
-        return 0
     if not rest:
         raise UserError("--config is required, for example: --config examples/configs/skyladder/skyladder_1b_8k.yaml")
     stages = {stage.name: stage for stage in parse_stages(rest)}

@@ -175,8 +175,6 @@ OTHERS = {
 {SMALL} --gpus 1 --gpu H900 | gpu: got 'H900', needs one of
 {SMALL} --gpus 1 --stage x | stage: got
 {SMALL} --gpus 1 --rehearse | rehearse: got it without --output
-{SMALL} --gpus 1 --calibrate {{w}}/run | calibrate: got
---gpus 1 --calibrate {{w}}/run --output {{out}}/x.yaml | calibrate
 --gpus 1 | --config is required, for example
 """,
     "tools/rehearse.py": f"""
