@@ -35,7 +35,7 @@ class Block:
         norm_outputs: number of tensors of [t, D] kept as inputs of the attention and the MLP: outputs of norms, or with
             norms after them (olmo3) the residual stream.
         statistics: bytes per token of a norm.
-        mlp: number of tensors of [t, F / tp] that the MLP keeps; `mlp_cpu` if it is not fused.
+        mlp: number of tensors of [t, F / tp] that the MLP keeps.
         mlp_gradients: number of tensors of [t, F / tp] that its backward pass needs.
     """
 
@@ -44,16 +44,15 @@ class Block:
     norm_outputs: int
     statistics: int
     mlp: int
-    mlp_cpu: int
     mlp_gradients: int
 
 
 BLOCKS = {
-    "llama": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_cpu=5, mlp_gradients=2),
-    "phi": Block(norms=1, norm_input=None, norm_outputs=1, statistics=8, mlp=2, mlp_cpu=2, mlp_gradients=1),
-    "olmo3": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_cpu=5, mlp_gradients=2),
-    "gpt_oss": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=8, mlp_cpu=8, mlp_gradients=2),
-    "gemma3": Block(norms=4, norm_input=4, norm_outputs=2, statistics=4, mlp=5, mlp_cpu=5, mlp_gradients=2),
+    "llama": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_gradients=2),
+    "phi": Block(norms=1, norm_input=None, norm_outputs=1, statistics=8, mlp=2, mlp_gradients=1),
+    "olmo3": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_gradients=2),
+    "gpt_oss": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=8, mlp_gradients=2),
+    "gemma3": Block(norms=4, norm_input=4, norm_outputs=2, statistics=4, mlp=5, mlp_gradients=2),
 }
 
 
@@ -257,25 +256,17 @@ def _batches(config: Config, world_size: int, sizes: _Sizes) -> int:
     return config.microbatches(world_size) * (per_token * sizes.t + scored * whole)
 
 
-def layer_bytes(config: Config, shapes: Shapes, *, experts: bool = False, on_cuda: bool = True) -> int:
-    """Return the bytes that one layer keeps for the backward pass of a micro-batch, without full recomputation.
-
-    Args:
-        config: the run's.
-        shapes: of its attention.
-        experts: whether it has experts.
-        on_cuda: with fused operators; on a CPU norms keep two fp32 copies of their input.
-    """
+def layer_bytes(config: Config, shapes: Shapes, *, experts: bool) -> int:
+    """Return the bytes that one layer keeps for the backward pass of a micro-batch, without full recomputation."""
     sizes = _Sizes(config)
-    mlp = 0 if "mlp" in sizes.again else _mlp_bytes(config, sizes, experts, on_cuda)
-    return _norm_bytes(config, sizes, on_cuda) + mlp + attention_bytes(config, shapes)
+    mlp = 0 if "mlp" in sizes.again else _mlp_bytes(config, sizes, experts)
+    return _norm_bytes(config, sizes) + mlp + attention_bytes(config, shapes)
 
 
-def _norm_bytes(config: Config, sizes: _Sizes, on_cuda: bool) -> int:
+def _norm_bytes(config: Config, sizes: _Sizes) -> int:
     """Return the bytes kept by a layer's norms: input, output, statistics; if recomputed, the first two inputs."""
     block, hidden, e = sizes.block, config.model.hidden_size, sizes.e
-    unfused = not on_cuda and config.model.block != "phi"
-    entering = (8 if unfused else block.norm_input or e) * hidden + block.statistics
+    entering = (block.norm_input or e) * hidden + block.statistics
     if "layernorm" in sizes.again and config.model.block != "phi":
         per_token = (block.norms - 2) * entering + 2 * e * hidden
     else:
@@ -283,26 +274,26 @@ def _norm_bytes(config: Config, sizes: _Sizes, on_cuda: bool) -> int:
     return math.ceil(sizes.t * per_token / sizes.s)
 
 
-def _mlp_bytes(config: Config, sizes: _Sizes, experts: bool, on_cuda: bool = True) -> int:
+def _mlp_bytes(config: Config, sizes: _Sizes, experts: bool) -> int:
     """Return the bytes kept by the MLP in [t, F / tp], or by the router, experts and shared experts."""
-    kept = sizes.block.mlp if on_cuda else sizes.block.mlp_cpu
+    kept = sizes.block.mlp
     if not experts:
         return kept * sizes.inner
     shared = kept * sizes.e * (config.model.moe_shared_expert_intermediate_size or 0) / sizes.tp
-    return math.ceil(sizes.t * (_expert_bytes(config, sizes, kept if on_cuda else kept + 1) + shared))
+    return math.ceil(sizes.t * (_expert_bytes(config, sizes) + shared))
 
 
-def _expert_bytes(config: Config, sizes: _Sizes, kept: int) -> float:
+def _expert_bytes(config: Config, sizes: _Sizes) -> float:
     """Return the bytes per token of a layer's router and experts, with balanced experts.
 
     Of E logits: the weights of a token's experts, whole and transposed, the softmax that balances and its counts, 4
     bytes each, and two maps, (16 + 2) E / s, and sigmoid scores, 4 E / s; of each choice its number twice and its
-    weight, 20 k / s. Of k copies of a token: the experts' input, e D, their weights, 4, and inside `kept` e F / tp.
+    weight, 20 k / s. Of k copies of a token: the experts' input, e D, their weights, 4, and inside `mlp` e F / tp.
     """
     model = config.model
     per_expert = 22 if model.moe_router_score_function == "sigmoid" else 18
     routing = (per_expert * (model.num_experts or 0) + 20 * model.moe_router_topk) / sizes.s
-    inner = kept * sizes.e * model.expert_width / sizes.tp
+    inner = sizes.block.mlp * sizes.e * model.expert_width / sizes.tp
     return routing + model.moe_router_topk * (sizes.e * model.hidden_size + 4 + inner)
 
 
@@ -388,10 +379,10 @@ def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
     return rows + tokens * heads * (2 if joined else 1)
 
 
-def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
-    """Return the bytes kept by the last norm in addition to its output: its input, or fp32 copies, and statistics."""
+def final_norm_bytes(config: Config) -> int:
+    """Return the bytes kept by the last norm in addition to its output: its input and statistics."""
     sizes = _Sizes(config)
-    kept = (sizes.block.norm_input or sizes.e) if on_cuda else 8
+    kept = sizes.block.norm_input or sizes.e
     return math.ceil(sizes.t * (kept * config.model.hidden_size + sizes.block.statistics) / sizes.s)
 
 
