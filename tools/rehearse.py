@@ -20,7 +20,6 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.run.rehearsal.process import Request, in_process
 from megatron_ext.run.rehearsal.report import describe
-from megatron_ext.run.rehearsal.routing import check_load
 
 
 def numbers(field: str, text: str, low: int, high: int, name: str, named: list[int]) -> list[int]:
@@ -42,7 +41,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)"
     )
-    parser.add_argument("--expert-load", type=float, default=1.0, help="tokens at a rank's experts, times the mean [1]")
     parser.add_argument("--json", type=Path, help="write what was found here too")
     options, training = parser.parse_known_args(argv)
     if options.world_size < 1:
@@ -52,7 +50,6 @@ def main(argv: list[str]) -> int:
         raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
     check_stages(stages, options.world_size)
     config = stages[0].config
-    check_load(options.expert_load, config)
     per_stage = options.world_size // config.parallel.pipeline_model_parallel_size
     stages_first = list(range(0, options.world_size, per_stage))
     ranks = numbers("ranks", options.ranks, 0, options.world_size - 1, "stages", stages_first)
@@ -60,7 +57,7 @@ def main(argv: list[str]) -> int:
     windows = numbers("windows", options.windows, 1, config.data.seq_length, "full", full)
     found = []
     for rank in ranks:
-        request = Request(training, options.world_size, rank, windows, options.documents, options.expert_load)
+        request = Request(training, options.world_size, rank, windows, options.documents)
         found.append(one := in_process(request))
         print("\n".join(describe(one)), flush=True)
     if options.json is not None:

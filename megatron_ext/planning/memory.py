@@ -16,7 +16,6 @@ from itertools import product
 from megatron_ext.attention.choice import BY_NAME
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
-from megatron_ext.cli import program
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.planning.attention_shapes import Shapes, attention_shapes
 
@@ -569,7 +568,6 @@ def uncounted(config: Config) -> Iterator[str]:
     if parallel.attention_backend == "reference" or not training.bf16:
         yield "attention_backend: the reference's scores of all pairs are not counted"
     if config.model.num_experts is not None:
-        busiest = f"{program('rehearse')} --expert-load has the busiest rank"
-        yield f"num_experts: counted as if all were chosen alike; {busiest}"
+        yield "num_experts: counted as if all were chosen alike"
     if config.logging.attention_health_interval:
         yield "attention_health_interval: the fp32 keys and scores of the layer being measured are not counted"

@@ -8,7 +8,7 @@ torch's CommDebugMode only counts calls; its CollectiveOp takes whole storages f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +26,6 @@ class Calls:
 
     count: int = 0
     sent_bytes: int = 0
-    by_name: dict[str, int] = field(default_factory=dict)
 
 
 class Collectives:
@@ -52,7 +51,6 @@ class Collectives:
         ranks = tuple(dist.get_process_group_ranks(group))
         calls = self.groups.setdefault(self._named.get(group.group_name) or self._name(ranks), Calls())
         calls.count += 1
-        calls.by_name[name] = calls.by_name.get(name, 0) + 1
         calls.sent_bytes += _SENT[name](args, len(ranks), ranks.index(dist.get_rank()))
 
 

@@ -1,4 +1,4 @@
-"""Measure a step operator by operator: memory, FLOPs, collectives, launches, host synchronizations.
+"""Measure a step operator by operator: memory, FLOPs, collectives, host synchronizations.
 
 Operators are intercepted when torch dispatches them, on fake CUDA tensors or real CPU tensors, with the same counting.
 """
@@ -49,8 +49,6 @@ _FOLLOWED = {
     *(aten.le, aten.sort, aten.index, aten.constant_pad_nd),
 }
 
-
-_LOSS = ("megatron_ext/loss.py", "megatron_ext/loss_kernels.py", "megatron_ext/products.py")
 # dtypes whose values are tracked
 _NUMPY = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 
@@ -96,9 +94,7 @@ class Meter(TorchDispatchMode):
     def begin(self) -> None:
         """Reset the counts; live storages stay counted."""
         self.flops: Counter[str] = Counter()  # by operator
-        self.launches: Counter[str] = Counter()  # by part: "layers", "layers' backward", "loss", "elsewhere"
         self.host_syncs: Counter[tuple[str, str]] = Counter()  # by (cause, line)
-        self.ops_without_flops: Counter[str] = Counter()  # custom operators without a formula
         self.collectives.groups.clear()
         self.allocations.reset_peak()
         self.pinned.reset_peak()
@@ -142,8 +138,6 @@ class Meter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if not self.allocations.knows(storage):
                 self.allocations.add(storage, *self.sites.describe())
-        if func.namespace != "c10d" and here and not func.is_view and packet not in (aten.detach, aten.empty):
-            self.launches[self._place()] += 1
         name = f"{func.namespace}::{func._opname}"
         if name in KERNELS:
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
@@ -153,19 +147,6 @@ class Meter(TorchDispatchMode):
         elif packet in flop_registry:
             if here or (out is None and any(map(self._counts, args))):  # None: added to an argument
                 self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
-        elif func.namespace not in ("aten", "c10d", "prim", "prims", "profiler"):
-            self.ops_without_flops[name] += 1
-
-    def _place(self) -> str:
-        """Return the part of the step that an operator belongs to."""
-        file, _ = self.sites.line()
-        if file.endswith(_LOSS):
-            return "loss"
-        if "layers." in self.sites.module():
-            return "layers"
-        if torch._C._current_autograd_node() is not None:
-            return "backward"
-        return "elsewhere"
 
     # --- host synchronizations, and values that fake tensors do not have
 

@@ -29,7 +29,6 @@ class Request:
         world_size, rank: of the run.
         windows: in tokens.
         documents: one of rows.DOCUMENTS; None for the run's own rows if its data is present.
-        expert_load: tokens of this rank's experts over the mean of all ranks.
         fake: use fake CUDA tensors without memory; otherwise real tensors on this machine's CPU.
     """
 
@@ -38,7 +37,6 @@ class Request:
     rank: int
     windows: list[int]
     documents: str | None
-    expert_load: float = 1.0
     fake: bool = True
 
 
@@ -93,7 +91,6 @@ def run(request: Request, result_file: str) -> None:
         request.documents,
         device,
         meters,
-        expert_load=request.expert_load,
     )
     Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")
 

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +42,6 @@ from megatron_ext.run.rehearsal.collectives import Collectives
 from megatron_ext.run.rehearsal.kernels import segment_pairs
 from megatron_ext.run.rehearsal.memory import Part
 from megatron_ext.run.rehearsal.meter import Meter
-from megatron_ext.run.rehearsal.routing import routing_of
 from megatron_ext.run.rehearsal.rows import rows_of
 from megatron_ext.run.rehearsal.sites import Sites, shown
 from megatron_ext.run.rows import RowAt
@@ -80,13 +78,9 @@ class Step:
         cycles: bytes that only Python's garbage collector would free, because of reference cycles.
         peak_at: where the peak was.
         flops: by operator.
-        collectives: by group: calls, bytes sent, and calls by name.
-        launches: operators, by part of the step.
-        layers: layers of this rank, times micro-batches.
+        collectives: by group: calls and bytes sent.
         host_syncs: host synchronizations.
-        ops_without_flops: custom operators without a formula for their FLOPs.
         fault: the failure that ended the step, if any; the other fields then contain the measurements before it.
-        seconds: duration of the rehearsal.
     """
 
     window: int
@@ -98,13 +92,9 @@ class Step:
     cycles: int
     peak_at: str
     flops: dict[str, int]
-    collectives: dict[str, dict[str, Any]]
-    launches: dict[str, int]
-    layers: int
+    collectives: dict[str, dict[str, int]]
     host_syncs: list[HostSync]
-    ops_without_flops: dict[str, int]
     fault: Fault | None
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,6 @@ class Rehearsed:
         rank: its number.
         place: "TP 0 PP 1 CP 0 DP 3".
         rows: a description of the rows.
-        routing: the assumed routing of experts; "" without experts.
         steps: one per window.
         fault: the failure to build the model, if any.
     """
@@ -123,7 +112,6 @@ class Rehearsed:
     rank: int
     place: str
     rows: str
-    routing: str
     steps: list[Step] = field(default_factory=list)
     fault: Fault | None = None
 
@@ -134,8 +122,6 @@ def rehearse(
     documents: str | None,
     device: str,
     meters: list[Meter],
-    *,
-    expert_load: float = 1.0,
 ) -> Rehearsed:
     """Rehearse this process's rank.
 
@@ -145,7 +131,6 @@ def rehearse(
         documents: as for `rows_of`.
         device: "cuda", with the mock of CUDA installed; "cpu" computes on real tensors.
         meters: receives the meter, for the mock's callback.
-        expert_load: tokens of this rank's experts, over the mean.
     """
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     row_at, rows = rows_of(config, vocab_size, documents)
@@ -161,11 +146,16 @@ def rehearse(
     state_pairs(meter)
     if fake:
         count_flash_attention_4(meter)
-    routing = routing_of(config, ranks.expert, expert_load)
-    if routing is not None and fake:
-        compat.observe_routing(lambda chosen_tE: meter.state_routing(chosen_tE, routing.counts(len(chosen_tE))))
+    if fake and config.model.num_experts is not None:
+        experts, choices = config.model.num_experts, config.model.moe_router_topk
+
+        def alike(chosen_tE: Tensor) -> None:
+            total = len(chosen_tE) * choices
+            meter.state_routing(chosen_tE, total // experts + (np.arange(experts) < total % experts))
+
+        compat.observe_routing(alike)
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
-    done = Rehearsed(ranks.world, place, rows, "" if routing is None else str(routing))
+    done = Rehearsed(ranks.world, place, rows)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
     try:
         with mode, meter:
@@ -178,8 +168,7 @@ def rehearse(
             _label(stepper, meter)
     except Exception as error:
         return replace(done, fault=_fault(error))
-    layers = sum(len(chunk.decoder.layers) for chunk in chunks)
-    runner = _StepRunner(config, stepper, meter, mode, context_options(config, ranks, group), row_at, layers)
+    runner = _StepRunner(config, stepper, meter, mode, context_options(config, ranks, group), row_at)
     for window in windows:
         done.steps.append(runner.step(window))
         if done.steps[-1].fault is not None:
@@ -262,7 +251,6 @@ class _StepRunner:
     mode: Any
     context: Any
     row_at: RowAt
-    layers: int
 
     def step(self, window: int) -> Step:
         """Measure a step of few micro-batches, and extrapolate to the others."""
@@ -276,7 +264,7 @@ class _StepRunner:
 
     def run(self, window: int, microbatches: int) -> Step:
         """Measure one step of a number of micro-batches."""
-        began, meter = time.perf_counter(), self.meter
+        meter = self.meter
         step = self._batches(window, microbatches)
         if meter.device == "cpu":  # its batches are made on the device
             for tensor in (value for batch in step.train for value in vars(batch).values()):
@@ -305,12 +293,8 @@ class _StepRunner:
             peak_at=meter.allocations.peak.site,
             flops=dict(meter.flops),
             collectives={name: dataclasses.asdict(calls) for name, calls in meter.collectives.groups.items()},
-            launches=dict(meter.launches),
-            layers=self.layers * microbatches,
             host_syncs=[HostSync(what, line, count) for (what, line), count in meter.host_syncs.most_common()],
-            ops_without_flops=dict(meter.ops_without_flops),
             fault=fault,
-            seconds=time.perf_counter() - began,
         )
 
     def _batches(self, window: int, microbatches: int) -> Any:
@@ -328,12 +312,6 @@ class _StepRunner:
         def grown(less: Mapping[Any, int], most: Mapping[Any, int]) -> dict[Any, int]:
             return {name: count + round(times * (count - less.get(name, 0))) for name, count in most.items()}
 
-        collectives = {}
-        for name, calls in more.collectives.items():
-            less = few.collectives.get(name, {"count": 0, "sent_bytes": 0, "by_name": {}})
-            by_name = {"by_name": grown(less["by_name"], calls["by_name"])}
-            counts = ({key: value for key, value in one.items() if key != "by_name"} for one in (less, calls))
-            collectives[name] = grown(*counts) | by_name
         syncs = (Counter({(one.what, one.line): one.count for one in step.host_syncs}) for step in (few, more))
         batch = self._batches(window, 1).train[0]
         waiting = (total - more.microbatches) * self._batch_bytes(batch)
@@ -343,12 +321,8 @@ class _StepRunner:
             microbatches=total,
             memory=more.memory | {other: more.memory[other] + waiting},
             flops=grown(few.flops, more.flops),
-            collectives=collectives,
-            launches=grown(few.launches, more.launches),
-            layers=self.layers * total,
+            collectives={name: grown(few.collectives.get(name, {}), calls) for name, calls in more.collectives.items()},
             host_syncs=[HostSync(what, line, count) for (what, line), count in grown(*syncs).items()],
-            ops_without_flops=grown(few.ops_without_flops, more.ops_without_flops),
-            seconds=few.seconds + more.seconds,
         )
 
     def _batch_bytes(self, batch: PackedBatch) -> int:

@@ -11,8 +11,6 @@ _GIB = 2**30
 def describe(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of one rank, given as `rank.Rehearsed` in plain types."""
     yield f"rank {found['rank']}: {found['place']}; rows: {found['rows']}"
-    if found["routing"]:
-        yield f"  routing, stated: {found['routing']}"
     if found["fault"] is not None:
         yield from _fault(found["fault"], "the model cannot be built")
     for step in found["steps"]:
@@ -23,8 +21,7 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
 def _step(step: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"  window {step['window']:,}: {step['microbatches']} micro-batches, {step['measured']} of them run with "
-        f"{step['segments']:,} segments; "
-        f"rehearsed in {step['seconds']:.0f} s"
+        f"{step['segments']:,} segments"
     )
     if step["fault"] is not None:
         yield from _fault(step["fault"], "the step fails")
@@ -41,20 +38,11 @@ def _step(step: Mapping[str, Any]) -> Iterator[str]:
     total = sum(flops.values())
     yield f"    FLOPs          {total:.3e}, of which attention {attention:.3e} ({attention / max(total, 1):.0%})"
     for group, calls in sorted(step["collectives"].items()):
-        names = ", ".join(f"{count} {name}" for name, count in sorted(calls["by_name"].items()))
-        yield f"    sent over {group:<8} {calls['sent_bytes'] / _GIB:8.3f} GiB in {calls['count']} collectives: {names}"
-    launches, layers = step["launches"], max(step["layers"], 1)
-    yield (
-        f"    operators      {launches.get('layers', 0) / layers:.0f} forward and "
-        f"{launches.get('backward', 0) / layers:.0f} backward per layer, {launches.get('loss', 0)} of the loss, "
-        f"{launches.get('elsewhere', 0)} elsewhere"
-    )
+        yield f"    sent over {group:<8} {calls['sent_bytes'] / _GIB:8.3f} GiB in {calls['count']} collectives"
     syncs = step["host_syncs"]
     yield f"    host syncs     {sum(one['count'] for one in syncs)}"
     for one in syncs:
         yield f"      {one['count']:>4} x {one['what']}, {one['line']}"
-    for name, count in step["ops_without_flops"].items():
-        yield f"    no formula     for the FLOPs of {name}, {count} calls"
 
 
 def _fault(fault: Mapping[str, Any], what: str) -> Iterator[str]:

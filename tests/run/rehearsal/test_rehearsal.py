@@ -99,8 +99,6 @@ def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) ->
     fake, real = found["cuda"], found["cpu"]
     assert fake["memory"] == real["memory"]
     assert fake["flops"] == real["flops"]
-    for place in ("loss", "backward"):  # elsewhere borders and rows are copied to the device
-        assert fake["launches"][place] == real["launches"][place]
     assert fake["cycles"] == real["cycles"] == 0
 
 
@@ -140,9 +138,6 @@ def test_a_rehearsal_of_experts_counts_what_a_real_step_does(tmp_path: Path, fla
         sent = [{name: calls["sent_bytes"] for name, calls in one["collectives"].items()} for one in (fake, real)]
         assert sent[0] == sent[1]
         assert ("EP" in sent[0]) == ("expert-model" in flags)
-        assert fake["launches"].get("loss") == real["launches"].get("loss")
-        if "tensor" not in flags:  # gloo takes apart what NCCL gathers into one
-            assert fake["launches"]["backward"] == real["launches"]["backward"]
 
 
 def steps(folder: Path, device: str, words: list[str], processes: int) -> list[dict[str, Any]]:
@@ -241,7 +236,6 @@ def test_the_command(alone: Commands, tmp_path: Path) -> None:
     assert (first["rank"], first["place"]) == (0, "TP 0 PP 0 CP 0 DP 0")
     assert (last["rank"], last["place"]) == (2, "TP 0 PP 1 CP 0 DP 0")
     assert [step["window"] for step in first["steps"]] == [32, 256]
-    assert "loss" not in first["steps"][0]["launches"]
     assert {"TP", "PP"} <= set(last["steps"][0]["collectives"])
     assert "peak memory" in done.stdout
 
@@ -251,8 +245,6 @@ def test_the_command(alone: Commands, tmp_path: Path) -> None:
     [
         (["--ranks", "4"], {}, "ranks: got '4', needs numbers 0..3 with commas between them, or stages"),
         (["--windows", "512"], {}, "windows: got '512', needs numbers 1..256 with commas between them, or full"),
-        (["--num-experts", "8", "--expert-model-parallel-size", "4", "--expert-load", "5"], {},
-         "expert_load: got 5, needs 1..4, times the mean of tokens: 4 ranks share the experts"),
         ([], {"CXX": "nothing"}, "compiler: found no CXX=nothing, a rehearsal builds one C++ file; install g++"),
         ([], {"CXX": "false"}, "compiler: /usr/bin/false cannot build cuda_mock.cpp"),
     ],
