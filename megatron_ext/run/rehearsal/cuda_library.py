@@ -13,8 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 
 from megatron_ext.errors import UserError
@@ -32,47 +31,21 @@ def load() -> None:
         UserError: an unsupported torch, a CUDA build of torch, no C++ compiler, or one that cannot build the mock.
     """
     assert "torch" not in sys.modules, "torch has already looked for CUDA"
-    torch, found = torch_folder(), torch_version()
-    check_build(torch)
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
-    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{digest}.so"
-    if not library.exists():
-        _build(library, torch)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
-
-def torch_version() -> str:
-    """Return the version of the installed torch.
-
-    Raises:
-        UserError: its version has not been tested with the mock and the patches.
-    """
-    found = version("torch")
+    torch = distribution("torch")
+    folder, found = Path(str(torch.locate_file("torch"))), torch.version
     if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
         raise UserError(f"torch: got {found}, a rehearsal needs {SUPPORTED[0]} to {SUPPORTED[-1]}; pip install one")
-    return found
-
-
-def torch_folder() -> Path:
-    """Return the folder of the installed torch, without importing it."""
-    spec = find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def check_build(folder: Path) -> None:
-    """Check that torch does not include CUDA's own guard and hooks: only one of each can be registered.
-
-    Raises:
-        UserError: the torch in this folder was built for CUDA.
-    """
-    if any((folder / "lib").glob("libtorch_cuda*")):
+    if any((folder / "lib").glob("libtorch_cuda*")):  # only one guard and one set of hooks can be registered
         raise UserError(
             "torch: got a build for CUDA, a rehearsal needs one for the CPU; in a virtual environment of its own, "
             "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
         )
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
+    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{digest}.so"
+    if not library.exists():
+        _build(library, folder)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def _build(target: Path, torch: Path) -> None:

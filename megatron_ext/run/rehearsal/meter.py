@@ -144,9 +144,9 @@ class Meter(TorchDispatchMode):
             self.flops[name] += KERNELS[name].flops(self.pairs_of, named | kwargs)
             if scratch := KERNELS[name].scratch(named | kwargs):
                 self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
-        elif packet in flop_registry:
-            if here or (out is None and any(map(self._counts, args))):  # None: added to an argument
-                self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
+        elif packet in flop_registry and (here or (out is None and any(map(self._counts, args)))):
+            # None: added to an argument
+            self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
 
     # --- host synchronizations, and values that fake tensors do not have
 
