@@ -89,9 +89,7 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
     changes = []
     for section, entries in new.items():
         for name, value in entries.items():
-            # a fraction of a longer run is another window schedule, so compare the resulting rate
-            read = "window_rate" if name == "window_expansion_fraction" else name
-            if (section, name) in written and was[section][read] != now[section][read]:
+            if (section, name) in written and was[section][name] != now[section][name]:
                 # the written value, or the effective one if the option was omitted
                 left_out = old[section][name] is None and was[section][name] != now[section][name]
                 then = was[section][name] if left_out else old[section][name]
