@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
-from megatron_ext.schedule import ScheduleKind
 
 Rule = tuple[str, Callable[[Any], Any], str]
 FP32_MAX = (2 - 2**-23) * 2.0**127
@@ -396,19 +394,11 @@ PLATFORM: list[Rule] = [
 ]  # fmt: skip
 
 LONG = 10**8  # number of tokens for which a crash is costly: hours on a laptop even with a tiny model
-SHARE = 0.64  # the best fraction of the steps for window growth (arXiv 2503.15450)
 WARNINGS: list[Rule] = [
     ("save", lambda o: not keeps_weights(o), ", so the weights are lost at the end of the run; add --save FOLDER"),
     ("save_interval", lambda o: o.save and not (o.save_interval or o.save_seconds)
      and o.train_iters * o.global_batch_size * o.seq_length >= LONG,
      " and save_seconds 0, so a crash or a lost node costs up to all {train_iters:,} steps; add --save-seconds 1800"),
-    ("window_schedule", lambda o: o.full_step > o.train_iters,
-     " with a window of {first_window:,} tokens at the first and {final_window:,} at the last of {train_iters:,} "
-     "steps, {last_window:,} only from step {full_step:,} on; use {window_remedy}"),
-    ("short_context", lambda o: o.uniform_steps,
-     ", but while the window is at most short_context - short_stride = {least_context} tokens, in the first "
-     "{uniform_steps:,} of {train_iters:,} steps, every weight is 1; raise --window-start above {least_context} or "
-     "lower --short-context"),
 ]  # fmt: skip
 
 
@@ -502,22 +492,7 @@ def keeps_weights(checkpoint: Any) -> bool:
 
 def warnings_of(config: Config) -> Iterator[str]:
     """Yield one line for each probably unintended effect of a configuration that `check` accepts."""
-    o, schedule, steps = _options(config, 1), config.window_schedule(), config.training.train_iters
-    o.full_step = schedule.expansion_steps
-    o.first_window, o.final_window = schedule.window_at(0), schedule.window_at(steps - 1)
-    if schedule.kind is ScheduleKind.CONTINUAL:
-        o.window_remedy = f"--window-switch-step {round(SHARE * steps)}"
-    elif o.full_step:
-        ramps = round(o.full_step / schedule.ramp_steps)
-        o.window_remedy = f"--window-expansion-fraction {SHARE / ramps:.2g} instead of a rate"
-    o.uniform_steps = 0
-    if o.scores and not o.local_window_fixed:  # fixed local layers see beyond the window
-        short = config.weighting.short()
-        o.least_context = short.length - short.stride  # the least context of a scored token in its chunk
-        # bisect needs increasing windows: those of a cyclic schedule increase only in its first ramp
-        rising = min(steps, max(int(schedule.ramp_steps), 1)) if "cyclic" in schedule.kind.value else steps
-        o.uniform_steps = bisect_right(range(rising), o.least_context, key=schedule.window_at)
-    yield from _broken(WARNINGS, o)
+    yield from _broken(WARNINGS, _options(config, 1))
 
 
 def rope_mistakes(config: Config) -> Iterator[str]:
