@@ -1,4 +1,4 @@
-"""Print what a run has here: versions, devices, attention backends, and what the optional packages enable.
+"""Print what a run has here: versions, devices, attention backends, optional packages.
 
 python tools/environment.py [--config run.yaml --bf16 --flag value ...]
 
@@ -19,14 +19,13 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     config = parse(argv)
-    from megatron_ext.engine import compat, platform  # importing Megatron takes seconds
-    from megatron_ext.engine.environment import PACKAGES, look
+    from megatron_ext.engine import platform  # importing Megatron takes seconds
+    from megatron_ext.engine.environment import look
 
-    compat.install_optimizer()
     environment = look(config, platform.choose(config.parallel.device))
     print("\n".join(environment.summary()))
-    for name, version in environment.packages.items():
-        print(f"{name} {version or 'is not installed'}: {PACKAGES[name]}")
+    missing = ", ".join(name for name, version in environment.versions.items() if version is None)
+    print(f"not installed: {missing or 'nothing'}")
     return 0
 
 

@@ -163,8 +163,7 @@ def run_info(config: Config, built: Built, here: environment.Environment) -> Run
         "layout": ranks.layout,
         "parameters": count_parameters(config.model, vocab_size),
         "vocab_size": vocab_size,
-        "versions": {"python": here.python, "torch": here.torch, "megatron-core": here.megatron_core}
-        | {name: version for name, version in here.packages.items() if version is not None},
+        "versions": {name: version for name, version in here.versions.items() if version is not None},
         "data": [{"name": part.label, "prefix": part.prefix, "packing": part.packing} for part in config.data.parts],
     }
     if mixed is not None:
