@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     known = {recipe.name: recipe for recipe in recipes(ROOT / "examples" / "configs")}
     if options.list is not None:
         for recipe in known.values():
-            line = f"{recipe.name:<44} {recipe.facts.title}"
+            line = f"{recipe.name:<44} {recipe.facts['title']}"
             if all(word.lower() in line.lower() for word in options.list):
                 print(line)
         return 0
@@ -82,12 +82,12 @@ def show(recipe: Recipe, options: argparse.Namespace) -> int:
     if options.dry_run:
         trainer = ROOT / "pretrain_skyladder.py"  # in an installed package it is beside the package
         command = [trainer if trainer.exists() else ROOT.parent / trainer.name, "--config", path, "--dry-run"]
-        command += ["--world-size", recipe.facts.world_size]
+        command += ["--world-size", recipe.facts["world_size"]]
     elif options.twin:
         command = [Path(__file__).with_name("twin_recipe.py"), path, "--output", options.twin]
     if command:
         return subprocess.run([sys.executable, *map(str, command)], check=False).returncode
-    print(whole_file(recipe.stages(), recipe.written_facts()), end="")
+    print(whole_file(recipe.stages(), recipe.facts), end="")
     return 0
 
 

@@ -1,15 +1,15 @@
 """Recipes: configurations in examples/configs that reproduce a paper's run.
 
-A recipe is a configuration with one more mapping, which the trainer ignores and this module reads and checks:
+A recipe is a configuration with one more mapping, which the trainer ignores:
 
     recipe:
       title: SkyLadder, 1B, rows of 8K
       paper: arXiv 2503.15450
       source: Tables 8, 11 and 12                    in the paper, or in its authors' code
       differs: micro-batches of 1 row                deviations from the paper
-      world_size: 8
-      gpu: A100 (40 GB)                              one of `Gpu`
-      published: {flops: 9.9e20, time_saved: 0.131}  fields of `Published`; omitted if the paper gives no figure
+      world_size: 8                                  processes, one for each GPU
+      gpu: A100 (40 GB)
+      published: {flops: 9.9e20, time_saved: 0.131}  figures that the paper reports for this run
 
 A file of several runs (config/matrix.py) contains several recipes; the path of each is FILE#NAME.
 """
@@ -17,107 +17,31 @@ A file of several runs (config/matrix.py) contains several recipes; the path of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import yaml
-from annotated_types import Gt, Interval, MinLen
-from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
-from megatron_ext.config.arguments import parse_stages, read_file, read_mapping, to_dict
+from megatron_ext.config.arguments import parse_stages, read_file, to_dict
 from megatron_ext.config.checks import check_stages
 from megatron_ext.config.matrix import MARK, expand
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.text.tokenizer import vocabulary_size
-from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
-
-Text = Annotated[str, MinLen(1)]
-Positive = Annotated[float, Gt(0)]
-
-
-class Gpu(StrEnum):
-    """GPUs used in the papers."""
-
-    A100_40GB = "A100 (40 GB)"
-    A100_80GB = "A100 (80 GB)"
-    H100_80GB = "H100 (80 GB)"
-
-    @property
-    def memory(self) -> float:
-        """Memory of the GPU in bytes."""
-        return 40e9 if self is Gpu.A100_40GB else 80e9
-
-
-@dataclass(frozen=True)
-class Published:
-    """Figures that a paper reports for one run; None or empty if not reported.
-
-    Attributes:
-        flops: FLOPs of the whole training.
-        time_saved: fraction of the time saved relative to the same run with a constant window.
-        relative_time: time as a multiple of the run with uniform token weights.
-        validation_loss: nats per token, by evaluation length in tokens.
-        gpu_hours: hours on `gpu`, by the stage's name.
-        remark: facts that no number expresses.
-    """
-
-    flops: Positive | None = None
-    time_saved: Annotated[float, Interval(gt=0, lt=1)] | None = None
-    relative_time: Positive | None = None
-    validation_loss: dict[Annotated[int, Gt(0)], Positive] = field(default_factory=dict)
-    gpu_hours: dict[str, Positive] = field(default_factory=dict)
-    remark: str = ""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The mapping `recipe:` of a configuration file.
-
-    Attributes:
-        title: description of the run.
-        paper: its number on arXiv.
-        source: where the numbers come from in the paper, or in its authors' code.
-        differs: deviations from the paper.
-        world_size: number of processes, one for each GPU.
-        gpu: the intended GPU.
-        published: figures that the paper reports.
-    """
-
-    title: Text
-    paper: Annotated[str, StringConstraints(pattern=r"^arXiv \d{4}\.\d{5}$")]
-    source: Text
-    differs: Text
-    world_size: Annotated[int, Gt(0)]
-    gpu: Gpu
-    published: Published = field(default_factory=Published)
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-
-_FACTS = TypeAdapter(Facts)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration file that reproduces a paper's run, and its facts."""
+    """A configuration file that reproduces a paper's run, and its mapping `recipe:`."""
 
     path: Path
-    facts: Facts
+    facts: Mapping[str, Any]
 
     @property
     def name(self) -> str:
         """The file's name without its extension, or the name of the run in it; unique among recipes."""
         return self.path.name.partition(MARK)[2] or self.path.stem
-
-    def written_facts(self) -> dict[str, Any]:
-        """Return the mapping `recipe:` as written in the file."""
-        facts: dict[str, Any] = read_mapping(str(self.path))["recipe"]
-        return facts
 
     def stages(self) -> list[Stage]:
         """Read the file and check it for its world size.
@@ -126,7 +50,7 @@ class Recipe:
             UserError: it cannot run on that many processes.
         """
         stages = parse_stages(["--config", str(self.path)])
-        check_stages(stages, self.facts.world_size)
+        check_stages(stages, self.facts["world_size"])
         return stages
 
     def plans(self) -> dict[str | None, RunPlan]:
@@ -134,32 +58,15 @@ class Recipe:
         plans = {}
         for stage in self.stages():
             size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
-            plans[stage.name] = plan_run(stage.config, self.facts.world_size, size)
+            plans[stage.name] = plan_run(stage.config, self.facts["world_size"], size)
         return plans
-
-
-def read_recipe(path: Path, content: Mapping[str, Any]) -> Recipe:
-    """Check the facts in the content of a recipe's file.
-
-    Raises:
-        UserError: there is no `recipe:`, or a field of it is missing, unknown or out of range.
-    """
-    if "recipe" not in content:
-        raise UserError(f"{path}: recipe: got nothing, needs a mapping with title, paper, source and so on")
-    try:
-        return Recipe(path, _FACTS.validate_python(content["recipe"]))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(["recipe", *map(str, first["loc"])])
-        got = "nothing" if first["type"] == "missing" else repr(first["input"])
-        raise UserError(f"{path}: {name}: got {got}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
 def recipes(folder: Path) -> list[Recipe]:
     """Read all recipes below a folder: files with a single run first, then files with several runs.
 
     Raises:
-        UserError: as `read_recipe`, or a file that is not a configuration.
+        UserError: a file that is not a configuration.
     """
     single: list[Recipe] = []
     many: list[Recipe] = []
@@ -167,9 +74,9 @@ def recipes(folder: Path) -> list[Recipe]:
         content = read_file(str(path))
         if "families" in content:
             runs = expand(content, str(path)).items()
-            many += [read_recipe(path.with_name(f"{path.name}{MARK}{name}"), run) for name, run in runs]
+            many += [Recipe(path.with_name(f"{path.name}{MARK}{name}"), run["recipe"]) for name, run in runs]
         elif "recipe" in content:
-            single.append(read_recipe(path, content))
+            single.append(Recipe(path, content["recipe"]))
     return single + many
 
 

@@ -7,15 +7,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 import tools.recipes as tool
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse, parse_stages, read_mapping
 from megatron_ext.config.matrix import MARK
-from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
-from megatron_ext.planning.recipes import Recipe, read_recipe, recipes, whole_file
+from megatron_ext.planning.recipes import Recipe, recipes, whole_file
 from megatron_ext.planning.run_plan import RunPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,14 +23,9 @@ OF_ANOTHER = {"token_weighting_longce": "arXiv 2410.23771"}
 QUICK = ("skyladder_table22_gradual_4_5", "prolong_ablation_length_512k", "token_weighting_table4_shifted_ppmi")
 SOME = (*QUICK, "prolong_8b", "skyladder_120m_8k")
 some_or_all = pytest.mark.parametrize("names", [SOME, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
-FACTS = {
-    "title": "A run",
-    "paper": "arXiv 2503.15450",
-    "source": "Table 8",
-    "differs": "nothing known",
-    "world_size": 8,
-    "gpu": "A100 (40 GB)",
-}
+FACTS = {"title", "paper", "source", "differs", "world_size", "gpu"}
+PUBLISHED = {"flops", "time_saved", "relative_time", "validation_loss", "gpu_hours", "remark"}
+GPUS = {"A100 (40 GB)": 40e9, "A100 (80 GB)": 80e9, "H100 (80 GB)": 80e9}
 
 
 @cache
@@ -54,13 +47,15 @@ def plan_of(name: str) -> RunPlan:
 
 def check_recipe(recipe: Recipe) -> None:
     """Read, checked for that many processes, and within 85 % of a GPU's memory."""
-    plans = recipe.plans()
+    plans, published = recipe.plans(), recipe.facts.get("published", {})
+    assert FACTS <= set(recipe.facts) <= FACTS | {"published"}
+    assert set(published) <= PUBLISHED
     for plan in plans.values():
-        assert plan.memory.total < 0.85 * recipe.facts.gpu.memory
+        assert plan.memory.total < 0.85 * GPUS[recipe.facts["gpu"]]
         assert plan.config.checkpoint.save is not None
-    assert recipe.facts.paper == OF_ANOTHER.get(recipe.name, PAPERS[recipe.path.parent.name])
+    assert recipe.facts["paper"] == OF_ANOTHER.get(recipe.name, PAPERS[recipe.path.parent.name])
     assert recipe.name.startswith(recipe.path.parent.name)
-    assert set(recipe.facts.published.gpu_hours) <= set(plans)
+    assert set(published.get("gpu_hours", {})) <= set(plans)
 
 
 @some_or_all
@@ -264,7 +259,7 @@ def test_recipes_have_the_papers_settings() -> None:
     ],
 )
 def test_table_8(name: str, flops: float) -> None:
-    assert known()[name].facts.published.flops == flops
+    assert known()[name].facts["published"]["flops"] == flops
     assert plan_of(name).flops.scheduled == pytest.approx(flops, rel=0.005)
 
 
@@ -279,7 +274,7 @@ def test_prolongs_hours() -> None:
     recipe = known()["prolong_8b"]
     plans = recipe.plans()
     for stage, hours in {"64k": 2200, "512k": 12_200}.items():
-        assert recipe.facts.published.gpu_hours[stage] == hours
+        assert recipe.facts["published"]["gpu_hours"][stage] == hours
         assert plans[stage].flops.scheduled / (0.4 * 989e12) / 3600 == pytest.approx(hours, rel=0.1)
 
 
@@ -288,41 +283,10 @@ def test_a_recipe_written_whole_is_the_same(names: tuple[str, ...], tmp_path: Pa
     path = tmp_path / "run.yaml"
     for recipe in map(known().__getitem__, names or known()):
         stages = recipe.stages()
-        path.write_text(whole_file(stages, recipe.written_facts()))
+        path.write_text(whole_file(stages, recipe.facts))
         again = parse_stages(["--config", str(path)])
         assert [(stage.name, stage.config) for stage in again] == [(stage.name, stage.config) for stage in stages]
-        assert read(path).facts == recipe.facts
-
-
-def read(path: Path) -> Recipe:
-    return read_recipe(path, read_mapping(str(path)))
-
-
-def write_recipe(folder: Path, facts: object) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({"recipe": facts, "data": {"data_path": ["x"]}}))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"paper": "arXiv 1, 2"}, "recipe.paper: got 'arXiv 1, 2'"),
-        ({"tabel": "8"}, "recipe.tabel: got '8'"),
-        ({"published": {"time_saved": 1.0}}, "recipe.published.time_saved: got 1.0: input should be less than 1"),
-    ],
-)
-def test_facts_that_are_refused(tmp_path: Path, changed: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message) as refused:
-        read(write_recipe(tmp_path, FACTS | changed))
-    assert "\n" not in str(refused.value)
-
-
-def test_a_fact_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"recipe\.gpu: got nothing: field required"):
-        read(write_recipe(tmp_path, {name: value for name, value in FACTS.items() if name != "gpu"}))
-    with pytest.raises(UserError, match=r"cpu_smoke\.yaml: recipe: got nothing, needs a mapping"):
-        read(ROOT / "examples/configs/cpu_smoke.yaml")
+        assert read_mapping(str(path))["recipe"] == recipe.facts
 
 
 def test_the_command_lists_shows_and_shrinks(
@@ -337,7 +301,7 @@ def test_the_command_lists_shows_and_shrinks(
 
     listed = run("--list", "table22")
     assert [line.split()[0] for line in listed.splitlines()] == [name for name in known() if "table22" in name]
-    assert run(QUICK[0]) == whole_file(known()[QUICK[0]].stages(), known()[QUICK[0]].written_facts())
+    assert run(QUICK[0]) == whole_file(known()[QUICK[0]].stages(), known()[QUICK[0]].facts)
     assert "cyclic_gradual, grid; full from step 73,440 on" in run(QUICK[0], "--dry-run")
     run(QUICK[0], "--twin", "twin.yaml")
     small = parse(["--config", str(tmp_path / "twin.yaml")])

@@ -17,11 +17,11 @@ from launcher import ROOT, Commands
 from runs import attempt, read_jsonl
 
 from megatron_ext.config import Config
-from megatron_ext.config.arguments import parse_stages, read_mapping
+from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.checks import check_stages
 from megatron_ext.config.matrix import MARK
 from megatron_ext.config.stages import Stage
-from megatron_ext.planning.recipes import Recipe, read_recipe, recipes
+from megatron_ext.planning.recipes import Recipe, recipes
 from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
 from tools import twin_recipe
 
@@ -153,7 +153,7 @@ def test_a_twin_keeps_what_its_recipe_keeps(small_data: SmallData, tmp_path: Pat
     path = tmp_path / "recipe.yaml"
     more = {"model": {"vocab_size": 64}, "checkpoint": {"save": "runs/x"}, "optimizer": {"lr_decay_iters": 2000}}
     path.write_text(yaml.safe_dump(head | run | more))
-    _, twins = write_twin(read_recipe(path, read_mapping(str(path))), small_data, Path("x"), tmp_path)
+    _, twins = write_twin(Recipe(path, head["recipe"]), small_data, Path("x"), tmp_path)
     assert [stage.config.checkpoint.init_optimizer for stage in twins] == [False, True, False]
     assert [stage.config.optimizer.lr_first_step for stage in twins] == [0, 8, 0]
     assert [stage.config.data.first_sample for stage in twins] == [0, 32, 0]

@@ -54,7 +54,7 @@ def cases_of(recipe: Recipe) -> Iterator[Case]:
     for stage, plan in recipe.plans().items():
         name = recipe.name if stage is None else f"{recipe.name}: {stage}"
         argv = ("--config", str(recipe.path), *(() if stage is None else ("--stage", stage)))
-        yield Case(name, argv, recipe.facts.world_size, plan.vocab_size, plan.config)
+        yield Case(name, argv, recipe.facts["world_size"], plan.vocab_size, plan.config)
 
 
 def case_of(name: str) -> Case:
