@@ -380,7 +380,7 @@ SPEED: list[Rule] = [
        " with optimizer_cpu_offload, needs fp32") for name in _LOWERED.split()),
 ]  # fmt: skip
 
-# Transformer Engine: `transformer_engine` is whether its layers are used, `fp8_refusal` why it cannot use the recipe
+# `transformer_engine` is whether its layers are used
 _NEEDS_TE = ", needs CUDA with Transformer Engine; install it or leave the option out"
 PLATFORM: list[Rule] = [
     *((name, lambda o, n=name: getattr(o, n) and not o.transformer_engine, _NEEDS_TE)
@@ -390,7 +390,6 @@ PLATFORM: list[Rule] = [
      lambda o: o.use_precision_aware_optimizer and not (o.optimizer_cpu_offload or o.transformer_engine), _NEEDS_TE),
     ("compile", lambda o: o.compile and o.transformer_engine,
      " with Transformer Engine's layers, which cannot be compiled; leave it out"),
-    ("fp8_recipe", lambda o: o.fp8_format and o.fp8_refusal, ", needs another GPU or recipe: {fp8_refusal}"),
 ]  # fmt: skip
 
 LONG = 10**8  # number of tokens for which a crash is costly: hours on a laptop even with a tiny model
@@ -472,16 +471,10 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield from _broken([*SAVING, *SPEED], o)
 
 
-def platform_mistakes(config: Config, transformer_engine: bool, fp8_refusal: str = "") -> Iterator[str]:
-    """Yield one line for each option that the platform does not support.
-
-    Args:
-        config: the run's configuration.
-        transformer_engine: whether Transformer Engine's layers are used.
-        fp8_refusal: why Transformer Engine cannot use the fp8 recipe here; empty if it can.
-    """
+def platform_mistakes(config: Config, transformer_engine: bool) -> Iterator[str]:
+    """Yield one line for each option that the platform does not support, with or without Transformer Engine."""
     o = _options(config, 1)
-    o.transformer_engine, o.fp8_refusal = transformer_engine, fp8_refusal
+    o.transformer_engine = transformer_engine
     yield from _broken(PLATFORM, o)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from megatron_ext.engine import blockwise_mlp, compat, layer_inputs, te_options
 from megatron_ext.engine.blocks import layer_spec
 from megatron_ext.engine.compat import OwnAttention
 from megatron_ext.engine.experts import LoadBalance
-from megatron_ext.engine.fusions import fusions_here, joint_width, rotation_counts
+from megatron_ext.engine.fusions import fusions_here, rotation_counts
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
@@ -140,7 +140,7 @@ class PackedGPT(OwnAttention, GPTModel):
         frequencies: rope.Frequencies,
         real_vocab_size: int,
         loss_block_tokens: int,
-        joint_width: int,
+        fits_rotation: Callable[[int], bool],
         entropy: bool = False,
         output_bias: bool = False,
         embedding_scale: float = 1.0,
@@ -153,7 +153,7 @@ class PackedGPT(OwnAttention, GPTModel):
         self.entropy = entropy
         # rounded to the embedding's precision, as in transformers
         self.embedding_scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
-        self.fuses_rotation, self.joint_width = self.config.apply_rope_fusion, joint_width
+        self.fuses_rotation, self.fits_rotation = self.config.apply_rope_fusion, fits_rotation
         if self.post_process and output_bias:
             rows = self.output_layer.output_size_per_partition
             bias = torch.nn.Parameter(torch.zeros(rows, dtype=self.config.params_dtype))
@@ -222,8 +222,7 @@ class PackedGPT(OwnAttention, GPTModel):
             if self.embedding_scale != 1.0:
                 hidden = hidden * self.embedding_scale
         # micro-batches of chunks and evaluations may be longer than those of training
-        fits = rotation_counts(len(batch.positions_t), self.joint_width)
-        self.config.apply_rope_fusion = self.fuses_rotation and fits
+        self.config.apply_rope_fusion = self.fuses_rotation and self.fits_rotation(len(batch.positions_t))
         device = batch.positions_t.device
         angles = [rope.angles(batch.positions_t, self.frequencies.at(batch.rotary_base, device))]
         if self.config.packed_two_bases:
@@ -318,7 +317,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
             frequencies=rope.Frequencies(model, config.data.seq_length),
             real_vocab_size=vocab_size,
             loss_block_tokens=config.training.loss_block_tokens,
-            joint_width=joint_width(config),
+            fits_rotation=functools.partial(rotation_counts, config=config),
             output_bias=model.block == "phi",
             embedding_scale=model.hidden_size**0.5 if model.block == "gemma3" else 1.0,
             entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
@@ -483,7 +482,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         embedding_init_method=_leave,
         use_cpu_initialization=platform.device.type == "cpu",
         calculate_per_token_loss=True,
-        **asdict(fusions_here(platform, config)),
+        **fusions_here(platform, config),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

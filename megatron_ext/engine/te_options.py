@@ -10,16 +10,7 @@ from megatron_ext.errors import UserError
 
 def check(config: Config, platform: Platform) -> None:
     """Raise UserError with one line per option that this platform does not support."""
-    fp8_refusal = ""
-    if platform.transformer_engine and config.training.fp8_format is not None:
-        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-        is_available = {
-            "mxfp8": FP8GlobalStateManager.is_mxfp8_available,
-            "blockwise": FP8GlobalStateManager.is_fp8_block_scaling_available,
-        }.get(config.training.fp8_recipe, FP8GlobalStateManager.is_fp8_available)
-        fp8_refusal = "" if is_available()[0] else is_available()[1]
-    if lines := list(platform_mistakes(config, platform.transformer_engine, fp8_refusal)):
+    if lines := list(platform_mistakes(config, platform.transformer_engine)):
         raise UserError("\n".join(lines))
 
 

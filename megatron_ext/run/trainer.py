@@ -126,6 +126,7 @@ def log_setup(config: Config, built: Built, here: environment.Environment) -> No
     if ranks.world != 0:
         return
     data, schedule, pretrained = config.data, config.window_schedule(), inputs.pretrained
+    fused = [name for name, is_fused in fusions_here(platform, config).items() if is_fused]
     lines = []
     if pretrained is not None:
         lines = [f"weights from {pretrained.folder}"]
@@ -133,7 +134,7 @@ def log_setup(config: Config, built: Built, here: environment.Environment) -> No
     lines += [
         *here.summary(),
         *environment.differences(environments),
-        f"device {platform.device.type}, {platform.communication}; {fusions_here(platform, config)}",
+        f"device {platform.device.type}, {platform.communication}; fused: {', '.join(fused) or 'nothing'}",
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
         f"{ranks.layout}, {gradient_sharing(config)}",
         f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import megatron.core.models.common.embeddings.rope_utils as megatron_rope
@@ -19,11 +20,12 @@ from megatron_ext.config.presets import PRESETS
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import fusions as choice
 from megatron_ext.engine import model
-from megatron_ext.engine.fusions import Fusions, fusions_here, joint_width
+from megatron_ext.engine.fusions import fusions_here
 from megatron_ext.engine.model import transformer_config
 from megatron_ext.engine.platform import Platform
 from megatron_ext.masks import MaskOptions
 
+NAMES = ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
 CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 
 
@@ -44,31 +46,16 @@ def test_everything_that_is_available_is_fused(
     monkeypatch.setattr(choice, "find_spec", lambda name: object() if name in installed else None)
     config = Config(model=ModelConfig(block=block))  # type: ignore[arg-type]
     on_cuda = Platform(torch.device("cuda"), "nccl", transformer_engine="te" in installed)
-    assert fusions_here(on_cuda, config) == Fusions(*fused)
-    assert fusions_here(CPU, config) == Fusions(False, False, False)
+    assert fusions_here(on_cuda, config) == dict(zip(NAMES, fused, strict=True))
+    assert fusions_here(CPU, config) == dict.fromkeys(NAMES, False)
 
 
-@pytest.mark.parametrize(
-    ("preset", "tokens", "ranks", "fused"),
-    [
-        ("Llama-3-8B", 349_525, {}, True),  # rows of 6,144 numbers
-        ("Llama-3-8B", 349_526, {}, False),
-        ("Llama-3-8B", 524_288, {"tensor_model_parallel_size": 2}, True),
-        ("Llama-3-8B", 699_052, {"context_parallel_size": 2}, False),
-        ("1B", 838_860, {}, True),
-        ("1B", 838_861, {}, False),
-    ],
-)
-def test_a_row_too_long_for_the_kernel_is_rotated_without_it(
-    preset: str, tokens: int, ranks: dict[str, int], fused: bool
-) -> None:
-    config = Config(
-        model=ModelConfig(**PRESETS[preset]),
-        data=DataConfig(seq_length=tokens),
-        parallel=ParallelConfig(**ranks),  # type: ignore[arg-type]
-    )
-    on_cuda = Platform(torch.device("cuda"), "nccl", transformer_engine=True)
-    assert fusions_here(on_cuda, config).apply_rope_fusion == fused
+def test_the_kernels_index_limit() -> None:
+    config = Config(model=ModelConfig(**PRESETS["Llama-3-8B"]))  # rows of 6,144 numbers
+    assert choice.rotation_counts(349_525, config)
+    assert not choice.rotation_counts(349_526, config)
+    halves = ParallelConfig(tensor_model_parallel_size=2)
+    assert choice.rotation_counts(524_288, replace(config, parallel=halves))
 
 
 def test_the_fused_rotation_gets_an_angle_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +97,9 @@ def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch
 
     monkeypatch.setattr(megatron_rope, "fused_apply_rotary_pos_emb", kernel)
     config = Config(model=ModelConfig(num_layers=2, vocab_size=50), data=DataConfig(seq_length=8))
-    monkeypatch.setattr(choice, "COUNTED", 8 * joint_width(config) + 1)
-    monkeypatch.setattr(model, "fusions_here", lambda *unused: Fusions(False, True, False))
+    width = (config.model.num_attention_heads + 2 * config.model.num_query_groups) * config.model.head_size
+    monkeypatch.setattr(choice, "COUNTED", 8 * width + 1)
+    monkeypatch.setattr(model, "fusions_here", lambda *unused: dict(zip(NAMES, (False, True, False), strict=True)))
     with one_process():
         (chunk,) = build_models(config)
         for length in (8, 9, 8):

@@ -64,23 +64,6 @@ def test_its_layers_are_not_compiled() -> None:
         te_options.check(parse(["--compile"]), WITH_TE)
 
 
-@pytest.mark.parametrize(("recipe", "asked"), [("tensorwise", "fp8"), ("blockwise", "blocks"), ("mxfp8", "mxfp8")])
-def test_a_recipe_is_asked_of_the_card(monkeypatch: pytest.MonkeyPatch, recipe: str, asked: str) -> None:
-    able = {"fp8": (True, ""), "blocks": (True, ""), "mxfp8": (True, "")}
-    manager = SimpleNamespace(
-        is_fp8_available=lambda: able["fp8"],
-        is_fp8_block_scaling_available=lambda: able["blocks"],
-        is_mxfp8_available=lambda: able["mxfp8"],
-    )
-    fake(monkeypatch, "transformer_engine.pytorch.fp8", FP8GlobalStateManager=manager)
-    config = parse(["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe])
-    te_options.check(config, WITH_TE)
-    able[asked] = (False, "this card is too old.")
-    message = f"^fp8_recipe: got {recipe}, needs another GPU or recipe: this card is too old.$"
-    with pytest.raises(UserError, match=message):
-        te_options.check(config, WITH_TE)
-
-
 @pytest.mark.parametrize(("fp8", "mode"), [("", "NONE"), ("--fp8-format hybrid", "FP8")])
 def test_the_overlaps_buffers_hold_a_micro_batch(monkeypatch: pytest.MonkeyPatch, fp8: str, mode: str) -> None:
     calls: list[Any] = []
