@@ -12,39 +12,10 @@ which is smallest at about tau = sqrt(2 d M) (Young, Communications of the ACM 1
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 GPU_HOURS_PER_FAILURE = 50_676  # arXiv 2407.21783, 3.3.4: 419 unexpected interruptions of 16,384 H100 in 54 days
 SAVE_SECONDS = 10.0  # assumed: fixed cost of a save, without writing its bytes (plan, barrier, manifest)
 RESTART_SECONDS = 600.0  # assumed: detecting the failure, starting the processes, reading the checkpoint
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """Cost of failures at the best interval between saves.
-
-    Attributes:
-        failure_seconds: mean time between two failures of the job.
-        interval_seconds: work between two saves, by Young's rule.
-        share: the fraction of the run's time that is progress, 0..1.
-    """
-
-    failure_seconds: float
-    interval_seconds: float
-    share: float
-
-
-def goodput(gpus: int, save_seconds: float, restart_seconds: float = RESTART_SECONDS) -> Goodput:
-    """Return the goodput of a job that saves at Young's interval.
-
-    Args:
-        gpus: number of GPUs of the job; a failure of any of them stops it.
-        save_seconds: time for which a save stops training, in addition to `SAVE_SECONDS`.
-        restart_seconds: from a failure to the next step.
-    """
-    failure, save_seconds = GPU_HOURS_PER_FAILURE * 3600 / gpus, save_seconds + SAVE_SECONDS
-    interval = young_interval(save_seconds, failure)
-    return Goodput(failure, interval, 1 / daly_slowdown(interval, save_seconds, restart_seconds, failure))
 
 
 def young_interval(save_seconds: float, failure_seconds: float) -> float:

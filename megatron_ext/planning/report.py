@@ -8,7 +8,13 @@ from megatron_ext.checkpoint.hf.names import count_active_parameters, count_para
 from megatron_ext.config import Config
 from megatron_ext.config.checks import mistakes
 from megatron_ext.planning.flops import utilisation
-from megatron_ext.planning.goodput import goodput
+from megatron_ext.planning.goodput import (
+    GPU_HOURS_PER_FAILURE,
+    RESTART_SECONDS,
+    SAVE_SECONDS,
+    daly_slowdown,
+    young_interval,
+)
 from megatron_ext.planning.memory import HEADROOM
 from megatron_ext.planning.run_plan import gibibytes
 from megatron_ext.planning.search import Found, Layout, Machine, last_window, windows
@@ -44,10 +50,12 @@ def describe(found: Found, config: Config, machine: Machine) -> Iterator[str]:
         yield f"{gibibytes(int(more))} more memory per GPU would allow {found.larger.name}: {gain:.1%} less time"
     # the weights, and the fp32 optimizer state of each
     saved = (14 if config.training.bf16 else 12) * count_parameters(config.model, machine.vocab_size) / gpus
-    lost = goodput(gpus, 0 if config.checkpoint.async_save else saved / 1e9 / machine.speeds.storage)
+    stall = SAVE_SECONDS + (0 if config.checkpoint.async_save else saved / 1e9 / machine.speeds.storage)
+    failure = GPU_HOURS_PER_FAILURE * 3600 / gpus
+    interval = young_interval(stall, failure)
     yield (
-        f"failures: one every {lost.failure_seconds / 3600:,.1f} hours; saving every {lost.interval_seconds / 60:,.1f} "
-        f"minutes (Young) leaves {lost.share:.1%} of the time for progress"
+        f"failures: one every {failure / 3600:,.1f} hours; saving every {interval / 60:,.1f} minutes (Young) leaves "
+        f"{1 / daly_slowdown(interval, stall, RESTART_SECONDS, failure):.1%} of the time for progress"
     )
     timed = {window: machine.step(best.config, window) for window in sorted({*windows(config), last_window(config)})}
     if len(timed) > 1:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_ext.planning.goodput import daly_slowdown, goodput, young_interval
+from megatron_ext.planning.goodput import daly_slowdown, young_interval
 
 
 def test_the_best_interval_is_about_youngs() -> None:
@@ -29,8 +29,5 @@ def test_the_slowdown_is_that_of_a_run_with_random_failures() -> None:
     assert seconds / (4000 * interval) == pytest.approx(daly_slowdown(interval, save, restart, failure), rel=0.05)
 
 
-def test_more_gpus_fail_more_often_and_a_hopeless_run_makes_no_progress() -> None:
-    few, many = goodput(64, 30.0), goodput(16_384, 30.0)
-    assert few.failure_seconds == 256 * many.failure_seconds
-    assert 0.8 < many.share < few.share < 1
+def test_a_hopeless_run_makes_no_progress() -> None:
     assert daly_slowdown(1e9, 60.0, 600.0, 100.0) == math.inf
