@@ -41,15 +41,12 @@ class Shapes:
         scheme: how keys come from other ranks; None if none do.
         local: the queries that see only this rank's keys; all queries without `scheme` and under Ulysses.
         remote: the other queries.
-        copied_local, copied_remote: whether these queries are in several runs of rows, which are copied into one.
     """
 
     tokens: int
     scheme: Scheme | None
     local: Call | None
     remote: Call | None = None
-    copied_local: bool = False
-    copied_remote: bool = False
 
     @property
     def calls(self) -> Iterator[Call]:
@@ -127,6 +124,4 @@ def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
 
     if not plan.rows_moved.any():  # every rank holds whole segments
         return Shapes(tokens, None, call(np.ones_like(local)))
-    runs = np.diff(local, prepend=~local[:1])  # where a run of pieces of the same kind starts
-    copied = (int((runs & kind).sum()) > 1 for kind in (local, ~local))
-    return Shapes(tokens, Scheme.EXCHANGE, call(local), call(~local), *copied)
+    return Shapes(tokens, Scheme.EXCHANGE, call(local), call(~local))

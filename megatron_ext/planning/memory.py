@@ -360,17 +360,12 @@ def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
     """Return the rows, times heads, that the exchange keeps.
 
     These are the rotated queries; with local pieces the rotated keys and the projection's output, which includes the
-    values, or copies of the local ones; the keys and values of remote pieces; and the output twice, as computed and
-    merged.
+    values; the keys and values of remote pieces; and the output twice, as computed and merged.
     """
     heads, key_heads, tokens = sizes.heads, sizes.key_heads, shapes.tokens
-    pieces = ((shapes.local, shapes.copied_local), (shapes.remote, shapes.copied_remote))
-    rows: float = sum(call.queries * heads for call, copied in pieces if call is not None and copied)
-    if any(call is not None and not copied for call, copied in pieces):  # views of all rotated queries
-        rows += tokens * heads
+    rows: float = tokens * heads
     if shapes.local is not None:
-        own = tokens * (heads + 2 * key_heads + sizes.rotated * key_heads)
-        rows += 2 * key_heads * shapes.local.queries if shapes.copied_local else own
+        rows += tokens * (heads + 2 * key_heads + sizes.rotated * key_heads)
     if shapes.remote is not None:
         rows += 2 * key_heads * shapes.remote.keys
     parts = math.gcd(config.parallel.overlap_parts(on_cuda=config.parallel.device != "cpu"), key_heads)
