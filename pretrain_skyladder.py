@@ -19,14 +19,14 @@ def main(argv: list[str]) -> int:
     """Parse flags and YAML into a configuration and train it; return the exit status of run/signals.py."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if is_first(os.environ) else logging.WARNING)
-    dry = parse_dry_run(argv)
+    dry, world_size = parse_dry_run(argv)
     stages = parse_stages(argv)
-    processes = read_launch(os.environ).world_size if dry is None or dry.world_size is None else dry.world_size
+    processes = world_size or read_launch(os.environ).world_size
     check_stages(stages, processes)
     if dry is not None:
         from megatron_ext.run.dry_run import dry_run  # importing torch takes seconds
 
-        dry_run(stages, processes, strict=dry.strict)
+        dry_run(stages, processes, strict=dry == "strict")
         return 0
 
     from megatron_ext.run.stages import train_stages  # importing Megatron takes seconds

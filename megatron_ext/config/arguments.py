@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -106,21 +106,8 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
     return chosen
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """The options of `--dry-run`.
-
-    Attributes:
-        strict: whether missing data is an error.
-        world_size: number of processes; None for the actual number.
-    """
-
-    strict: bool
-    world_size: int | None
-
-
-def parse_dry_run(argv: Sequence[str]) -> DryRun | None:
-    """Parse the options of `--dry-run`; None without that flag.
+def parse_dry_run(argv: Sequence[str]) -> tuple[str | None, int | None]:
+    """Return "lenient" or "strict", or None without --dry-run; and the number of processes, None for the actual one.
 
     Raises:
         UserError: an unknown flag, or an invalid number of processes.
@@ -128,7 +115,7 @@ def parse_dry_run(argv: Sequence[str]) -> DryRun | None:
     flags = _parser().parse_args(list(argv))
     if flags.world_size is not None and (flags.dry_run is None or flags.world_size < 1):
         raise UserError(f"world_size: got {flags.world_size}, needs --dry-run and at least 1")
-    return None if flags.dry_run is None else DryRun(flags.dry_run == "strict", flags.world_size)
+    return flags.dry_run, flags.world_size
 
 
 def dump_yaml(config: Config) -> str:
