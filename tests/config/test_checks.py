@@ -69,7 +69,6 @@ CASES = """
 --token-weighting unfrozen --short-context 128 --weight-score rho1 --weight-post sparse | weight_score | --token-weighting frozen --score-store s --weight-score rho1 --weight-post sparse
 --token-weighting unfrozen | short_context | --token-weighting unfrozen --short-context 128
 --lr 1e-3 --min-lr 2e-3 | min_lr | --lr 1e-3 --min-lr 1e-3
---lr 1e38 | lr | --lr 3.4e37
 --lr-warmup-iters 100 | lr_warmup_iters | --lr-warmup-iters 99
 --lr-decay-style WSD | lr_wsd_decay_iters | --lr-decay-style WSD --lr-wsd-decay-iters 1
 --qk-clip-threshold 100 | qk_clip_threshold | --qk-clip-threshold 100 --attention-health-interval 1
@@ -181,9 +180,6 @@ CASES = """
 --rope-scaling dynamic --rope-original-length 128 --rope-scaling-factor 0.5 | rope_scaling_factor | --rope-scaling dynamic --rope-original-length 128
 --rope-scaling dynamic | rope_original_length | --rope-scaling dynamic --rope-original-length 128
 --rope-scaling llama3 --rope-scaling-factor 4 --rope-original-length 128 --rope-low-freq-factor 4 | rope_high_freq_factor | --rope-scaling llama3 --rope-scaling-factor 4 --rope-original-length 128
---no-rope-freq 5 | no_rope_freq | --no-rope-freq 4
---no-rope-freq 1 --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128 | no_rope_freq | --no-rope-freq 2 --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128
---no-rope-freq 1 --rope-window-bases 64:9 | no_rope_freq | --no-rope-freq 2 --rope-window-bases 64:9
 --rope-window-bases 64=9 | rope_window_bases | --rope-window-bases 64:9
 --rope-window-bases 64:9 64:8 | rope_window_bases | --rope-window-bases 64:9 65:8
 --rope-window-bases 512:9 | rope_window_bases | --rope-window-bases 512:10000
