@@ -1,7 +1,7 @@
 """Plan a run before starting it: parallel layout, duration, memory, and the savings of the window schedule.
 
 python tools/plan_run.py --config FILE --gpus 64 --gpu H100 [--stage NAME] [--top 5] [--documents drawn|whole]
-    [--output FILE.yaml] [--rehearse] [flags]
+    [--output FILE.yaml] [flags]
 
 The time is estimated by a model (see docs/planning.md for its accuracy), the memory as in --dry-run. --output writes
 the first layout as a configuration.
@@ -37,7 +37,6 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=int, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
-    add("--rehearse", action="store_true", help="with --output: rehearse one step of the fullest stage")
     return parser.parse_known_args(argv)
 
 
@@ -48,8 +47,6 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"gpus, top: got {options.gpus} and {options.top}, need 1 or more, and at most {MOST_GPUS:,} gpus"
         )
-    if options.rehearse and options.output is None:
-        raise UserError("rehearse: got it without --output, needs the configuration it writes; add --output FILE")
     speeds = read_speeds(options.gpus_file)
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
     if not rest:
@@ -80,14 +77,6 @@ def main(argv: list[str]) -> int:
         print(f"\nwritten to {options.output}; check it with")
         print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
         print(f"  {program('rehearse')} --config {options.output} --world-size {options.gpus}")
-    if options.rehearse:
-        from megatron_ext.run.rehearsal.estimates import Case, confirm  # imports torch's fake tensors
-
-        case_argv = ("--config", str(options.output))
-        case = Case(options.output.stem, case_argv, options.gpus, vocab_size, found.best[0].config)
-        print("\nrehearsed: one step of the fullest stage, at the last window, each row one document")
-        for line in confirm(case, gpu):
-            print(line, flush=True)
     return 0
 
 

@@ -30,6 +30,7 @@ from megatron_ext.files.yaml_file import read_typed
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.sampled_rows import SampledRows
 
+_whole_row_context = cache(MaskOptions.whole_row_context)  # a search asks for thousands of layouts
 FACTS = Path(__file__).parent / "facts"
 TILE = 128  # attention kernels compute whole tiles of queries and keys
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -236,21 +237,6 @@ class Layer:
     experts: float
 
 
-@dataclass(frozen=True)
-class RankWork:
-    """The FLOPs and bytes sent by one rank in a step, including recomputation.
-
-    Attributes:
-        flops: attention is counted by (query, key) pairs.
-        tensor_bytes, context_bytes, expert_bytes: bytes sent over these groups.
-    """
-
-    flops: float
-    tensor_bytes: float
-    context_bytes: float
-    expert_bytes: float
-
-
 def step_time(work: Work, speeds: Speeds) -> StepTime:
     """Estimate an optimizer step."""
     gpu, model, layer, again = speeds.gpu(work.gpu), work.model, _layer(work), _recomputed(work)
@@ -319,24 +305,6 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
         bubble=(work.pp - 1) / work.chunks * micro,
         data=max(moved - 0.8 * micro, 0.05 * moved),
         optimizer=24 * (parameters / shards + expert_parameters * layers / copies) / bandwidth,
-    )
-
-
-def rank_work(work: Work, *, head: bool) -> RankWork:
-    """Count a rank's work in a step; `head`: its pipeline stage is the last one. Experts are balanced."""
-    layer, again, model = _layer(work), _recomputed(work), work.model
-    flops = layer.products * (3 + again.products) + layer.expert_products * (3 + again.experts)
-    flops += layer.attention * (3.5 + again.attention)
-    t = work.micro * work.row / work.cp / work.tp
-    outputs = 8 * model.hidden_size * (model.vocab_size or 0) * t if head else 0.0  # backward recomputes the logits
-    # backward gathers its inputs again; tensors gathered for experts are kept
-    tensor = layer.tensor * (2.5 + again.tensor) + layer.expert_tensor * (2 + again.experts)
-    layers = work.microbatches * model.num_layers / work.pp
-    return RankWork(
-        flops=layers * flops + work.microbatches * outputs,
-        tensor_bytes=layers * tensor,
-        context_bytes=layers * layer.context * (2 + again.context),  # backward returns gradients
-        expert_bytes=layers * layer.experts * (2 + again.experts),
     )
 
 
@@ -484,9 +452,3 @@ def work_of(
 @cache
 def _with_vocabulary(model: ModelConfig, vocab_size: int) -> ModelConfig:
     return replace(model, vocab_size=vocab_size)
-
-
-@cache
-def _whole_row_context(masks: MaskOptions, row_length: int, window: int) -> float:
-    """Return the effective context of a row that is one document, cached for the thousands of layouts of a search."""
-    return masks.whole_row_context(row_length, window)

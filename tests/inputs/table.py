@@ -174,7 +174,6 @@ OTHERS = {
 {SMALL} --gpus 0 | gpus, top: got 0
 {SMALL} --gpus 1 --gpu H900 | gpu: got 'H900', needs one of
 {SMALL} --gpus 1 --stage x | stage: got
-{SMALL} --gpus 1 --rehearse | rehearse: got it without --output
 --gpus 1 | --config is required, for example
 """,
     "tools/rehearse.py": f"""

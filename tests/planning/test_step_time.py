@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_work import rank_work
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.errors import UserError
-from megatron_ext.planning.step_time import FACTS, Work, rank_work, read_speeds, step_time
+from megatron_ext.planning.step_time import FACTS, Work, read_speeds, step_time
 
 LLAMA = ModelConfig(**PRESETS["Llama-3-8B"])
 MIXTURE = ModelConfig(**PRESETS["Qwen3-30B-A3B"])

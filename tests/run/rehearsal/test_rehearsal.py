@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ import same_kernels
 from conftest import slow_but
 from launcher import Commands, call, free_port
 from mocked import TINY, mocked
+from planning.rank_work import rank_work
 
+from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.planning.attention_shapes import attention_shapes
-from megatron_ext.planning.memory import stage_memory
+from megatron_ext.planning.memory import fullest_rank, fullest_stage, stage_memory
 from megatron_ext.planning.recipes import Recipe, recipes
-from megatron_ext.run.rehearsal.estimates import Case
+from megatron_ext.planning.step_time import work_of
 from megatron_ext.run.rehearsal.process import Request, in_process
 from tools.rehearse import main as rehearse
 
@@ -30,6 +32,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 # options of the model that set a number, and no shape
 _NUMBERS = ("model_preset", "norm_epsilon", "rope_", "rotary_base", "init_", "query_pre_attn_scalar")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage of a recipe, with its flags."""
+
+    name: str
+    argv: tuple[str, ...]
+    world_size: int
+    vocab_size: int
+    config: Config
 
 
 def shape_of(case: Case) -> str:
@@ -188,10 +201,20 @@ def test_a_planted_fault_is_told_with_its_line() -> None:
 
 
 def within(case: Case) -> None:
-    step = case.rehearse()
+    """Memory and FLOPs of the fullest rank, under the widest window and with one document in each row."""
+    config, sizes = case.config, (case.world_size, case.vocab_size)
+    window, stage = config.window_schedule().end, fullest_stage(config, *sizes)
+    (step,) = in_process(Request([*case.argv], case.world_size, fullest_rank(config, *sizes), [window], "whole"))[
+        "steps"
+    ]
+    assert step["fault"] is None, step["fault"]["traceback"]
     rehearsed = sum(step["memory"].values())
-    assert case.estimate.total == pytest.approx(rehearsed, rel=LARGEST_DIFFERENCE), step["memory"]
+    assert stage_memory(config, *sizes, stage).total == pytest.approx(rehearsed, rel=LARGEST_DIFFERENCE), step["memory"]
     assert step["cycles"] == 0
+    if config.weighting.token_weighting == "none":  # the short contexts of others are not in the time model
+        work = work_of(config, case.world_size, "H100", case.vocab_size, window)
+        planned = rank_work(work, head=stage == config.parallel.pipeline_model_parallel_size - 1)
+        assert planned.flops == pytest.approx(sum(step["flops"].values()), rel=LARGEST_DIFFERENCE)
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK[:1], QUICK))
