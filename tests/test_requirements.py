@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-
-
-def test_images_for_gpus_keep_their_triton() -> None:
-    """Those images have Triton under another distribution's name; pip would install a second one over it."""
-    assert not re.search(r"--editable '?\.\[", (ROOT / "Dockerfile").read_text())
-    assert not any(Requirement(text).name == "triton" for text in EXTRAS["test"])
-    assert any(Requirement(text).name == "triton" for text in EXTRAS["dev"])
 
 
 def normalized(name: str) -> str:

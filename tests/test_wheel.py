@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from conftest import SmallData
-from docker.test_dockerfile import checkout
 
 from megatron_ext.cli import COMMANDS
 
@@ -42,7 +42,13 @@ class Installed:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("release")
-    source = checkout(folder / "checkout")
+    listing = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    source = folder / "checkout"
+    for name in listed:
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
     subprocess.run([sys.executable, "-m", "build", "--outdir", folder / "dist", source], check=True)
     (wheel,) = (folder / "dist").glob("*.whl")
     venv = folder / "venv"

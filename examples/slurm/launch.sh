@@ -23,13 +23,6 @@ is_number() {
   [[ $1 =~ ^(0|[1-9][0-9]{0,9})$ ]] # job ids have ten digits in a large federation
 }
 
-check_numbers() {
-  local name
-  for name in "$@"; do
-    [[ ! ${!name:-} ]] || is_number "${!name}" || fail "$name: got '${!name}', needs a number; correct or unset it"
-  done
-}
-
 # Set up python. The modules and the venv reach the tasks because srun passes this environment on.
 set_software() {
   if [[ ${CONTAINER_IMAGE:-} ]]; then
@@ -241,11 +234,6 @@ main() {
   [[ ${SLURM_JOB_ID:-} ]] || fail "no SLURM_JOB_ID: submit a script that calls this, such as pretrain.sbatch"
   [[ ! ${SLURM_GPUS_PER_TASK:-} ]] || fail "SLURM_GPUS_PER_TASK: got '$SLURM_GPUS_PER_TASK', of --gpus-per-task or left" \
     "over in the shell that you submitted from; it hides a rank's neighbours from NCCL: use --gpus-per-node, or unset it"
-  [[ ! ${SLURM_HET_SIZE:-} ]] || fail "SLURM_HET_SIZE: got a job of $SLURM_HET_SIZE components, of which srun takes the" \
-    "first alone; needs one: submit without ':'"
-  check_numbers SLURM_JOB_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_RESTART_COUNT SLURM_CPUS_PER_TASK \
-    MASTER_PORT MAX_CRASHES GRACE_S
-  [[ ${GRACE_S:-} != 0 ]] || fail "GRACE_S: got 0, which Slurm takes for no limit; needs 1 or more"
   # an array's own id is also the id of one of its tasks: only NUMBER_TASK identifies a task
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
   job=${job:-$SLURM_JOB_ID}

@@ -7,27 +7,9 @@ import re
 import pytest
 from launcher import Commands
 
-WINDOWS = [
-    [],
-    ["--window", "24"],
-    ["--window", "24", "--scheme", "ulysses"],
-    ["--window", "7", "--window-mask", "sliding"],
-    ["--window", "7", "--window-mask", "sliding_w"],
-]
 
-
-def agrees(processes: int, flags: list[str]) -> None:
-    (first, *_) = done = Commands(processes).attempt("examples/own_model.py", *flags)
-    assert [rank.status for rank in done] == [0] * processes, done
-    assert re.fullmatch(rf"{processes} ranks against one: outputs \S+, gradients \S+ apart\n", first.stdout), first
-
-
-def test_two_processes_agree_with_one() -> None:
-    agrees(2, ["--window", "40", "--window-mask", "sliding"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("flags", WINDOWS, ids=" ".join)
-def test_any_number_of_processes_agrees_with_one(processes: int, flags: list[str]) -> None:
-    agrees(processes, flags)
+@pytest.mark.parametrize("flags", [["--window", "40", "--window-mask", "sliding"], ["--scheme", "ulysses"]])
+def test_two_processes_agree_with_one(flags: list[str]) -> None:
+    (first, _) = done = Commands(2).attempt("examples/own_model.py", *flags)
+    assert [rank.status for rank in done] == [0, 0], done
+    assert re.fullmatch(r"2 ranks against one: outputs \S+, gradients \S+ apart\n", first.stdout), first

@@ -70,14 +70,6 @@ def test_a_disk_too_full_for_metrics(alone: Commands, small_data: SmallData, sma
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
-def test_keep_last_makes_room(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
-    """The newest stays until the next is complete: two must fit at a time."""
-    subprocess.run(["mount", "-o", "remount,size=27m", str(small_disk)], check=True)
-    run = small_disk / "run"
-    alone.run(SCRIPT, *COMMON, *small_data.flags, "--save", run, "--keep-last", 1)
-    assert [path.name for path in run.glob("checkpoints/iter_*")] == ["iter_0000003"]
-
-
 def test_a_folder_that_cannot_be_written_is_named_before_training(
     alone: Commands, small_data: SmallData, small_disk: Path
 ) -> None:

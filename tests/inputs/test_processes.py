@@ -1,17 +1,15 @@
-"""Commands run by a shell: a closed pipe, a full disk, a read-only disk, another working directory."""
+"""Commands run by a shell: a closed pipe, a full disk, another working directory."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import SmallData
-from launcher import ROOT, Commands, clean_environment
-from runs import CONFIG, TRAINER, refusal
+from launcher import ROOT, clean_environment
+from runs import CONFIG, TRAINER
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -52,35 +50,3 @@ def test_only_our_own_lines_are_on_stderr(small_data: SmallData, tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-
-
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk that cannot be written; root could write into any other."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this user cannot mount a disk")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("tools/twin_recipe.py", (CONFIG[1], "--output", "{disk}/x.yaml")),
-        (
-            "tools/preprocess_data.py",
-            ("--input", "text.txt", "--output-prefix", "{disk}/x", "--tokenizer-model", "bytes"),
-        ),
-        ("tools/inspect_pack.py", ("--document-ends", "3", "--seq-length", "12", "--output", "{disk}/x.png")),
-    ],
-)
-def test_a_read_only_disk(tmp_path: Path, read_only: Path, script: str, words: tuple[str, ...]) -> None:
-    """The trainer's is in faults/test_disk.py."""
-    (tmp_path / "text.txt").write_text("It was a bright cold day in April.")
-    flags = [word.replace("{disk}", str(read_only)) for word in words]
-    line = refusal(Commands(folder=tmp_path).attempt(script, *flags)[0])
-    assert str(read_only) in line
-    assert "Read-only file system" in line

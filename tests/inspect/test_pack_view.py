@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -56,11 +54,6 @@ def drawn(text: str, name: str) -> list[str]:
     return [cell for line in text.splitlines() if line.startswith(name.ljust(9)) for cell in line[9:].split()]
 
 
-def intervals(text: str) -> Iterator[int]:
-    for start, end in re.findall(r"\[(\d+),(\d+)\)", text):
-        yield from range(int(start), int(end))
-
-
 @given(views())
 def test_the_view_against_a_dense_mask(view: PackView) -> None:
     seen = dense(view).sum(axis=1)
@@ -82,20 +75,6 @@ def test_the_cells_of_a_short_row_are_the_row(view: PackView) -> None:
     assert max(len(line) for line in text.splitlines() if line.startswith("token ")) <= WIDTH
     row = text.split("\n\nrank 0 ")[0]
     assert drawn(row, "rank") == ([str(rank) for rank in owners(view)] if view.ranks > 1 else [])
-
-
-@given(views(longest=128))
-def test_the_ranks_list_their_tokens_and_fetch_what_the_mask_needs(view: PackView) -> None:
-    sees, owner = dense(view), owners(view)
-    blocks = re.split(r"^rank (\d+)  ", describe(view), flags=re.MULTILINE)[1:]
-    assert [int(rank) for rank in blocks[::2]] == (list(range(view.ranks)) if view.ranks > 1 else [])
-    for rank, block in enumerate(blocks[1::2]):
-        pieces, fetches = " ".join(block.split("\n\n")[0].split()).split(" fetches ")
-        assert list(intervals(pieces.split("cu_seqlens")[0])) == np.flatnonzero(owner == rank).tolist()
-        needed = sees[owner == rank].any(axis=0)
-        fetched = {int(source): list(intervals(rows)) for rows, source in re.findall(r"(.*?) from rank (\d+)", fetches)}
-        wanted = {source: np.flatnonzero(needed & (owner == source)).tolist() for source in range(view.ranks)}
-        assert fetched == {source: rows for source, rows in wanted.items() if rows and source != rank}
 
 
 def test_texts_are_printable_and_short() -> None:

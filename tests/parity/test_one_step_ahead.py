@@ -12,10 +12,8 @@ from launcher import TIMEOUT_S, Commands
 from runs import CONFIG, TRAINER, read_jsonl, without_times
 
 from megatron_ext.checkpoint.folders import folder_name, locate
-from megatron_ext.checkpoint.manifest import Manifest
 
 AHEAD = "tests/parity/one_step_ahead.py"
-HELD = "tests/parity/held_publication.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--window-schedule", "constant"]
 LAYOUT = ["--context-parallel-size", 2]
 
@@ -41,20 +39,6 @@ def test_records_validations_and_checkpoints(small_data: SmallData, tmp_path: Pa
     for step in (3, 6, 7):
         assert checksums(plain, step)
         assert checksums(ahead, step) == checksums(plain, step)
-
-
-def test_steps_go_on_while_a_checkpoint_is_published(small_data: SmallData, tmp_path: Path) -> None:
-    """What is known of the thread comes a step late, when it was writing no more and not yet publishing."""
-    flags = [*COMMON, *small_data.flags, *LAYOUT, "--async-save", "--save-interval", 5, "--train-iters", 10]
-    done = Commands(2).attempt(HELD, *flags, "--save", tmp_path)
-    assert [one.status for one in done] == [0, 0], done[0].stderr
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 10
-    for step in (5, 10):
-        folder = tmp_path / "checkpoints" / folder_name(step)
-        manifest = Manifest.read(folder)
-        manifest.check_content(folder, manifest.files)
-    newest = locate(tmp_path)
-    assert newest.folder.name == folder_name(10)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""A run killed or stopped anywhere and resumed leaves the trace of one that never was."""
+"""A run stopped by a signal and resumed leaves the trace of one that never was; faults/test_kills.py kills it."""
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
 import time
@@ -18,7 +17,6 @@ STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
 EVALUATION = ["--eval-interval", "4", "--eval-iters", "1"]
 COMMON = ["--seq-length", "64", "--train-iters", str(STEPS), *WINDOW, *EVALUATION]
-DROPOUT = ("--hidden-dropout", "0.1")  # needs the random states of the checkpoint
 DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 
@@ -51,31 +49,6 @@ def assert_uninterrupted(resumed: RunResult, whole: RunResult) -> None:
     assert [record["step"] for record in resumed.evaluations] == [0, 4, 8, 12]
     assert resumed.evaluations == whole.evaluations
     assert weight_error(resumed.weights("final"), whole.weights("final"))[0] == 0
-
-
-def kill_and_resume(
-    data: SmallData, folder: Path, processes: int, layout: tuple[str, ...], interval: int, kills: int
-) -> RunResult:
-    """Run to the end through SIGKILLs at random moments, those of saving included.
-
-    The first comes after the first checkpoint, so that the others, and the end, begin from one.
-    """
-    chance = random.Random(f"{layout} {interval} {kills}")
-    command = resuming(data, folder, *layout, "--save-interval", interval)
-    for number in range(kills):
-        since, loaded = time.time(), saved_steps(folder)
-        assert bool(loaded) == bool(number)
-        process = start(command, processes, folder)
-        steps = min(loaded + chance.randint(1, interval + 3), STEPS - 2) if number else interval + 1
-        wait_for_steps(process, folder, since, steps)
-        assert not process.wait(chance.uniform(0, 1.5)), "over before the kill"
-        process.kill()
-        half = [path.name for path in (folder / "checkpoints").glob("*.incomplete")]
-        print(f"began at {loaded}, killed after {steps} steps or more; saved: {saved_steps(folder)}, half: {half}")
-    result = finish(start(command, processes, folder), folder)
-    assert result.returncode == 0, result.stderr
-    assert not list((folder / "checkpoints").glob("*.incomplete"))
-    return result
 
 
 def stop_and_resume(
@@ -125,30 +98,6 @@ def wholes(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 Wholes = Callable[..., RunResult]
-
-
-@pytest.mark.parametrize(
-    ("processes", "layout", "interval", "kills"),
-    [
-        pytest.param(1, (), 3, 2, id="one process, 2 kills", marks=pytest.mark.slow),
-        pytest.param(
-            1, DROPOUT, 1, 4, id="one process with dropout, 4 kills, saving each step", marks=pytest.mark.slow
-        ),
-        pytest.param(2, DP2, 3, 3, id="dp2, 3 kills", marks=pytest.mark.slow),
-        pytest.param(2, DP2, 1, 3, id="dp2, 3 kills, saving each step", marks=pytest.mark.slow),
-    ],
-)
-def test_killed_and_resumed(
-    small_data: SmallData,
-    wholes: Wholes,
-    tmp_path: Path,
-    processes: int,
-    layout: tuple[str, ...],
-    interval: int,
-    kills: int,
-) -> None:
-    resumed = kill_and_resume(small_data, tmp_path / "run", processes, layout, interval, kills)
-    assert_uninterrupted(resumed, wholes(processes, *layout))
 
 
 @pytest.mark.parametrize(

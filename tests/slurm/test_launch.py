@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,21 +63,6 @@ def test_the_run_is_no_flag(tmp_path: Path) -> None:
     assert launch(tmp_path, "--load-latest-complete", "--save-interval", "5", script=PRETRAIN).returncode == 0
 
 
-def test_a_later_start_tries_another_port_and_none_in_use(tmp_path: Path) -> None:
-    rendezvous = f"source <(sed -n '/^set_rendezvous()/,/^}}/p' {LAUNCH}); set_rendezvous; echo $MASTER_PORT"
-
-    def port(start: str) -> int:
-        settings = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "4711", "start": start}
-        return int(subprocess.check_output(["bash", "-euc", rendezvous], cwd=ROOT, env=settings, text=True))
-
-    assert port("1") >= 14711
-    assert port("2") > port("1") or port("1") > 14711
-    with socket.socket() as other:
-        other.bind(("127.0.0.2", first := port("1")))
-        other.listen()
-        assert port("1") > first
-
-
 def test_the_checkout_is_what_runs(tmp_path: Path) -> None:
     """Inside the task, where an image may have a PYTHONPATH of its own, and a package installed."""
     ask = "import sys, os; print(os.environ['RANK'], os.environ['PYTHONPATH'], sys.argv[1:])"
@@ -95,7 +79,6 @@ def test_the_checkout_is_what_runs(tmp_path: Path) -> None:
     [
         ((), {}, "got no command, needs what every rank runs"),
         (("python",), {"SLURM_JOB_ID": "", "DRY_RUN": ""}, "no SLURM_JOB_ID: submit a script that calls this"),
-        (("python",), {"SLURM_HET_SIZE": "2"}, "got a job of 2 components, of which srun takes the first alone"),
         (("python",), {**TWO_NODES, "MASTER_ADDR": "localhost"}, "MASTER_ADDR: got localhost, where each of 2 nodes"),
         (("python",), {"VENV": "/nowhere"}, "VENV: got '/nowhere', needs a virtual environment"),
         (("python",), {"MODULES": "cuda"}, "MODULES: got 'cuda', but this node has no module command"),
@@ -133,6 +116,12 @@ CASES = {
     "stopped": Case(f"{FIRST_START} && exit 85; exit 0", "COMPLETED", "0:0", 1),
     "stopped, one rank torn": Case(
         f'{FIRST_START} && touch "$RUN/stopped.json" && exit $((85 + 52 * RANK)); exit 0', "COMPLETED", "0:0", 1
+    ),
+    "hung": Case("exit 87", "FAILED", "87:0", 1, ONE_CRASH),
+    "diverged in a stage": Case('mkdir -p "$RUN/64k"; touch "$RUN/64k/diverged.json"; exit 1', "FAILED", "86:0", 0),
+    "interrupted": Case("exit 130", "FAILED", "130:0", 0),
+    "a file of crashes that is no number": Case(
+        r'echo "a[\$(touch $RUN/mark)]" >"$LOGS/$SLURM_JOB_ID.crashes"; exit 1', "FAILED", "1:0", 0
     ),
     "warned too early": Case(f"{FIRST_START} && kill -USR1 $$; exit 0", "COMPLETED", "0:0", 1),
     "warned too early each time": Case("kill -USR1 $$", "FAILED", "138:0", 1, ONE_CRASH),
@@ -175,6 +164,7 @@ def test_how_jobs_end(cluster: Cluster, tmp_path: Path, say: Say) -> None:
         )
         say(f"{name}: {found.state}, {found.code}, {found.restarts} restarts")
         assert found == case, said(name)
+    assert not list(tmp_path.rglob("mark")), "a file of crashes is no program"
 
 
 def test_one_job_per_run(cluster: Cluster, tmp_path: Path) -> None:
