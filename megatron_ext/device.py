@@ -14,11 +14,7 @@ from torch import Tensor
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to `device` without blocking the host.
-
-    A copy from pageable memory to CUDA makes the host wait for all queued work on the device; a copy from pinned
-    memory does not. On a CPU the tensor itself is returned.
-    """
+    """Copy a tensor to `device` without blocking the host; on a CPU, return the tensor itself."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -13,13 +13,7 @@ from pathlib import Path
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.monitoring.report import write_comparison, write_report
-from megatron_ext.monitoring.runs import (
-    incomparable_evaluations,
-    load_run,
-    load_runs,
-    stability_between,
-    stage_folders,
-)
+from megatron_ext.monitoring.runs import load_run, load_runs, stability_between, stage_folders
 
 
 def headline(folder: Path) -> str:
@@ -63,8 +57,6 @@ def main(argv: list[str]) -> int:
         print_stability(options.runs, *options.stability_steps)
     if several and options.output is not None:
         print(write_comparison(options.runs, options.output, options.evaluations))
-        if (warning := incomparable_evaluations(load_runs(options.runs))) is not None:
-            print(f"note: {warning}", file=sys.stderr)
     elif not several:
         for folder in stage_folders(options.runs[0]) or options.runs:
             path = write_report(folder, options.evaluations)

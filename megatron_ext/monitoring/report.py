@@ -31,10 +31,9 @@ from megatron_ext.monitoring.runs import (
     CLOCKS,
     Column,
     Run,
-    incomparable_evaluations,
     load_run,
     load_runs,
-    paired_differences,
+    loss_difference,
 )
 from megatron_ext.monitoring.stability import stability
 
@@ -203,18 +202,15 @@ def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
 
 def _notes(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs[1:]:
-        found = paired_differences(runs[0], run)
+        found = loss_difference(runs[0], run)
         if found is None:
-            yield f"{run.name} and {runs[0].name} have fewer than 20 steps in common."
             continue
-        mean, spread = found.last_tenth
+        mean, spread = found
         yield (
             f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
             f"mean {mean:+.4f} nats, standard deviation over steps {spread:.4f}. One seed each: this describes these "
             "two runs and says nothing about others."
         )
-    if (warning := incomparable_evaluations(runs)) is not None:
-        yield warning
 
 
 def _evaluations(runs: Sequence[Path], given: Sequence[Path]) -> Iterator[str]:
@@ -318,13 +314,6 @@ def charts(runs: Sequence[Run]) -> Iterator[Chart]:
     """Yield the charts of one or several runs, one color for each run; empty charts are omitted."""
     alone = len(runs) == 1
     yield _losses(runs)
-    for run in runs[1:]:
-        if (found := paired_differences(runs[0], run)) is not None:
-            bars = {"type": "data", "array": found.spreads, "thickness": 1}
-            trace = _trace(found.steps, found.means, run.name, 0, error_y=bars)
-            title = f"Training loss of {run.name} minus that of {runs[0].name}"
-            caption = "Means of spans of steps; bars: standard deviation over the steps of a span."
-            yield Chart(title, _figure([trace], "nats / token"), caption)
     yield from _validations(runs)
     for key, title, unit in METRICS:
         traces, drawn = [], [np.empty(0)]

@@ -155,58 +155,22 @@ def _curve(records: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> Curve
     return Curve(steps, np.array(values, dtype=np.float64))
 
 
-@dataclass(frozen=True)
-class PairedDifferences:
-    """Differences of the training losses of two runs at the same steps, second minus first, in nats.
+def loss_difference(first: Run, second: Run) -> tuple[float, float] | None:
+    """Return the mean and the standard deviation of the training losses of `second` minus those of `first`, in nats.
 
-    Means and standard deviations over spans of steps, [n], around the middle of each span; and over the last tenth of
-    the steps. Steps are correlated, so a standard deviation over steps is no confidence interval.
-    """
-
-    steps: Column
-    means: Column
-    spreads: Column
-    last_tenth: tuple[float, float]
-
-
-def paired_differences(first: Run, second: Run) -> PairedDifferences | None:
-    """Compare the training losses of two runs step by step; None if fewer than 20 steps are in both.
-
-    Pairing by step removes the variation that both runs share because they read the same rows in the same order.
+    Over the last tenth of the steps that both have, at least ten; None if these are fewer than 20. Pairing by step
+    removes the variation that both share because they read the same rows in the same order. Steps are correlated, so
+    this is no confidence interval.
     """
     losses = []
     for run in (first, second):
         known = run.curve("lm_loss").finite()
         losses.append(dict(zip(known.steps, known.values, strict=True)))
-    common = np.array(sorted(losses[0].keys() & losses[1].keys()))
-    if common.size < 20:
+    common = sorted(losses[0].keys() & losses[1].keys())
+    if len(common) < 20:
         return None
-    difference = np.array([losses[1][step] - losses[0][step] for step in common])
-    spans = np.array_split(np.arange(common.size), min(30, common.size // 5))
-    last = difference[-max(common.size // 10, 10) :]
-    return PairedDifferences(
-        steps=np.array([common[span].mean() for span in spans]),
-        means=np.array([difference[span].mean() for span in spans]),
-        spreads=np.array([difference[span].std(ddof=1) for span in spans]),
-        last_tenth=(float(last.mean()), float(last.std(ddof=1))),
-    )
-
-
-def incomparable_evaluations(runs: Sequence[Run]) -> str | None:
-    """Return a warning if the runs' validation losses were computed differently; None if comparable."""
-    methods = {
-        (bool(record.get("document_mask")), str(record["stride"] or "")): run.name
-        for run in runs
-        for record in run.evaluations
-        if "stride" in record
-    }
-    if len(methods) < 2:
-        return None
-    described = [
-        f"{name} {'inside' if inside else 'across'} documents, {f'stride {stride}' if stride else 'in blocks'}"
-        for (inside, stride), name in methods.items()
-    ]
-    return f"validation losses are not comparable: {'; '.join(described)}"
+    last = [losses[1][step] - losses[0][step] for step in common[-max(len(common) // 10, 10) :]]
+    return float(np.mean(last)), float(np.std(last, ddof=1))
 
 
 def load_run(folder: Path | str, name: str | None = None) -> Run:

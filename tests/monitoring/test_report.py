@@ -7,7 +7,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_ext.errors import UserError
@@ -130,11 +129,8 @@ def test_a_comparison_has_a_trace_and_a_column_for_each_run(tmp_path):
     found = _charts(*runs)
     assert [trace.name for trace in found["Throughput"].figure.data] == ["a", "b"]
     assert [trace.name for trace in found["Mean score"].figure.data] == ["b"]
-    difference = found["Training loss of b minus that of a"]
-    assert np.abs(difference.figure.data[0].y).max() == 0.0
     text = _shown(write_comparison(runs, tmp_path / "new" / "compare.html"))
     assert "mean +0.0000 nats, standard deviation over steps 0.0000. One seed each" in text
-    assert "significant" not in text
     figure = draw_runs(load_runs(runs))
     assert all([line.get_label() for line in axis.lines] == ["a", "b"] for axis in figure.axes)
     with pytest.raises(UserError, match=r"output: got .*compare\.pdf.*ends in \.html or \.png"):
