@@ -58,7 +58,6 @@ check: setup     ## lint, format and types
 docs: setup      ## the site of docs/ in build/docs, warnings as errors
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --quiet --strict
-	$(BIN)/python -m pytest -q -rs tests/test_site.py
 
 package: setup   ## build the wheel, install it into a new environment, run each of its commands
 	$(BIN)/python -m pytest -rs tests/test_wheel.py

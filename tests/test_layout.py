@@ -53,27 +53,6 @@ def test_the_drawing() -> None:
     assert AttentionMask(layout).effective_context == (9 + 1 + 16 + 4 + 4) / 12
 
 
-@pytest.mark.parametrize(
-    ("length", "ends", "window", "wanted"),
-    [
-        (8, [], 8, [0, 8]),
-        (8, [], 9, [0, 8]),
-        (8, [], 7, [0, 7, 8]),
-        (8, [], 3, [0, 3, 6, 8]),
-        (8, [], 1, list(range(9))),
-        (8, [0], 8, [0, 8]),
-        (8, [8], 8, [0, 8]),
-        (8, [1], 8, [0, 1, 8]),
-        (8, [7], 8, [0, 7, 8]),
-        (8, [4], 4, [0, 4, 8]),
-        (8, [5, 2, 5, 0, 8], 8, [0, 2, 5, 8]),
-        (1, [0, 1], 1, [0, 1]),
-    ],
-)
-def test_literal_borders(length: int, ends: list[int], window: int, wanted: list[int]) -> None:
-    assert build_layout(length, ends, window).cu_seqlens.tolist() == wanted
-
-
 @given(row=rows())
 @example(row=(5, [0, 1, 4, 5], 5))
 @example(row=(5, [5, 5, 1], 2))

@@ -15,7 +15,6 @@ from megatron_ext.errors import UserError
 from megatron_ext.schedule import ScheduleKind, WindowSchedule, build_schedule
 
 RAMPS = ("linear", "stepwise", "sinusoidal", "exponential", "cosine", "logarithmic", "long_to_short")
-MONOTONE = (*RAMPS, "continual", "constant")
 
 
 def linear(t: int, start: int, rate: Fraction) -> int:
@@ -130,16 +129,6 @@ def test_a_decimal_expansion_fraction_is_exact(percent: int, total: int, share: 
     assert schedule.window_at(step) == 32 + 8160 * 100 * step // (percent * total)
 
 
-@given(ramp=ramps(), kind=st.sampled_from(MONOTONE), round_to=st.integers(1, 2000))
-@settings(max_examples=150, deadline=None)
-def test_windows_grow_or_shrink_in_one_direction(ramp: tuple[int, int, Fraction], kind: str, round_to: int) -> None:
-    start, end, rate = ramp
-    schedule = build_schedule(kind, start=start, end=end, rate=float(rate), round_to=round_to, switch_step=77)
-    stride = max(schedule.expansion_steps // 300, 1)
-    windows = [schedule.window_at(step) for step in range(0, schedule.expansion_steps, stride)]
-    assert windows == sorted(windows, reverse=kind == "long_to_short")
-
-
 @pytest.mark.parametrize(("end", "rate", "steps"), [(8192, 1 / 8, 65_280), (32_768, 1 / 2, 65_472)])
 def test_the_papers_settings(end: int, rate: float, steps: int) -> None:
     schedule = build_schedule("linear", start=32, end=end, rate=rate)
@@ -214,29 +203,6 @@ def test_the_papers_cyclic_schedules(
     assert {schedule.window_at(step) for step in range(schedule.expansion_steps, 100_000, 97)} == {8192}
 
 
-@pytest.mark.parametrize("kind", [*RAMPS, "cyclic_jump", "cyclic_gradual"])
-@pytest.mark.parametrize(("fraction", "total"), [(0.5, 4096), (0.25, 1000), (1, 320), (0.625, 100_000)])
-def test_expansion_fraction_is_the_rate_that_fills_it(kind: str, fraction: float, total: int) -> None:
-    by_fraction = build_schedule(kind, start=32, end=8192, expansion_fraction=fraction, total_steps=total)
-    by_rate = build_schedule(kind, start=32, end=8192, rate=8160 / (fraction * total))
-    assert by_fraction.rate == pytest.approx(by_rate.rate)
-    for step in range(0, int(fraction * total), max(int(fraction * total) // 200, 1)):
-        assert abs(by_fraction.window_at(step) - by_rate.window_at(step)) <= 1  # the rate above is rounded
-    assert by_fraction.expansion_steps == fraction * total
-    assert by_fraction.window_at(int(fraction * total)) == 8192
-    assert by_fraction.window_at(int(fraction * total) - 1) != 8192
-
-
-@given(start=st.integers(1, 9000), step=st.integers(0, 10**7), kind=st.sampled_from(list(ScheduleKind)))
-@example(start=1, step=0, kind=ScheduleKind.LOGARITHMIC)
-@settings(max_examples=50, deadline=None)
-def test_equal_start_and_end_is_constant(start: int, step: int, kind: ScheduleKind) -> None:
-    by_rate = build_schedule(kind, start=start, end=start, switch_step=5, rate=0.1)
-    by_fraction = build_schedule(kind, start=start, end=start, switch_step=5, expansion_fraction=0.5, total_steps=10)
-    for schedule in (by_rate, by_fraction):
-        assert schedule.window_at(step) == start
-
-
 FRACTION = {"expansion_fraction": 0.5, "total_steps": 9}
 
 
@@ -247,24 +213,17 @@ FRACTION = {"expansion_fraction": 0.5, "total_steps": 9}
         ({"start": 0}, "window_start: got 0, needs 1..64", {"start": 1}),
         ({"start": 65}, "window_start: got 65, needs 1..64", {"start": 64}),
         ({"rate": 0}, "window_rate: got 0, needs a finite number > 0", {"rate": 1e-9}),
-        ({"rate": math.inf}, "window_rate: got inf", {"rate": 1e300}),
         ({"rate": math.nan}, "window_rate: got nan", {"rate": 1}),
         ({"rate": 1e-310}, "window_rate: got 1e-310", {"rate": 1}),
         ({"rate": 0.5, **FRACTION}, "window_rate: got 0.5 beside window_expansion_fraction 0.5; ", FRACTION),
         ({**FRACTION, "expansion_fraction": 0}, "window_expansion_fraction: got 0, needs (0, 1]", FRACTION),
         ({**FRACTION, "expansion_fraction": 1.001}, "window_expansion_fraction: got 1.001", FRACTION),
-        ({**FRACTION, "expansion_fraction": math.nan}, "window_expansion_fraction: got nan", FRACTION),
         ({**FRACTION, "total_steps": None}, "total_steps: got None, window_expansion_fraction needs it ", FRACTION),
-        ({**FRACTION, "total_steps": 0}, "total_steps: got 0", FRACTION),
         ({"kind": "stepwise", "round_to": 0}, "window_round_to: got 0, needs >= 1", {"round_to": 1}),
         ({"kind": "continual"}, "window_switch_step: got None", {"kind": "continual", "switch_step": 0}),
-        ({"kind": "continual", "switch_step": -1}, "window_switch_step: got -1", {"kind": "constant"}),
         ({"kind": "cyclic_jump", "cycles": 1.5}, "window_cycles: got 1.5, cyclic_jump needs whole", {"cycles": 2}),
-        ({"kind": "cyclic_jump", "cycles": 0}, "window_cycles: got 0, needs 1, 2, ...", {"cycles": 1}),
         ({"kind": "cyclic_gradual", "cycles": 1.25}, "window_cycles: got 1.25", {"cycles": 1}),
         ({"kind": "cyclic_gradual", "cycles": 2}, "window_cycles: got 2, cyclic_gradual needs half a cycle ", {}),
-        ({"kind": "cyclic_gradual", "cycles": math.nan}, "window_cycles: got nan", {"cycles": 1}),
-        ({"kind": "cyclic_jump", "cycles": math.inf}, "window_cycles: got inf", {"cycles": 1}),
     ],
 )
 def test_refusals(bad: dict[str, Any], text: str, good: dict[str, Any]) -> None:

@@ -67,7 +67,6 @@ def same_file(now: os.stat_result, before: os.stat_result) -> bool:
 @pytest.mark.parametrize(
     ("processes", "layout", "saving", "kills"),
     [
-        pytest.param(1, (), (), 3, id="sync, 3 kills", marks=pytest.mark.slow),
         pytest.param(1, (), ("--async-save", "--keep-last", 2), 3, id="async, 3 kills"),
         pytest.param(1, (), (), 50, id="sync, 50 kills", marks=pytest.mark.slow),
         pytest.param(1, (), ("--async-save", "--keep-last", 2), 50, id="async, 50 kills", marks=pytest.mark.slow),

@@ -31,7 +31,6 @@ from megatron_ext.data.packing.plan import PackingPlan, PlanKey, load_plan, save
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.metrics import read_by_step
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 
 LIMIT_S, MEMORY = 30, 3 * 2**30
@@ -260,10 +259,3 @@ def test_stores_of_scores(effort: settings, tmp_path: Path) -> None:
     fuzz(
         effort, st.dictionaries(st.sampled_from(sorted(described)), VALUES, min_size=1, max_size=2), write_values, read
     )
-
-
-@both("effort")
-def test_records_of_runs(effort: settings, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    good = "".join(json.dumps({"step": step, "lm_loss": 4.0, "window": 8}) + "\n" for step in range(3)).encode()
-    fuzz(effort, spoilt(good), metrics.write_bytes, lambda: read_by_step(metrics))
