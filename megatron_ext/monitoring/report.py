@@ -35,7 +35,6 @@ from megatron_ext.monitoring.runs import (
     load_runs,
     loss_difference,
 )
-from megatron_ext.monitoring.stability import stability
 
 PNG_FILE, HTML_FILE, EVALUATIONS = "report.png", "report.html", "evaluations"
 RUN_COLORS = ("#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f", "#3aa6c9", "#5b5f66")
@@ -235,7 +234,6 @@ def table(run: Run) -> dict[str, str]:
     losses, norms = run.curve("lm_loss").values, run.curve("grad_norm").values
     finite = np.isfinite(losses) & np.isfinite(norms)
     trained = run.curve("denominator").values != 0
-    steady = stability(losses[finite], norms[finite])
     known = run.validation().finite()
     points = list(zip(known.steps.tolist(), known.values.tolist(), strict=True))
     best, final = (min(points, key=last), points[-1]) if points else (None, None)
@@ -266,13 +264,9 @@ def table(run: Run) -> dict[str, str]:
             (windows[0], windows[-1]) if windows.size else None, "{0[0]:,.0f} → {0[1]:,.0f} tokens"
         ),
         "Peak memory": _text((run.reduced("peak_memory_bytes", np.max) or 0) / 2**30 or None, "{:.2f} GiB"),
-        "Volatility: mean std of loss over 10 steps": _text(steady.volatility, "{:.4f}"),
-        "Smoothness: mean loss change between steps": _text(steady.smoothness, "{:.4f}"),
-        "Mean loss ratio: loss / lowest before it": _text(steady.loss_ratio, "{:.4f}"),
-        "Mean of min(gradient norm, 1)": _text(steady.gradient_norm, "{:.4f}"),
         "Loss spikes": _text(int(np.nansum(run.curve("spike").values)) or None, "{:,}"),
         "Steps that changed no weight": _text(int(np.nansum(run.curve("skipped").values)) or None, "{:,}"),
-        "Non-finite steps, left out above": _text(int(np.count_nonzero(~finite & trained)) or None, "{:,}"),
+        "Non-finite steps": _text(int(np.count_nonzero(~finite & trained)) or None, "{:,}"),
         "Time in scoring": _duration(run.reduced("score_time_s", np.sum)),
     }
     return {label: text for label, text in rows.items() if text is not None}

@@ -27,16 +27,7 @@ from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
 
 class Validation:
-    """Runs validations when due; every process calls every method.
-
-    Args:
-        config: the run's.
-        stepper: computes the losses.
-        batches: makes the batches.
-        row_at: returns a validation row by its index; None if the run never validates.
-        records: records the results.
-        early: receives the losses, including those before the first step, and decides when the run stops early.
-    """
+    """Runs validations when due; every process calls every method. `row_at` is None if the run never validates."""
 
     def __init__(
         self,

@@ -43,8 +43,7 @@ def score_rows(
     """Score the samples of a run up to `end` that are not in the store yet.
 
     Args:
-        config: the training run's; its data determines the rows, its parallel section the scorer's layout.
-        vocab_size: the run's token ids.
+        config, vocab_size: the training run's; its data determines the rows, its parallel section the scorer's layout.
         scorer: the model.
         short: the chunks; every token is scored.
         end: exclusive end of the samples.

@@ -90,13 +90,8 @@ def _check_all(stages: Sequence[Stage]) -> None:
 def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
     """Check the stage whose weights `stage` starts from.
 
-    It must have ended, unless it is going to run first; a stage that has steps already does not need its weights, but
-    was not trained from those that a run would produce now.
-
-    Args:
-        stage: the stage.
-        before: the previous stage.
-        will_run: whether this command runs both.
+    It must have ended, unless this command runs it first (`will_run`); a stage that has steps already does not need its
+    weights, but was not trained from those that a run would produce now.
     """
     steps, (done, complete) = _steps(stage.config), _saved_steps(before.config)
     if not complete and (steps > 0) == will_run:
