@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import html
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -117,56 +116,46 @@ def write_report(run_folder: Path | str, evaluations: Sequence[Path] = ()) -> Pa
     """
     run = load_run(run_folder)
     page = _page([run], evaluations)
-    _write(run.folder / PNG_FILE, [run])
+    with atomic_write(run.folder / PNG_FILE) as aside:
+        draw(run).savefig(aside, dpi=160, format="png")
     return _write(run.folder / HTML_FILE, page)
 
 
 def write_comparison(run_folders: Sequence[Path | str], output: Path | str, evaluations: Sequence[Path] = ()) -> Path:
-    """Overlay several runs in `output`, an .html page with tables or a .png; return its path.
+    """Overlay several runs in `output`, an HTML page; return its path.
 
     Raises:
-        UserError: a folder given twice, a run without metrics, or `output` is neither .html nor .png.
+        UserError: a run without metrics, or `output` does not end in .html.
     """
     output = Path(output)
-    if output.suffix.lower() not in (".png", ".html"):
-        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html or .png")
-    runs = load_runs(run_folders)
-    return _write(output, runs if output.suffix.lower() == ".png" else _page(runs, evaluations))
+    if output.suffix.lower() != ".html":
+        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html")
+    return _write(output, _page(load_runs(run_folders), evaluations))
 
 
-def _write(path: Path, content: str | Sequence[Run]) -> Path:
-    """Write a page, or the figure of some runs."""
+def _write(path: Path, page: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as aside:
-        if isinstance(content, str):
-            aside.write_text(content, encoding="utf-8")
-        else:
-            draw_runs(content).savefig(aside, dpi=160, format="png")
+        aside.write_text(page, encoding="utf-8")
     return path
 
 
-def draw_runs(runs: Sequence[Run]) -> Figure:
-    """Draw the running means of the most important metrics, one color for each run."""
+def draw(run: Run) -> Figure:
+    """Draw the running means of the most important metrics."""
     style: dict[Any, Any] = {"text.parse_math": False, "axes.grid": True, "grid.color": "#e5e7eb"}
     with matplotlib.rc_context(style):  # names of runs may contain $
         figure = Figure(figsize=(12.5, 11.0), layout="constrained")
-        figure.suptitle(_title(runs), fontweight="bold")
+        figure.suptitle(run.name, fontweight="bold")
         for axis, (key, title) in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
             axis.set(title=title, xlabel="optimizer step")
-            curves = [(run.validation() if key == "valid_loss" else run.curve(key)).finite() for run in runs]
-            for run, curve, color in zip(runs, curves, itertools.cycle(RUN_COLORS), strict=False):
-                values = curve.values if key in _EXACT else running_mean(curve.values)
-                axis.plot(curve.steps, values, ".-" if values.size <= 40 else "-", color=color, label=run.name)
-            if is_log(key, np.concatenate([curve.values for curve in curves])):
+            curve = (run.validation() if key == "valid_loss" else run.curve(key)).finite()
+            values = curve.values if key in _EXACT else running_mean(curve.values)
+            axis.plot(curve.steps, values, ".-" if values.size <= 40 else "-", color=RUN_COLORS[0])
+            if is_log(key, curve.values):
                 axis.set_yscale("log")
             if key == "lm_loss":
-                axis.set_ylim(loss_range([curve.values for curve in curves]))
-                axis.legend()
+                axis.set_ylim(loss_range([curve.values]))
         return figure
-
-
-def _title(runs: Sequence[Run]) -> str:
-    return runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs"
 
 
 def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
@@ -186,7 +175,7 @@ def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
         details.append((f"Starts of {run.name}", "\n".join(starts) or "This run folder has no history.jsonl."))
         details.append((f"Configuration of {run.name}", run.config or "This run folder has no config.yaml."))
     return environment.get_template("report.html.jinja").render(
-        title=_title(runs),
+        title=runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs",
         plotly=get_plotlyjs(),
         names=[run.name for run in runs],
         colors=RUN_COLORS,
