@@ -18,7 +18,6 @@ Frequencies and the attention factor equal those that transformers computes from
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -155,29 +154,6 @@ def follows_text(model: ModelConfig, row_length: int) -> bool:
     They do for `dynamic` up to the original length; with longer rows, every text uses the base of the row length.
     """
     return model.rope_scaling == "dynamic" and row_length <= (model.rope_original_length or 0)
-
-
-def advice(model: ModelConfig, row_length: int, source: ModelConfig, source_length: int | None) -> Iterator[str]:
-    """Yield notes for a run that starts from another model's weights, one line each.
-
-    Args:
-        model, row_length: the run's.
-        source, source_length: the other model's; None if its length is unknown.
-    """
-    for name, theirs in vars(source).items():
-        ours = getattr(model, name)
-        if name.startswith("rope_") and ours != theirs and name != "rope_window_bases":
-            yield f"{name}: {ours} here, {theirs} in the model that the weights come from"
-    longer = source_length is not None and row_length > source_length
-    stretched = model.rope_scaling != "none" or model.rope_window_bases or model.no_rope_freq == 1
-    if longer and not stretched and model.rotary_base == source.rotary_base and model.rotary_size > 2:
-        assert source_length is not None
-        ratio = row_length / source_length
-        base = ntk_base(model.rotary_base, ratio, model.rotary_size)
-        yield (
-            f"rotary_base: {model.rotary_base:,.0f}, as at the {source_length:,} tokens that the weights were trained "
-            f"at; for rows of {row_length:,} ({ratio:g} times) dynamic NTK suggests --rotary-base {base:.3g}"
-        )
 
 
 def _between(plain_h: Tensor, kept_h: Tensor, factor: float) -> Tensor:

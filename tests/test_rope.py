@@ -19,10 +19,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.config.presets import PRESETS
 from megatron_ext.rope import (
     Frequencies,
-    advice,
     angles,
     attention_factor,
     dynamic_base,
@@ -234,19 +232,3 @@ def test_bases_by_window() -> None:
     assert bases == [1e4, 1e4, 5e5, 5e5, 1e6]
     assert ModelConfig(rotary_base=7.0).rotary_base_at(5) == 7.0
     assert settled(model, 10).rotary_base_at(5) == 1e6
-
-
-def test_advice_for_longer_rows() -> None:
-    """ProLong's first stage: Llama-3-8B from 8K to 64K; the paper went on from the suggestion to 8e6."""
-    llama = ModelConfig(**PRESETS["Llama-3-8B"])
-    (line,) = advice(llama, 65_536, llama, 8192)
-    assert line.startswith("rotary_base: 500,000")
-    assert "--rotary-base 4.13e+06" in line
-    assert "8 times" in line
-    assert not list(advice(llama, 8192, llama, 8192))
-    assert not list(advice(llama, 65_536, llama, None))
-    assert not list(advice(replace(llama, rotary_base=8e6), 65_536, llama, 8192))
-    stretched = replace(llama, rope_scaling="yarn", rope_scaling_factor=8.0, rope_original_length=8192)
-    lines = list(advice(stretched, 65_536, llama, 8192))
-    assert len(lines) == 3
-    assert lines[0] == "rope_scaling: yarn here, none in the model that the weights come from"

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext import heartbeat, rope
+from megatron_ext import heartbeat
 from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.damage import agree
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
@@ -130,7 +130,6 @@ def log_setup(config: Config, built: Built, here: environment.Environment) -> No
     lines = []
     if pretrained is not None:
         lines = [f"weights from {pretrained.folder}"]
-        lines += rope.advice(config.model, data.seq_length, pretrained.model, pretrained.length)
     lines += [
         *here.summary(),
         *environment.differences(environments),
