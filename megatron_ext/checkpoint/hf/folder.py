@@ -28,7 +28,6 @@ DTYPES: dict[torch.dtype, str] = {
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_ROWS = 1024  # number of rows compared at once
 _BY_WORD = {word: dtype for dtype, word in DTYPES.items()}
 
 
@@ -141,7 +140,11 @@ class HuggingFaceTensors:
         names = all_names(model)
         spare = {name for name in self if name.endswith("rotary_emb.inv_freq")} | self._left_out(model)
         if not model.untie_embeddings_and_output_weights and _OUTPUT in self:
-            self._check_tied()
+            if not torch.equal(self.read(_OUTPUT), self.read(_EMBEDDING)):
+                raise UserError(
+                    f"checkpoint: {self.folder} has {_OUTPUT} other than {_EMBEDDING}, but tie_word_embeddings true; "
+                    "set it to false in config.json or remove the tensor"
+                )
             spare.add(_OUTPUT)
         unknown = sorted(set(self) - set(names) - spare)
         if unknown:
@@ -166,18 +169,6 @@ class HuggingFaceTensors:
                 self.folder, further, len(names),
             )  # fmt: skip
         return names
-
-    def _check_tied(self) -> None:
-        shape = self.described(_OUTPUT)[0]
-        same = shape == self.described(_EMBEDDING)[0] and all(
-            torch.equal(*(self.rows(name, row, row + _ROWS) for name in (_OUTPUT, _EMBEDDING)))
-            for row in range(0, shape[0], _ROWS)
-        )
-        if not same:
-            raise UserError(
-                f"checkpoint: {self.folder} has {_OUTPUT} other than {_EMBEDDING}, but tie_word_embeddings true; "
-                "set it to false in config.json or remove the tensor"
-            )
 
     def rows(self, name: str, first: int, last: int, columns: slice | None = None) -> Tensor:
         """Read rows `first` to `last` (exclusive) of a tensor; optionally only some columns of a matrix."""
