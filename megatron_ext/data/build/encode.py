@@ -24,11 +24,9 @@ from megatron_ext.data.text.documents import Document, Fields, keep_good
 from megatron_ext.data.text.sentences import split
 from megatron_ext.data.text.sources import BLOCK
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
 load_tokenizer = lru_cache(maxsize=1)(Tokenizer)  # once per process
-MOST_TOKENS = np.iinfo(np.int32).max  # maximum length of a sequence in the .idx
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,6 @@ def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, 
         if settings.max_tokens is not None and total > settings.max_tokens:
             record.too_long += 1
             continue
-        if total > MOST_TOKENS:
-            raise UserError(f"a document has {total} tokens; Megatron's format holds below 2^31; pass --max-tokens")
         ids = np.array(list(chain.from_iterable(sequences)) if len(sequences) > 1 else sequences[0], np.int32)
         assert 0 <= ids.min() <= ids.max() < settings.vocab_size
         file.write(ids.astype(settings.dtype).tobytes())

@@ -95,8 +95,6 @@ class PreprocessOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}: got {value}, needs at least 1")
-        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
-            raise UserError(f"max_tokens: got {self.max_tokens}, needs at least min_tokens, {self.min_tokens}")
         if self.messages_field is not None:
             for name in ("concat_by", "source_field", "split_sentences"):
                 if getattr(self, name):
