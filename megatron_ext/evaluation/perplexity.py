@@ -19,10 +19,8 @@ import numpy as np
 import torch
 
 from megatron_ext.arrays import Float64, Int64
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.by_position import PositionLosses
 from megatron_ext.evaluation.statistics import difference
-from megatron_ext.layout import MOST_TOKENS
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +77,7 @@ class Stream:
 
 
 def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Stream]:
-    """Make one stream per document, or one per source from all of its documents.
-
-    Raises:
-        UserError: a stream is too long for a layout.
-    """
+    """Make one stream per document, or one per source from all of its documents."""
     numbers: dict[Any, list[int]] = {}
     for number, document in enumerate(documents):
         numbers.setdefault(number if document_mask else document.source, []).append(number)
@@ -91,11 +85,6 @@ def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Strea
     for joined in numbers.values():
         tokens = np.concatenate([documents[number].tokens for number in joined])
         owner = np.repeat(joined, [len(documents[number].tokens) for number in joined])
-        if len(tokens) > MOST_TOKENS:
-            raise UserError(
-                f"input: {documents[joined[0]].source} has {len(tokens)} tokens end to end, needs at most "
-                f"{MOST_TOKENS}; give fewer, or leave --no-document-mask out"
-            )
         found.append(Stream(tokens, owner[1:]))
     return found
 
