@@ -1,11 +1,9 @@
-"""Compute checksums of files and strings, and format them for messages."""
+"""Compute one checksum of files and strings."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-
-from megatron_ext.errors import echo
 
 
 def fingerprint(*parts: str | bytes | Path) -> str:
@@ -22,10 +20,3 @@ def fingerprint(*parts: str | bytes | Path) -> str:
         # the length precedes the content: ("ab", "c") differs from ("a", "bc")
         digest.update(f"{label}:{size}:".encode() + content)
     return digest.hexdigest()
-
-
-def short_hash(value: object) -> str:
-    """Shorten a fingerprint to its first digits, and other values to a line, for a message."""
-    if isinstance(value, str):
-        return f"{value[:12]}..." if len(value) == 64 else value[:200]
-    return echo(value)

@@ -29,7 +29,6 @@ from zarr.storage import LocalStore
 from megatron_ext.arrays import Float32, Int64
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.files.fingerprint import short_hash
 
 KIND = "megatron_ext short-context losses 1"
 RESUME = "run the scoring command again with the options that made the store: it writes only the missing rows"
@@ -170,7 +169,7 @@ class ScoreStore:
         for name, wanted in expected.items():
             stored = getattr(self.identity, name)
             if stored != wanted:
-                text = f"its {name} is {short_hash(stored)}, but {whose} {short_hash(wanted)}; {remedy}"
+                text = f"its {name} is {stored!s:.200}, but {whose} {wanted!s:.200}; {remedy}"
                 raise UserError(f"score store {self.path}: {text}")
 
 

@@ -125,27 +125,20 @@ def scaled(weights: Sequence[float]) -> tuple[float, ...]:
     return tuple(weight / largest / total for weight in weights)
 
 
-def read_mixture(path: Path, share: float | None = None, outer: Sequence[Path] = ()) -> list[dict[str, Any]]:
+def read_mixture(path: Path, share: float | None = None) -> list[dict[str, Any]]:
     """Read the parts of a YAML file, including those of nested files, as plain values.
 
     Args:
         path: the file; nested files are relative to its folder.
         share: the sum to which weights are scaled; None: unscaled.
-        outer: the files that include this one.
 
     Raises:
-        UserError: the file is missing, is not a list of mappings, has a weight that is not a positive number, or
-            includes itself.
+        UserError: the file is missing, is not a list of mappings, or has a weight that is not a positive number.
     """
-    if path.resolve() in outer:
-        raise UserError(f"mixture: {path} names itself; take it out of the files that it names")
-    entries = read_yaml(path, "mixture")
-    return expand_mixture(entries, path, share, (*outer, path.resolve()))
+    return expand_mixture(read_yaml(path, "mixture"), path, share)
 
 
-def expand_mixture(
-    entries: Any, path: Path | None = None, share: float | None = None, outer: Sequence[Path] = ()
-) -> list[dict[str, Any]]:
+def expand_mixture(entries: Any, path: Path | None = None, share: float | None = None) -> list[dict[str, Any]]:
     """Expand the list in a file, or in a configuration, whose nested files are relative to the current folder.
 
     Args and Raises: as `read_mixture`.
@@ -171,6 +164,6 @@ def expand_mixture(
             raise UserError(f"mixture: {where}: {unknown[0]} beside `mixture`, which brings its own; leave it out")
         # the weights of a nested file are shares of the weight of its entry
         folder = Path() if path is None else path.parent
-        parts = read_mixture(folder / str(entry["mixture"]), weight, outer)
+        parts = read_mixture(folder / str(entry["mixture"]), weight)
         expanded += [part | {"length": entry["length"]} if "length" in entry else part for part in parts]
     return expanded

@@ -56,7 +56,6 @@ def test_a_mixture_is_a_file_or_a_list_in_the_configuration(tmp_path: Path) -> N
     [
         ({}, "holds no parts"),
         ([{"prefix": "a", "weight": 0}], "part 0 has weight 0"),
-        ([{"mixture": "mixture.yaml"}], "names itself"),
         ([{"mixture": "none.yaml"}], "none.yaml, needs a readable YAML file"),
         ([{"mixture": "other.yaml", "packing": "bm25"}], "packing beside `mixture`"),
         ([{"weight": 1}], "mixture.0.prefix"),
