@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron_ext.data.rows.dataset import RowSource, TokenRow
 from megatron_ext.data.rows.mixture import scaled
-from megatron_ext.errors import UserError
 
 
 class BlendedRows:
@@ -26,17 +25,11 @@ class BlendedRows:
     Args:
         datasets: D data sets of the same row length.
         weights: D positive numbers, shares of the tokens (without padding); only their ratios matter.
-
-    Raises:
-        UserError: different row lengths.
     """
 
     def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float]) -> None:
-        lengths = sorted({dataset.row_length for dataset in datasets})
-        if len(lengths) > 1:
-            raise UserError(f"blend: the data sets' row lengths differ ({lengths}); give all of them the same")
         self.datasets = tuple(datasets)
-        self.row_length = lengths[0]
+        (self.row_length,) = {dataset.row_length for dataset in datasets}
         filled = [dataset.row_tokens / self.row_length for dataset in datasets]
         self.weights = scaled([weight / share for weight, share in zip(weights, filled, strict=True)])
         self.row_tokens = math.fsum(w * dataset.row_tokens for w, dataset in zip(self.weights, datasets, strict=True))
