@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +19,9 @@ from megatron_ext.attention.health import Probe, SampledQueries
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.device import moved
+from megatron_ext.device import tensors_moved
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import LayerMasks, MaskOptions
-
-Carrier = TypeVar("Carrier", bound="Places | PackedBatch | RowScores")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +98,12 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same batch with its tensors on `device`."""
         return replace(
-            _moved(self, device),
+            tensors_moved(self, device),
             attention=self.attention.to(device),
             local_attention=self.local_attention.to(device) if self.local_attention is not None else None,
-            places=_moved(self.places, device) if self.places is not None else None,
-            scores=_moved(self.scores, device) if self.scores is not None else None,
-            sampled=self.sampled.to(device) if self.sampled is not None else None,
+            places=tensors_moved(self.places, device) if self.places is not None else None,
+            scores=tensors_moved(self.scores, device) if self.scores is not None else None,
+            sampled=tensors_moved(self.sampled, device) if self.sampled is not None else None,
         )
 
 
@@ -117,13 +114,6 @@ class StepBatches:
     train: list[PackedBatch]
     short: list[PackedBatch] = field(default_factory=list)  # of the short-context pass
     attention_measured: bool = False  # whether any rank samples queries in this step
-
-
-def _moved(carrier: Carrier, device: torch.device) -> Carrier:
-    """Return the dataclass with its tensors on `device`; nested dataclasses are not moved."""
-    tensors = {name: value for name, value in vars(carrier).items() if isinstance(value, Tensor)}
-    on_device: Any = {name: moved(tensor, device) for name, tensor in tensors.items()}
-    return replace(carrier, **on_device)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,13 @@ nothing is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Carrier = TypeVar("Carrier")
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -18,6 +22,13 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def tensors_moved(carrier: Carrier, device: torch.device) -> Carrier:
+    """Return a dataclass with its tensors on `device`; nested dataclasses are not moved."""
+    tensors = {name: value for name, value in vars(carrier).items() if isinstance(value, Tensor)}
+    on_device: Any = {name: moved(tensor, device) for name, tensor in tensors.items()}
+    return replace(carrier, **on_device)  # type: ignore[type-var]
 
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.arrays import Bool, Int64
 from megatron_ext.attention.reorder import reordered
 from megatron_ext.context_parallel import CPPlan, RankPlan
-from megatron_ext.device import moved
+from megatron_ext.device import moved, tensors_moved
 
 # (query [t, N, H], key [u, G, H], value [u, G, W], sink [N] or None) -> [t, N, W], on this rank alone
 LocalAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -160,16 +160,6 @@ class RowPicks:
             int(times.max(initial=0)),
         )
 
-    def to(self, device: torch.device) -> RowPicks:
-        """Move the indices to `device`."""
-        return replace(
-            self,
-            rows_u=moved(self.rows_u, device),
-            order_u=moved(self.order_u, device),
-            distinct_d=moved(self.distinct_d, device),
-            times_d=moved(self.times_d, device),
-        )
-
     def of_rows(self, rows: Tensor) -> Tensor:
         """Return the gathered rows, [u, ...]; differentiable."""
         picked: Tensor = _Pick.apply(rows, self)
@@ -224,12 +214,8 @@ class KeyExchange:
 
     def to(self, device: torch.device) -> KeyExchange:
         """Move the indices to `device`."""
-        return replace(
-            self,
-            sends=self.sends.to(device),
-            kept_rows=moved(self.kept_rows, device),
-            kv_picks=self.kv_picks.to(device),
-        )
+        sends, kv_picks = (tensors_moved(picks, device) for picks in (self.sends, self.kv_picks))
+        return replace(self, sends=sends, kept_rows=moved(self.kept_rows, device), kv_picks=kv_picks)
 
     def attend(
         self,
@@ -311,7 +297,7 @@ class HeadExchange:
 
     def to(self, device: torch.device) -> HeadExchange:
         """Move the indices to `device`."""
-        return replace(self, order_T=moved(self.order_T, device), natural_T=moved(self.natural_T, device))
+        return tensors_moved(self, device)
 
     def attend(
         self,

@@ -92,17 +92,6 @@ class SampledQueries:
             local_2Q=visible_from(masks.local, tokens) if masks.local is not None else None,
         )
 
-    def to(self, device: torch.device) -> SampledQueries:
-        """Move the tensors to `device`."""
-        return SampledQueries(
-            self.counts,
-            moved(self.rows_q, device),
-            moved(self.tokens_Q, device),
-            moved(self.tokens_t, device),
-            moved(self.scheduled_2Q, device),
-            moved(self.local_2Q, device) if self.local_2Q is not None else None,
-        )
-
 
 S_MAX_SCALED = 4  # row of `by_head`
 

@@ -81,7 +81,7 @@ def test_local_pieces_are_computed_while_rows_travel() -> None:
 @pytest.mark.parametrize("picked", [[], [2], [0, 1, 2, 3], [3, 1, 1, 0, 3, 3]])
 def test_gradients_of_rows_picked_several_times_add_up(picked: list[int]) -> None:
     rows = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
-    picks = RowPicks.of(np.array(picked, dtype=np.int64)).to(torch.device("cpu"))
+    picks = RowPicks.of(np.array(picked, dtype=np.int64))
     theirs = rows[picked] if picked else rows[:0]
     ours = picks.of_rows(rows)
     assert torch.equal(ours, theirs)
@@ -94,7 +94,7 @@ def test_gradients_of_rows_picked_several_times_add_up(picked: list[int]) -> Non
 def test_gradients_of_many_receivers_are_rounded_once(receivers: int) -> None:
     """The rms error of bf16 gradients against float64 is that of one rounding."""
     rows = torch.randn(512, 2, 8, dtype=torch.bfloat16, requires_grad=True)
-    picks = RowPicks.of(np.tile(np.arange(512), receivers)).to(torch.device("cpu"))
+    picks = RowPicks.of(np.tile(np.arange(512), receivers))
     grad = torch.randn(receivers * 512, 2, 8, dtype=torch.bfloat16)
     (got,) = torch.autograd.grad(picks.of_rows(rows), rows, grad)
     exact = grad.double().unflatten(0, (receivers, 512)).sum(0)
