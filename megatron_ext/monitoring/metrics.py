@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -130,20 +129,11 @@ class MetricsWriter:
         self._show("validation", record)
 
     def close(self) -> None:
-        """Close every file and view; safe to call twice."""
+        """Close every file and view."""
         self._metrics.close()
         self._evaluation.close()
         for view in self._views:
             view.close()
-        self._views = []
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _cut_files_back(self, resume_step: int) -> None:
         metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_a_resumed_run_counts_the_validations_up_to_its_step(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, resume_step=0, logging=QUIET) as writer:
+    with closing(MetricsWriter(tmp_path, resume_step=0, logging=QUIET)) as writer:
         for step, loss in enumerate([2.0, 3.0, 3.0, 1.0]):
             writer.evaluation(evaluation_record(10 * step, loss, by_length={"512": loss}))
     config = configured(2)

@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,7 @@ class TestCutBack:
 
 class TestMetricsWriter:
     def test_each_line_is_in_the_file_before_the_call_returns(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=0, logging=QUIET) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=QUIET)) as writer:
             writer.step(step_record(0, bad=np.float32("nan"), some=np.int64(7)))
             assert read_jsonl(tmp_path / "metrics.jsonl") == [step_record(0, bad=None, some=7)]
             writer.evaluation(evaluation_record(1, 3.0, by_length={128: 3.25, 512: 3.0}))
@@ -132,19 +133,21 @@ class TestMetricsWriter:
 
 class TestTensorBoard:
     def test_a_resume_hides_the_replaced_steps_and_keeps_the_evaluation_at_its_step(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={"model": {"layers": 2}}) as writer:
+        with closing(
+            MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={"model": {"layers": 2}})
+        ) as writer:
             for step in range(4):
                 writer.step({"step": step, "lm_loss": 9.0 - step})
             writer.evaluation({"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
             writer.evaluation({"step": 4, "valid_loss": 4.0})
-        with MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig()) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig())) as writer:
             writer.step({"step": 2, "lm_loss": 1.0})
         assert _scalars(tmp_path, "train/lm_loss") == [(0, 9.0), (1, 8.0), (2, 1.0)]
         assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
 
     def test_a_list_has_a_scalar_for_each_layer(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig()) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig())) as writer:
             writer.step({"step": 4, "attention_entropy": [1.5, float("nan")]})
         assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 4, "attention_entropy": [1.5, None]}]
         assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]
@@ -167,8 +170,10 @@ class TestWandb:
         monkeypatch.setenv("WANDB_SILENT", "true")
         names = []
         for resume_step in (0, 2):
-            with MetricsWriter(
-                tmp_path, resume_step=resume_step, logging=LoggingConfig(tensorboard=False, wandb_project="p")
+            with closing(
+                MetricsWriter(
+                    tmp_path, resume_step=resume_step, logging=LoggingConfig(tensorboard=False, wandb_project="p")
+                )
             ) as writer:
                 for step in range(resume_step, resume_step + 3):
                     writer.step(step_record(step))
