@@ -94,10 +94,7 @@ def measure(name: str, records: Records, recompute: str | None, *, profile: bool
         tokens = chosen.rows * chosen.length
         records.add(
             **facts,
-            **sizes,
-            vocab_size=training.vocab_size,
             window=window,
-            effective_context=config.mask_options().whole_row_context(chosen.length, window),
             seconds=round(times[window], 4),
             tokens_per_s=round(tokens / times[window]),
             mfu=round(flops[window] / times[window] / PEAK_FLOPS, 4),

@@ -3,7 +3,7 @@
     call(function, 2, ...)             what a function returned on each rank of a gloo group
     Commands(2).run(script, ...)       a command line of ours in two processes: to its end (run: a good one; attempt:
                                        any), or begun (start) and then signalled, waited for, killed
-    Torchrun(2).start(script, ...)     the same as a user starts it: interpreters of their own, under torchrun
+    torchrun(2, script, ...)           the same as a user starts it: interpreters of their own, under torchrun
 
 The first two take milliseconds to start, because their processes are forked from servers that have imported everything
 (fork_server.py). The third is for tests of what a launcher does: it takes ten seconds of a core for each process.
@@ -244,29 +244,17 @@ def _status(said: Path) -> int | None:
     return int(text) if text else None
 
 
-class Torchrun:
-    """Command lines of the project as a user starts them: torchrun for several processes, plain Python for one."""
-
-    def __init__(self, processes: int = 1) -> None:
-        self._processes = processes
-
-    def start(self, script: str | Path, *flags: object) -> Agent:
-        """Begin `script` in a session of its own and return while it runs."""
-        said = _outputs() / f"{next(_NUMBERS)}"
-        command = [sys.executable]
-        if self._processes > 1:
-            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(self._processes)]
-            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command += [str(ROOT / script), *map(str, flags)]
-        with Path(f"{said}.stdout").open("wb") as out, Path(f"{said}.stderr").open("wb") as err:
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-            return Agent(
-                psutil.Popen(command, cwd=ROOT, env=clean_environment(), start_new_session=True, **pipes), said
-            )
-
-    def attempt(self, script: str | Path, *flags: object, timeout_s: float = TIMEOUT_S) -> Done:
-        """Run `script` to its end, whatever comes of it; what torchrun, or the one process, left."""
-        return self.start(script, *flags).finish(timeout_s)[0]
+def torchrun(processes: int, script: str | Path, *flags: object) -> Agent:
+    """Begin `script` as a user does, by torchrun or plain Python, in a session of its own; return while it runs."""
+    said = _outputs() / f"{next(_NUMBERS)}"
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += [str(ROOT / script), *map(str, flags)]
+    with Path(f"{said}.stdout").open("wb") as out, Path(f"{said}.stderr").open("wb") as err:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        return Agent(psutil.Popen(command, cwd=ROOT, env=clean_environment(), start_new_session=True, **pipes), said)
 
 
 class Agent(Running):

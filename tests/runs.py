@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from launcher import ROOT, TIMEOUT_S, Agent, Commands, Done, Torchrun
+from launcher import ROOT, TIMEOUT_S, Agent, Commands, Done, torchrun
 from safetensors.torch import load_file  # numpy's knows no bfloat16
 
 TRAINER = "pretrain_skyladder.py"
@@ -97,7 +97,7 @@ def attempt(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -
 
 def start(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -> Agent:
     """Begin the trainer with --save `folder` as a user does, under torchrun."""
-    return Torchrun(processes).start(script, *CONFIG, *flags, "--save", folder)
+    return torchrun(processes, script, *CONFIG, *flags, "--save", folder)
 
 
 def finish(running: Agent, folder: Path) -> RunResult:

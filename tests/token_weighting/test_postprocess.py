@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,31 +121,6 @@ def test_a_row_is_the_same_bits_in_any_company(score: Score, post: Post, data: s
 def test_sparse_keeps_the_share_rounded_down(kappa: float, tokens: int, kept: int) -> None:
     weights = weigh([list(range(tokens))], [[-1.0] * tokens], post="sparse", strength=kappa)
     np.testing.assert_allclose(weights, [[0] * (tokens - kept) + [tokens / kept] * kept], rtol=1e-7)
-
-
-def test_missing_places_go_to_zeros_each_as_often() -> None:
-    pmi = np.array([[0.0, 3.0, 0.0, 0.0, 1.0, 0.0]])  # k = 3: both scores and one of four zeros
-    drawn: Counter[int] = Counter()
-    for seed in range(400):
-        weights = weigh(np.zeros_like(pmi), pmi, post="sparse", strength=0.5, seed=seed)
-        (chosen,) = weights.nonzero()[1:]
-        assert len(chosen) == 3
-        assert {1, 4} < set(chosen)
-        drawn.update(set(chosen.tolist()) - {1, 4})
-    assert set(drawn) == {0, 2, 3, 5}
-    assert all(70 <= times <= 130 for times in drawn.values())  # 100 each, 3.5 standard deviations
-
-
-def test_the_draw_does_not_move_when_other_tokens_leave() -> None:
-    tokens = 200
-    everything = weigh(np.zeros((1, tokens)), np.eye(1, tokens), post="sparse", strength=0.5, seed=7)[0] > 0
-    trained = np.ones((1, tokens), bool)
-    trained[0, 101:] = everything[101:]  # the losers of the second half leave; half of what is left still fits
-    share = everything.sum() / trained.sum()
-    again = (
-        weigh(np.zeros((1, tokens)), np.eye(1, tokens), post="sparse", strength=share, trained=trained, seed=7)[0] > 0
-    )
-    np.testing.assert_array_equal(again, everything)
 
 
 @pytest.mark.parametrize("post", Post)
