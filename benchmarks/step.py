@@ -81,7 +81,6 @@ def measure(name: str, records: Records, recompute: str | None, *, profile: bool
     chosen = SHAPES[name]
     config = chosen.config(recompute)
     facts: dict[str, Any] = {"shape": name, "layers": config.model.num_layers, "recompute": recompute or "none"}
-    sizes = {"preset": chosen.preset, "seq_length": chosen.length, "rows": chosen.rows, "micro": chosen.micro}
     training = Training(config)
     windows = chosen.windows()
     if CUDA:
