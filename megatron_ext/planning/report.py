@@ -44,26 +44,18 @@ def describe(found: Found, config: Config, machine: Machine) -> Iterator[str]:
     parts = sorted(vars(best.last).items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {seconds / best.last.total:.0%}" for name, seconds in parts if seconds > 0)
     yield f"\nthe first layout, at the last window: {shares}"
-    gain = 1 - found.larger.seconds / best.seconds if found.larger is not None else 0.0
-    if found.larger is not None and gain > 0.01:
-        more = found.larger.memory / (1 - HEADROOM) - gpu.memory * 2**30
-        yield f"{gibibytes(int(more))} more memory per GPU would allow {found.larger.name}: {gain:.1%} less time"
     # the weights, and the fp32 optimizer state of each
-    saved = (14 if config.training.bf16 else 12) * count_parameters(config.model, machine.vocab_size) / gpus
-    stall = SAVE_SECONDS + (0 if config.checkpoint.async_save else saved / 1e9 / machine.speeds.storage)
+    written = (14 if config.training.bf16 else 12) * count_parameters(config.model, machine.vocab_size) / gpus
+    stall = SAVE_SECONDS + (0 if config.checkpoint.async_save else written / 1e9 / machine.speeds.storage)
     failure = GPU_HOURS_PER_FAILURE * 3600 / gpus
     interval = young_interval(stall, failure)
     yield (
         f"failures: one every {failure / 3600:,.1f} hours; saving every {interval / 60:,.1f} minutes (Young) leaves "
         f"{1 / daly_slowdown(interval, stall, RESTART_SECONDS, failure):.1%} of the time for progress"
     )
-    timed = {window: machine.step(best.config, window) for window in sorted({*windows(config), last_window(config)})}
-    if len(timed) > 1:
-        saving = 1 - best.seconds / timed[max(windows(config))].total
-        yield f"the window schedule saves {saving:.1%} of the time of a constant window"
-        yield "\nwindow      s/step    attention's share"
-        for window, time in timed.items():
-            yield f"{window:>8,}  {time.total:8.3f}    {time.attention / time.total:.0%}"
+    saved = 1 - best.seconds / machine.step(best.config, max(windows(config))).total
+    if saved > 0:
+        yield f"the window schedule saves {saved:.1%} of the time of a constant window"
 
 
 def _row(name: str, layout: Layout, machine: Machine) -> str:
@@ -93,8 +85,9 @@ def _refusals(found: Found, machine: Machine) -> Iterator[str]:
         yield f"  {number:,} layouts: {reason}"
     if len(found.refused) > len(reasons):
         yield f"  and {len(found.refused) - len(reasons):,} more reasons"
-    if found.larger is not None:
+    if found.too_large:
+        smallest = min(layout.memory for layout in found.too_large)
         yield (
-            f"  {found.too_large:,} layouts: memory; the smallest needs {gibibytes(found.larger.memory)}, "
+            f"  {len(found.too_large):,} layouts: memory; the smallest needs {gibibytes(smallest)}, "
             f"available are {memory * (1 - HEADROOM):.1f} GiB ({memory:.0f} GiB less {HEADROOM:.0%} of headroom)"
         )

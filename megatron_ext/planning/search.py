@@ -36,14 +36,9 @@ _KEPT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run's time depends on besides its configuration.
+    """What a run's time depends on besides its configuration: `gpus` of the kind `gpu`, a name of `speeds`.
 
-    Attributes:
-        gpus: number of GPUs.
-        gpu: their kind, a name of `speeds`.
-        vocab_size: token ids.
-        speeds: GPUs and the shares of their peaks that programs reach.
-        rows: sampled rows, for the cost of attention; None counts each row as one document.
+    `rows` are sampled, for the cost of attention; None counts each row as one document.
     """
 
     gpus: int
@@ -76,15 +71,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout, its memory and its time.
-
-    Attributes:
-        config: the run with this layout.
-        gpus: number of GPUs.
-        memory: estimated bytes of the fullest GPU.
-        seconds: mean time of a step over the schedule.
-        last: time breakdown of the run's last step.
-    """
+    """One layout of a run: bytes of the fullest GPU, mean seconds of a step over the schedule, and the last step."""
 
     config: Config
     gpus: int
@@ -127,17 +114,15 @@ class Found:
 
     Attributes:
         best: legal layouts that fit, the fastest first; each keeps as many of its activations as fit.
-        larger: of the legal layouts that are faster than the best but do not fit, the one that needs the least memory.
         tried: number of layouts considered.
         refused: the reasons other than memory, each with the number of layouts that it excludes.
-        too_large: the number of legal layouts whose memory is too large.
+        too_large: the legal layouts that would be faster, but whose memory is too large.
     """
 
     best: list[Layout]
-    larger: Layout | None
     tried: int
     refused: Counter[str] = field(default_factory=Counter)
-    too_large: int = 0
+    too_large: list[Layout] = field(default_factory=list)
 
 
 def search(config: Config, machine: Machine, top: int = 10) -> Found:
@@ -171,8 +156,7 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
             too_large.append(layout)
         for lighter in with_less_kept(candidate):  # tried only if keeping more does not fit
             heappush(queue, timed(lighter))
-    larger = min(too_large, key=lambda layout: layout.memory, default=None)
-    return Found(best, larger, tried + len(queue), refused, len(too_large))
+    return Found(best, tried + len(queue), refused, too_large)
 
 
 def last_window(config: Config) -> int:
