@@ -26,7 +26,7 @@ from megatron_ext.run.rehearsal.memory import AllocationTracker, Part
 from megatron_ext.run.rehearsal.sites import Sites
 
 aten = torch.ops.aten
-MOST_KNOWN = 2**21  # maximum size of an integer tensor whose values are tracked
+MOST_KNOWN = 2**26  # maximum size of an integer tensor whose values are tracked: which experts each token has
 # operators whose output shape depends on values: they synchronize the host
 _SHAPED_BY_VALUES = {
     aten.nonzero,
@@ -54,13 +54,7 @@ _NUMPY = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, to
 
 
 class Meter(TorchDispatchMode):
-    """Measures everything that runs inside the context.
-
-    Args:
-        device: "cuda" or "cpu", the device type of the counted tensors.
-        sites: finds where an operator is called.
-        collectives: counts collectives.
-    """
+    """Measures everything that runs inside the context; tensors of `device`, "cuda" or "cpu", are counted."""
 
     def __init__(self, device: str, sites: Sites, collectives: Collectives) -> None:
         super().__init__()
@@ -69,7 +63,6 @@ class Meter(TorchDispatchMode):
         self.collectives = collectives
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], npt.NDArray[Any]]] = {}
-        self._chosen: dict[int, tuple[weakref.ref[Any], npt.NDArray[np.int64]]] = {}
         self._pairs: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __enter__(self) -> Meter:
@@ -120,7 +113,7 @@ class Meter(TorchDispatchMode):
         if packet is aten._to_copy and self.device == "cuda" and not isinstance(args[0], FakeTensor):
             # a real host tensor: torch would perform a real copy
             out = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
-        elif packet is aten.masked_select and (chosen := self._chosen_of(args[1])) is not None:
+        elif packet is aten.masked_select and self.device == "cuda" and (chosen := self.values(args[1])) is not None:
             out = args[0].new_empty((int(chosen.sum()),))
         else:
             out = func(*args, **kwargs)
@@ -203,7 +196,7 @@ class Meter(TorchDispatchMode):
         if isinstance(source, FakeTensor) and source.constant is not None:
             # torch would compute on the constant itself, with a kernel of the device
             if source.dtype in _NUMPY:
-                self._remember(source, source.constant.numpy())
+                self.remember(source, source.constant.numpy())
             source.constant = None
         target = kwargs.get("device") or source.device if packet is aten._to_copy else args[0].device
         target = torch.device(target).type
@@ -222,23 +215,6 @@ class Meter(TorchDispatchMode):
     def pairs_of(self, tensor: Tensor) -> int:
         """Return the number of pairs set for this tensor."""
         return self._pairs[tensor.untyped_storage()._cdata][1]
-
-    # --- routing maps of experts
-
-    def state_routing(self, chosen_tE: Tensor, counts_E: npt.NDArray[np.int64]) -> None:
-        """Set the number of tokens of each expert, which determines the sum over tokens and the shape of selections.
-
-        Args:
-            chosen_tE: bool, fake.
-            counts_E: number of true values in each column.
-        """
-        self._keep(self._chosen, chosen_tE, counts_E)
-
-    def _chosen_of(self, tensor: Any) -> npt.NDArray[np.int64] | None:
-        if not self._chosen or not isinstance(tensor, FakeTensor):
-            return None
-        found = self._chosen.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
 
     def _keep(self, known: dict[int, Any], tensor: Tensor, what: Any) -> None:
         """Keep the known values of a tensor as long as its storage exists."""
@@ -272,23 +248,17 @@ class Meter(TorchDispatchMode):
                 self._follow_gathered(args[0], args[1])
             if packet is not aten.copy_:
                 return
-        chosen = self._chosen_of(args[0]) if args else None
-        if chosen is not None and packet is aten.clone:
-            self._keep(self._chosen, out, chosen)
-            return
         if packet is aten.sort:
             self._follow_computed(func, args, kwargs, *out)
             return
         if not isinstance(out, FakeTensor) or out.numel() > (MOST_KNOWN if not out.is_floating_point() else 1):
             return
-        if chosen is not None and packet is aten.sum and out.shape == chosen.shape:
-            self._remember(out, chosen)
-        elif self._assumes_finite(packet, args):
-            self._remember(out, np.full(tuple(out.shape), packet is not aten.any))
+        if self._assumes_finite(packet, args):
+            self.remember(out, np.full(tuple(out.shape), packet is not aten.any))
         elif packet in (*_COPIES, *_LIFTS) and out.dtype in _NUMPY:
             source = self.values(args[1] if packet is aten.copy_ else args[0])
             if source is not None:
-                self._remember(out, np.broadcast_to(source, tuple(out.shape)))
+                self.remember(out, np.broadcast_to(source, tuple(out.shape)))
         elif packet in _FOLLOWED:
             self._follow_computed(func, args, kwargs, out)
 
@@ -296,7 +266,7 @@ class Meter(TorchDispatchMode):
         """Assume that all ranks hold the same numbers, because all send the same number of tokens to each expert."""
         known = self.values(mine)
         if known is not None and gathered.numel() <= MOST_KNOWN:
-            self._remember(gathered, np.resize(known, tuple(gathered.shape)))
+            self.remember(gathered, np.resize(known, tuple(gathered.shape)))
 
     def _assumes_finite(self, packet: Any, args: tuple[Any, ...]) -> bool:
         """Return whether a result on unknown numbers is assumed: `any` is False, the others True (finite, no NaN)."""
@@ -323,9 +293,10 @@ class Meter(TorchDispatchMode):
                 real_kwargs["device"] = "cpu"
             found = func(*real_args, **real_kwargs)
             for tensor, values in zip(out, (found,) if isinstance(found, Tensor) else found, strict=True):
-                self._remember(tensor, values.numpy())
+                self.remember(tensor, values.numpy())
 
-    def _remember(self, tensor: FakeTensor, values: npt.NDArray[Any]) -> None:
+    def remember(self, tensor: FakeTensor, values: npt.NDArray[Any]) -> None:
+        """Set the values of a tensor, as long as its storage exists."""
         storage = tensor.untyped_storage()
         dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
         flat = np.zeros(storage.nbytes() // tensor.element_size(), dtype=dtype)

@@ -99,14 +99,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The rehearsal of one rank.
+    """The rehearsal of one rank at a place such as "TP 0 PP 1 CP 0 DP 3", with a step per window.
 
-    Attributes:
-        rank: its number.
-        place: "TP 0 PP 1 CP 0 DP 3".
-        rows: a description of the rows.
-        steps: one per window.
-        fault: the failure to build the model, if any.
+    `fault` is the failure to build the model, if any.
     """
 
     rank: int
@@ -126,7 +121,7 @@ def rehearse(
     """Rehearse this process's rank.
 
     Args:
-        config: a configuration that is checked for the number of processes.
+        config: checked for the number of processes.
         windows: in tokens.
         documents: as for `rows_of`.
         device: "cuda", with the mock of CUDA installed; "cpu" computes on real tensors.
@@ -149,11 +144,12 @@ def rehearse(
     if fake and config.model.num_experts is not None:
         experts, choices = config.model.num_experts, config.model.moe_router_topk
 
-        def alike(chosen_tE: Tensor) -> None:
-            total = len(chosen_tE) * choices
-            meter.state_routing(chosen_tE, total // experts + (np.arange(experts) < total % experts))
+        def in_turn(chosen_tE: Any) -> None:
+            known_tE, turns = np.zeros((len(chosen_tE), experts), dtype=np.bool_), np.arange(len(chosen_tE) * choices)
+            known_tE[turns // choices, turns % experts] = True
+            meter.remember(chosen_tE, known_tE)
 
-        compat.observe_routing(alike)
+        compat.observe_routing(in_turn)
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
     done = Rehearsed(ranks.world, place, rows)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
