@@ -50,11 +50,7 @@ _FAMILIES = TypeAdapter(list[_Family])
 
 
 def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
-    """Return the configuration of each run by name, in the order of families and axes.
-
-    Args:
-        content: content of the matrix file.
-        path: path of the file, for messages.
+    """Return the configuration of each run by name, in the order of families and axes; `path` is for messages.
 
     Raises:
         UserError: a family has no name, a text refers to an unknown axis, two runs have the same name, or figures are

@@ -361,12 +361,9 @@ class ParallelConfig(_Section):
         return self.cp_overlap_parts or (2 if on_cuda else 1)
 
     def gradient_sharing(self, on_cuda: bool, replicas: int, *, sharded: bool = False) -> GradientSharing:
-        """Return how ranks that hold the same weights share gradients and optimizer state, as given or by platform.
+        """Return how `replicas` ranks that hold the same weights share gradients and optimizer state.
 
-        Args:
-            on_cuda: whether the run uses CUDA.
-            replicas: data-parallel x context-parallel ranks.
-            sharded: whether the optimizer needs sharded state on any platform.
+        `sharded`: the optimizer needs sharded state on any platform.
         """
         several = on_cuda and replicas > 1
         distributed = _given(self.use_distributed_optimizer, sharded or several)

@@ -90,13 +90,9 @@ def read_entries(entries: Any, path: str) -> list[StageEntry]:
 
 
 def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | None) -> Stage:
-    """Build a stage with its own folders and with what it takes from the previous stage.
+    """Build a stage with its own folders and with what it takes from the previous stage, `before`.
 
-    Args:
-        name: its name.
-        config: as written: `save` and `load` are the run's folders, `init_from` is set if the stage gives it.
-        keep: what continues from the previous stage.
-        before: the previous stage.
+    In `config`, as written, `save` and `load` are the run's folders, and `init_from` is set if the stage gives it.
 
     Raises:
         UserError: folders that a run in stages cannot have, or rows that cannot continue.

@@ -110,14 +110,9 @@ def _normed(norm: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropou
 def layer_spec(
     config: TransformerConfig, block: str, core_attention: ModuleSpec, *, experts: bool, transformer_engine: bool
 ) -> tuple[ModuleSpec, type]:
-    """Return the specification of a layer, and the class of the final norm.
+    """Return the specification of a layer with or without experts, and the class of the final norm.
 
-    Args:
-        config: Megatron's configuration of the whole model.
-        block: `ModelConfig.block`.
-        core_attention: the module that computes attention.
-        experts: whether the layer has experts.
-        transformer_engine: whether to use Transformer Engine's modules.
+    Modules are Transformer Engine's or Megatron's, except for `core_attention`.
     """
     norm: type
     num_experts = config.num_moe_experts if experts else None

@@ -36,21 +36,13 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment of one process; equal on all ranks except for the host name.
-
-    Attributes:
-        host: host name.
-        devices: for example "8 x NVIDIA H200 (sm_90, 140 GiB)".
-        layers: the package that provides them.
-        backends: for each attention backend, why it cannot be used in this run, or None.
-        versions: of Python, torch, Megatron-Core, CUDA and the optional packages; None if missing.
-    """
+    """The environment of one process; equal on all ranks except for the host name."""
 
     host: str
-    devices: str
-    layers: str
-    backends: Mapping[str, str | None]
-    versions: Mapping[str, str | None]
+    devices: str  # for example "8 x NVIDIA H200 (sm_90, 140 GiB)"
+    layers: str  # the package that provides them
+    backends: Mapping[str, str | None]  # why an attention backend cannot be used in this run, or None
+    versions: Mapping[str, str | None]  # of a package; None if missing
 
     def summary(self) -> list[str]:
         """Return the lines for the log of every run."""

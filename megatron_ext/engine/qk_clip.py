@@ -111,13 +111,8 @@ class QKClip:
 def row_factors(s_max_n: Tensor, limit: float, groups: int, size: int) -> Tensor:
     """Return the factor of each row of a rank's joint projection; 1 for scores that are not finite.
 
-    Megatron orders the rows by group: the queries of the heads that share a key head, its keys, its values.
-
-    Args:
-        s_max_n: the scores of this rank's query heads.
-        limit: tau.
-        groups: key heads of this rank.
-        size: rows of a head.
+    Megatron orders the rows by group: the queries of the heads that share a key head, its keys, its values; a head has
+    `size` rows. `limit` is tau.
     """
     above = torch.isfinite(s_max_n) & (s_max_n > limit)
     gamma = torch.where(above, limit / s_max_n, 1.0).unflatten(0, (groups, -1))

@@ -25,10 +25,9 @@ def update(
     """Clip the gradients to the optimizer's limit and update the weights.
 
     Args:
-        optimizer: the optimizer; gradients are in their buffers.
-        device: the compute device.
+        optimizer: gradients are in their buffers.
+        device: of the result.
         accepts: returns, given the squared norm, whether the weights may change; it must return the same on all ranks.
-            None: always accept.
 
     Returns:
         float32 [] on `device`, the squared norm of all gradients on all ranks before clipping; and whether the weights

@@ -30,10 +30,7 @@ _RUN = 16
 def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int, int] = (0, 1)) -> Iterator[Row]:
     """Yield each parameter and expert bias of this process, with its row of the name table and its place in the model.
 
-    Args:
-        chunks: the model chunks of this pipeline stage.
-        model: the whole model's shapes.
-        expert: the expert-parallel rank and size.
+    `expert` is the expert-parallel rank and size.
     """
     first_expert = expert[0] * (model.num_experts or 0) // expert[1]
     for chunk in chunks:
@@ -121,13 +118,7 @@ def fill(
 ) -> None:
     """Set one tensor-parallel rank's Megatron tensor block by block, so that the host holds one block at a time.
 
-    Args:
-        tensor: on any device; rows of padding become 0.
-        parameter: its row of the name table.
-        hf_names: its Hugging Face names.
-        model, vocab_size: of the whole model.
-        tensor_rank: the tensor-parallel rank and size.
-        blocks: yields the values.
+    Rows of padding become 0. `tensor_rank` is the tensor-parallel rank and size.
     """
     if parameter.cut is Cut.VOCABULARY:
         tensor.zero_()

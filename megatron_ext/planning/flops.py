@@ -50,14 +50,7 @@ def training_flops(
 
 
 def step_flops(model: ModelConfig, parameters: int, tokens: float, context: float) -> float:
-    """Return the FLOPs of one step in the accounting of `training_flops`.
-
-    Args:
-        model: its shapes.
-        parameters: of the whole model; only the selected experts of a token count.
-        tokens: of the global batch.
-        context: C, the effective context of its rows in tokens.
-    """
+    """Return the FLOPs of one step of `tokens` in the accounting of `training_flops`; `context` is C, in tokens."""
     return tokens * (6.0 * parameters + 6.0 * model.num_layers * _pair_width(model) * context)
 
 
@@ -71,10 +64,7 @@ def utilisation(
 ) -> float:
     """Return the model FLOPs utilization (MFU) of a step; attention's FLOPs are halved for the causal mask.
 
-    Args:
-        model, parameters, tokens, context: as for `step_flops`.
-        seconds: of the step.
-        peak: FLOP/s of all GPUs together.
+    `peak` is the FLOP/s of all GPUs together; the other arguments are as for `step_flops`.
     """
     causal = step_flops(model, parameters, tokens, context / 2)
     return causal / seconds / peak

@@ -16,16 +16,9 @@ _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The derived numbers of a run.
+    """The derived numbers of a run; `memory` is that of one GPU of the fullest pipeline stage.
 
-    Attributes:
-        config: the run's configuration.
-        world_size: processes.
-        vocab_size: token ids.
-        parameters: their number in the whole model.
-        full_step: the first step from which the window stays the last one.
-        flops: FLOPs of the whole run.
-        memory: bytes on one GPU of the fullest pipeline stage.
+    From `full_step` on the window stays the last one.
     """
 
     config: Config

@@ -400,16 +400,10 @@ def _shared_parameters(model: ModelConfig) -> float:
 def work_of(
     config: Config, world: int, gpu: str, vocab_size: int, window: int, rows: SampledRows | None = None
 ) -> Work:
-    """Describe a step of a configuration under a window.
+    """Describe a step of a configuration on `world` GPUs under a window in tokens.
 
-    Args:
-        config: the run's.
-        world: number of GPUs.
-        gpu: its name in facts/gpus.yaml.
-        vocab_size: token ids.
-        window: in tokens.
-        rows: sampled rows, for the cost of attention and its exchange; None counts each row as one document, the
-            upper bound.
+    `rows` are sampled, for the cost of attention and its exchange; None counts each row as one document, the upper
+    bound.
     """
     parallel, data, model = config.parallel, config.data, config.model
     chunk, pp = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size

@@ -18,12 +18,7 @@ _LENGTHS = ("below", "threshold", "shortest", "first_tokens")  # options of pack
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale factors of a twin.
-
-    Attributes:
-        lengths: tokens of the recipe per token of the twin.
-        steps: steps of the recipe per step of the twin.
-    """
+    """Tokens and steps of the recipe per token and step of the twin."""
 
     lengths: int
     steps: float
@@ -44,15 +39,7 @@ def scale_of(configs: list[Config]) -> Scale:
 
 
 def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_store: str) -> Config:
-    """Scale down the configuration of one stage.
-
-    Args:
-        config: the recipe's.
-        scale: the same for all its stages.
-        data_path: dataset that replaces each of the recipe's.
-        tokenizer: the tokenizer of the dataset.
-        score_store: replaces that of a frozen scorer.
-    """
+    """Scale down the configuration of one stage; the data set, its tokenizer and its scores replace the recipe's."""
     steps = max(scale.step(config.training.train_iters), 4)
     optimizer, weighting = config.optimizer, config.weighting
     return replace(

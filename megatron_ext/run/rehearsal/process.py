@@ -22,12 +22,9 @@ from megatron_ext.run.rehearsal import cuda_library
 
 @dataclass(frozen=True)
 class Request:
-    """Describes the rehearsal of one rank.
+    """Describes the rehearsal of one rank under the windows, with the training flags `argv`.
 
     Attributes:
-        argv: the training flags.
-        world_size, rank: of the run.
-        windows: in tokens.
         documents: one of rows.DOCUMENTS; None for the run's own rows if its data is present.
         fake: use fake CUDA tensors without memory; otherwise real tensors on this machine's CPU.
     """

@@ -18,12 +18,9 @@ SHORTEST = 16
 
 
 def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[RowAt, str]:
-    """Return the rows, and their description.
+    """Return the rows, and their description; `documents` is one of `DOCUMENTS`.
 
-    Args:
-        config: the run's.
-        vocab_size: upper bound of the tokens.
-        documents: one of `DOCUMENTS`; None uses the run's data if present, otherwise random documents.
+    None uses the run's data if present, otherwise random documents.
     """
     if documents is None:
         try:
