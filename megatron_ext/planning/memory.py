@@ -373,13 +373,6 @@ def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
     return rows + tokens * heads * (2 if joined else 1)
 
 
-def final_norm_bytes(config: Config) -> int:
-    """Return the bytes kept by the last norm in addition to its output: its input and statistics."""
-    sizes = _Sizes(config)
-    kept = sizes.block.norm_input or sizes.e
-    return math.ceil(sizes.t * (kept * config.model.hidden_size + sizes.block.statistics) / sizes.s)
-
-
 def _activations(config: Config, world_size: int, stage: int, layer: int, sizes: _Sizes) -> int:
     """Return the bytes that the layers of a pipeline stage keep for all micro-batches in flight.
 
@@ -541,7 +534,8 @@ def loss_head_bytes(config: Config, vocab_size: int) -> int:
     if model.block == "phi":
         width += 8  # including the bias, and zeros
         weight = block + (2 * e + 4) * rows * width
-    hidden = 2 * e * sizes.t * width + final_norm_bytes(config)  # including its gradient
+    norm = (sizes.block.norm_input or e) * model.hidden_size + sizes.block.statistics  # its input and statistics
+    hidden = 2 * e * sizes.t * width + math.ceil(sizes.t * norm / sizes.s)  # including its gradient
     if sizes.s > 1:
         hidden += e * sizes.t * width + sizes.stream  # the gather buffer, and its input
     return weight + hidden

@@ -52,11 +52,6 @@ class Machine:
         """The peaks of one GPU."""
         return self.speeds.gpu(self.gpu)
 
-    @property
-    def usable_bytes(self) -> float:
-        """Memory of a GPU without `HEADROOM`."""
-        return (1 - HEADROOM) * self.kind.memory * 2**30
-
     def step(self, config: Config, window: int) -> StepTime:
         """Estimate a step under a window."""
         return step_time(work_of(config, self.gpus, self.gpu, self.vocab_size, window, self.rows), self.speeds)
@@ -149,7 +144,7 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
             refused.update(wrong)
             continue
         layout = machine.layout(candidate)
-        if layout.memory <= machine.usable_bytes:
+        if layout.memory <= (1 - HEADROOM) * machine.kind.memory * 2**30:
             best.append(layout)
             continue
         if not best:

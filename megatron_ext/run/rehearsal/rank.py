@@ -70,16 +70,12 @@ class Step:
     """The measurements of one step of one rank.
 
     Attributes:
-        window: in tokens.
-        segments: of the micro-batches that were run.
-        microbatches: of this rank; `measured` of them were run, the rest is extrapolated.
-        memory: bytes of each part at the peak.
+        microbatches: of this rank; `measured` of them, with these segments, were run, the rest is extrapolated.
+        memory: bytes of each part at the peak, which was at `peak_at`.
         pinned: bytes of pinned host memory at its peak.
         cycles: bytes that only Python's garbage collector would free, because of reference cycles.
-        peak_at: where the peak was.
         flops: by operator.
         collectives: by group: calls and bytes sent.
-        host_syncs: host synchronizations.
         fault: the failure that ended the step, if any; the other fields then contain the measurements before it.
     """
 
