@@ -237,9 +237,16 @@ def plan(
         row_cost: cost of moving a row of keys and values, in attention pairs; a higher cost moves fewer rows.
 
     Raises:
-        UserError: an unknown policy, a size or left_window out of range, or T not divisible by cp_size.
+        UserError: an unknown policy, or T not divisible by cp_size.
     """
-    chosen = _check(layout, cp_size, policy, left_window)
+    if layout.tokens % cp_size:
+        raise UserError(
+            f"seq_length: got {layout.tokens} tokens per micro-batch, needs a multiple of {cp_size} "
+            "(context_parallel_size); change one of the two"
+        )
+    if policy not in list(Policy):
+        raise UserError(f"cp_policy: got {policy!r}, needs one of {', '.join(Policy)}")
+    chosen = Policy(policy)
     if chosen is Policy.CONTIGUOUS:
         return _made(layout, cp_size, chosen, left_window, contiguous(layout, cp_size), row_cost)
     if chosen is Policy.ZIGZAG:
@@ -292,25 +299,6 @@ def _good_enough(made: CPPlan) -> bool:
     """Return whether ranks are even and almost nothing is moved, so that no other plan is needed."""
     few = made.rows_moved.sum() * FEW <= made.layout.tokens
     return bool(few and made.pairs.max() <= EVEN * made.pairs.mean())
-
-
-def _check(layout: PackedLayout, cp_size: int, policy: str, left_window: int | None) -> Policy:
-    if cp_size < 1:
-        raise UserError(f"context_parallel_size: got {cp_size}, needs >= 1 rank")
-    if layout.tokens % cp_size:
-        raise UserError(
-            f"seq_length: got {layout.tokens} tokens per micro-batch, needs a multiple of {cp_size} "
-            "(context_parallel_size); change one of the two"
-        )
-    if left_window is not None and left_window < 0:
-        raise UserError(
-            f"left_window: got {left_window}, needs >= 0 tokens of sliding window, or None for no sliding window"
-        )
-    try:
-        return Policy(policy)
-    except ValueError:
-        names = ", ".join(p.value for p in Policy)
-        raise UserError(f"cp_policy: got {policy!r}, needs one of {names}") from None
 
 
 def _made(
