@@ -85,13 +85,8 @@ class LayerMasks:
         return (self.local or self.scheduled).layout
 
     @property
-    def effective_context(self) -> float:
-        """C, the mean over tokens and layers, in tokens (arXiv 2503.15450, Table 8)."""
-        return self.context_sum / (self.layers * self.widest.tokens)
-
-    @property
     def context_sum(self) -> int:
-        """The sum of `AttentionMask.context_sum` over all layers."""
+        """The sum of `AttentionMask.context_sum` over all layers; C is its mean over tokens and layers."""
         return sum(layers * mask.context_sum for layers, mask in self.by_layers())
 
     def by_layers(self) -> Iterator[tuple[int, AttentionMask]]:
@@ -177,7 +172,7 @@ class MaskOptions:
         return LayerMasks(scheduled, local, is_local)
 
     def whole_row_context(self, row_length: int, window: int) -> float:
-        """Compute `LayerMasks.effective_context` of a row that is one document, without the arrays of its masks."""
+        """Compute C, the mean over tokens and layers, of a row that is one document, without arrays."""
         left_window = self.left_window(window)
 
         def pairs_within(bound: int | None, *, grid: bool) -> int:

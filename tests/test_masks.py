@@ -65,7 +65,7 @@ def test_masks_are_the_formulas(length, ends, window, local_window, every, kind,
         segment = np.repeat(np.arange(masks.widest.segments), masks.widest.lengths)
         assert not (expected & (segment[:, None] != segment[None, :])).any()
     np.testing.assert_array_equal(masks.first_dependencies(), (depends > 0).argmax(axis=1))
-    assert masks.effective_context == pytest.approx(np.mean(by_layer), rel=1e-12)
+    assert masks.context_sum / (4 * length) == pytest.approx(np.mean(by_layer), rel=1e-12)
 
 
 def test_gemma_and_mistral_patterns() -> None:
