@@ -85,12 +85,8 @@ def _part(config: Config, vocab_size: int, index: int) -> str:
     if config.training.eval_interval:
         open_split(open_part(config, vocab_size, VALIDATION, index), config)
     needed = needed_tokens(config, split.part, config.samples - config.data.first_sample)
-    if isinstance(rows, RowDataset):
-        tokens, advice = rows.tokens_per_epoch, None
-    else:
-        tokens = rows.plan.tokens
-        advice = rows.plan.advice(needed_tokens(config, split.part, config.samples) / tokens)
+    tokens = rows.tokens_per_epoch if isinstance(rows, RowDataset) else rows.plan.tokens
     return (
         f"data             {split.part.prefix}: {len(split.documents):,} documents, {tokens:,} tokens to train on; "
-        f"{needed:,.0f} needed: {needed / tokens:.2f} epochs{f'; {advice}' if advice else ''}"
+        f"{needed:,.0f} needed: {needed / tokens:.2f} epochs"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from megatron_ext.data.rows.splits import split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 
-logger = logging.getLogger(__name__)
 RowAt = Callable[[int], TokenRow]
 TRAINING, VALIDATION = 0, 1  # indices into the shares of `--split`
 
@@ -127,11 +125,6 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
         sources: list[RowSource] = []
         for split in splits(config, vocab_size, share):
             sequences = open_split(split, config)
-            if share == TRAINING and isinstance(sequences, PackedRows):
-                plan = sequences.plan
-                advice = plan.advice(needed_tokens(config, split.part, config.samples) / plan.tokens)
-                if advice is not None:
-                    logger.info("%s: %s", split.part.prefix, advice)
             sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
         parts, row_at, mixed = parts_of(config, share), sources[0].row, None
         if len(sources) > 1:

@@ -108,16 +108,6 @@ class PackingPlan:
         """Whether the documents of a row are joined into one text without borders."""
         return bool(self.key.options.get("join_sources"))
 
-    def advice(self, epochs: float) -> str | None:
-        """Return a warning if a run of this many epochs ends inside a curriculum or repeats it; else None."""
-        if not self.ordered or round(epochs, 2) == 1:
-            return None
-        if epochs < 1:
-            rows = f"unless a later stage continues it, packing_options rows={round(epochs * self.rows)}"
-        else:
-            rows = "more data or fewer steps"
-        return f"the run reads {epochs:.2f} of the curriculum of {self.rows:,} rows, needs all of it once: {rows}"
-
     def row_pieces(self, row: int) -> Int64:
         """Return the pieces of one row, int64 [p, 3]."""
         return self.pieces[self.row_offsets[row] : self.row_offsets[row + 1]]
