@@ -109,7 +109,7 @@ def draw_case(seed: int) -> RandomCase:
             rejected += 1
         raise AssertionError(f"seed {seed}: nothing valid in {_ATTEMPTS} draws")
 
-    run = valid(lambda: _run(chance))
+    run = _deepseek(valid(lambda: _run(chance)), random.Random(f"{seed} deepseek"))
     if run.config.training.eval_interval and chance.random() < 0.3:
         others = replace(
             run.config.data, valid_data_path=("mixed",) if chance.random() < 0.5 else ("1", "long", "3", "mixed")
@@ -157,6 +157,59 @@ def _run(chance: random.Random) -> Run:
         ),
     )
     return Run(config, processes)
+
+
+def _deepseek(run: Run, chance: random.Random) -> Run:
+    """Give some runs latent attention, DeepSeek's experts, or inputs on the host, if these fit the other options."""
+    found, latent = run, chance.random() < 0.2
+    if latent or chance.random() < 0.1:
+        plain = replace(
+            run.config.model,
+            block="llama",
+            rotary_percent=1.0,
+            add_qkv_bias=False,
+            qk_layernorm=not latent,
+            local_window=None,
+            window_attn_skip_freq=None,
+            rotary_base_local=None,
+            no_rope_freq=None,
+            query_pre_attn_scalar=None,
+        )
+        if latent:
+            plain = replace(
+                plain,
+                multi_latent_attention=True,
+                num_query_groups=plain.num_attention_heads,
+                kv_channels=None,
+                q_lora_rank=chance.choice((None, 12)),
+                kv_lora_rank=chance.choice((8, 24)),
+                qk_head_dim=chance.choice((4, 6)),
+                qk_pos_emb_head_dim=chance.choice((4, 8)),
+                v_head_dim=chance.choice((4, 6, 8)),
+            )
+            found = _if_valid(found, model=plain)
+        if not (run.config.training.bf16 or (latent and chance.random() >= 0.5)):  # in bf16 tokens change their experts
+            width = chance.choice((20, 24))
+            experts = replace(
+                plain,
+                num_experts=8,
+                moe_router_topk=2,
+                moe_ffn_hidden_size=width,
+                moe_shared_expert_intermediate_size=width * chance.choice((1, 2)),
+                moe_router_score_function="sigmoid",
+                moe_router_enable_expert_bias=True,
+                moe_layer_freq=chance.choice(((), (0, *[1] * (plain.num_layers - 1)))),
+            )
+            parallel, size = run.config.parallel, chance.choice((1, 2))
+            sequence = parallel.tensor_model_parallel_size > 1
+            parallel = replace(parallel, expert_model_parallel_size=size, sequence_parallel=sequence)
+            found = _if_valid(found, model=experts, parallel=parallel)
+    return _if_valid(found, parallel=replace(found.config.parallel, offload_layer_inputs=chance.random() < 0.5))
+
+
+def _if_valid(run: Run, **sections: Any) -> Run:
+    changed = replace(run, config=replace(run.config, **sections))
+    return run if list(mistakes(changed.config, changed.processes)) else changed
 
 
 def _elsewhere(chance: random.Random, config: Config) -> Run:
