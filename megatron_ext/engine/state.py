@@ -143,7 +143,7 @@ class Checkpointer:
         self._last_save = time.monotonic()
 
     def prepare(self, run: Path) -> None:
-        """Check that a run folder is writable, before the first step.
+        """Check that a run folder is writable, and delete what a killed run left unfinished; before the first step.
 
         Raises:
             UserError: it is not writable.
@@ -151,6 +151,7 @@ class Checkpointer:
 
         def write() -> None:
             (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+            folders.remove_unfinished(run / "checkpoints")
             probe = run / f".writable.{os.getpid()}"
             probe.write_text("")
             probe.unlink()

@@ -22,8 +22,11 @@ def test_the_run_of_load_goes_on_whatever_init_from_says(
     assert f"megatron-to-hf --input '{run}'" in last  # can be copied
 
     begin = ["--save", tmp_path / "new", "--init-from", run, "--load", run]
+    left = tmp_path / "new" / "checkpoints" / "iter_0000001.1f0a2b3c.deleted.incomplete"  # by a killed run
+    left.mkdir(parents=True)
     (both,) = alone.attempt(TRAINER, *flags, *begin)
     assert both.status == 0, both.stderr
+    assert not left.exists()
     assert "nothing is left to do: all 2 steps were done before; raise --train-iters for more" in both.stderr
     assert "done: " not in both.stderr
     (chosen,) = alone.attempt(TRAINER, *flags, *begin, "--load", "none")
