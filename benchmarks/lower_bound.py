@@ -37,7 +37,8 @@ def fewest_rows(layout: PackedLayout, cp_size: int, tolerance: float) -> int:
         cp_size: ranks, of T/cp tokens each.
         tolerance: upper bound of the slowest rank's attention pairs over the mean.
     """
-    room, bearable = layout.tokens // cp_size, tolerance * layout.attention_pairs() / cp_size
+    room = layout.tokens // cp_size
+    bearable = tolerance * layout.attention_pairs() / cp_size + 1e-6  # pairs are counted; rounding must not lose one
     # indexed by position in the segment: the number of tokens of the row there, and running sums of them and their
     # pairs
     counts = len(layout.lengths) - np.cumsum(np.bincount(layout.lengths))[:-1]
