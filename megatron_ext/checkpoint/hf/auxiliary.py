@@ -86,8 +86,8 @@ def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dty
     """Write config.json.
 
     If the tokenizer's folder has a config.json that describes exactly this model, as for a model from Hugging Face,
-    that file is copied. Otherwise shapes and rotary options are those of the run, and special tokens are those of that
-    file, or the tokenizer's end token.
+    that file is copied, unless it names code (`auto_map`). Otherwise shapes and rotary options are those of the run,
+    and special tokens are those of that file, or the tokenizer's end token.
 
     Args:
         folder: the output folder.
@@ -104,7 +104,7 @@ def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dty
         with contextlib.suppress(UserError):  # the tokenizer may be that of an unsupported model
             described = comparable(read_model_config(tokenizer))
         same = described == comparable(model) and theirs.get("dtype", theirs.get("torch_dtype")) == name
-        if same and theirs.get("max_position_embeddings", 0) >= length:
+        if same and "auto_map" not in theirs and theirs.get("max_position_embeddings", 0) >= length:
             shutil.copyfile(_content(tokenizer, "config.json"), folder / "config.json")
             return
     elif tokenizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -221,6 +222,18 @@ def test_all_auxiliary_files_are_carried(stories_model: Path, tmp_path: Path) ->
     back(tmp_path / "run", tmp_path / "export", tokenizer=None)
     found = {str(path.relative_to(tmp_path / "export")) for path in (tmp_path / "export").rglob("*.*")}
     assert found == {*names, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_config_that_names_code_is_not_carried(tmp_path: Path) -> None:
+    """As Moonlight's, whose .py files are not copied."""
+    model = write_model(tmp_path / "model", "deepseek_v3-dense")
+    (model / "tokenizer.json").write_text("{}")
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoConfig": "configuration.C"}}))
+    hf_to_megatron(model, tmp_path / "run")
+    back(tmp_path / "run", tmp_path / "export", tokenizer=None)
+    assert "auto_map" not in json.loads((tmp_path / "export/config.json").read_text())
+    assert comparable(read_model_config(tmp_path / "export")) == comparable(read_model_config(model))
 
 
 def linked(folder: Path, name: str, target: Path) -> Path:
