@@ -11,8 +11,10 @@ import sys
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.data.build.lengths import describe_lengths
-from megatron_ext.data.build.preprocess import PreprocessOptions, PreprocessReport, preprocess
+from megatron_ext.data.build.parts import Report
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
+from megatron_ext.data.text.metadata import read_metadata
 
 EPILOG = """
 A document is a line of .jsonl, a row of .parquet, or a .txt file. Finished shards are kept in PREFIX.parts, which is
@@ -62,11 +64,12 @@ def parse_options(argv: list[str]) -> PreprocessOptions:
     return PreprocessOptions(**vars(parser.parse_args(argv)))
 
 
-def print_report(prefix: str, report: PreprocessReport) -> None:
+def print_report(prefix: str, report: Report) -> None:
     """Print what was written and what was skipped, with reasons."""
     for problem in report.problems:
         print(f"skipped {problem}")
-    print(describe_lengths(report.lengths, report.length_statistics))
+    metadata = read_metadata(prefix)
+    print(describe_lengths(metadata["lengths"], metadata["length_statistics"]))
     if report.reused:
         print(f"resumed: {report.reused:,} shards were finished before")
     if report.too_short or report.too_long:

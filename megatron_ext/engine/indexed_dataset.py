@@ -8,8 +8,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 
 from megatron_ext.cli import program
-from megatron_ext.data.build.indexed import HEADER, MAGIC, VERSION
-from megatron_ext.data.build.parts import MASK, SOURCES
+from megatron_ext.data.build.indexed import HEADER, MAGIC, MASK, SOURCES, VERSION
 from megatron_ext.data.text.metadata import read_metadata
 from megatron_ext.errors import UserError
 

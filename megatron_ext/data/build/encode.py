@@ -1,32 +1,163 @@
 """Create the part of a shard in a worker process.
 
-Shard --keep_good--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
+Shard --read--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from array import array
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.build.parts import Record, Settings
+from megatron_ext.data.build.indexed import dtype_of
+from megatron_ext.data.build.parts import Report, write_report
 from megatron_ext.data.build.shards import Shard, write_texts
-from megatron_ext.data.text.chat import Spans
-from megatron_ext.data.text.documents import Document, Fields, keep_good
-from megatron_ext.data.text.sentences import split
+from megatron_ext.data.text.chat import ChatTemplate, Spans
+from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Document, Fields, stop
+from megatron_ext.data.text.sentences import check_splitter, split
 from megatron_ext.data.text.sources import BLOCK
 from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
-load_tokenizer = lru_cache(maxsize=1)(Tokenizer)  # once per process
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """The flags of tools/preprocess_data.py, whose --help describes them.
+
+    Attributes:
+        append_eod: append an EOD to each document (None: for texts, not for conversations).
+        shard_bytes: input per shard, the unit of work and of resuming (None: depends on the size of the inputs).
+    """
+
+    inputs: Sequence[str]
+    output_prefix: str
+    tokenizer: str
+    text_field: str = "text"
+    workers: int = 1
+    messages_field: str | None = None
+    append_eod: bool | None = None
+    eod_token: str | None = None
+    prepend_bos: bool = False
+    bos_token: str | None = None
+    source_field: str | None = None
+    skip_bad_lines: bool = False
+    overwrite: bool = False
+    concat_by: str | None = None
+    split_sentences: bool = False
+    language: str = "english"
+    min_tokens: int = 1
+    max_tokens: int | None = None
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    shard_bytes: int | None = None
+    resume: bool = False
+
+    def check(self) -> None:
+        """Raise UserError if a number is out of range or options exclude each other."""
+        for name in ("workers", "min_tokens", "max_tokens", "max_document_bytes", "shard_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}: got {value}, needs at least 1")
+        if self.messages_field is not None:
+            for name in ("concat_by", "source_field", "split_sentences"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"{name}: is for texts, not for the conversations of messages_field; use one of them"
+                    )
+        if self.bos_token is not None and not self.prepend_bos:
+            raise UserError(f"bos_token: got {self.bos_token!r} without prepend_bos, which uses it; add --prepend-bos")
+        if self.split_sentences:
+            check_splitter(self.language)
+
+
+class Encoder:
+    """Converts documents to token ids, according to the options."""
+
+    def __init__(self, options: PreprocessOptions) -> None:
+        self.options = options
+        self.tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
+        chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
+        text_field = options.messages_field or options.text_field
+        self.fields = Fields(text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
+        append_eod = chat is None if options.append_eod is None else options.append_eod
+        self.eod_id = self.tokenizer.eod_id if append_eod else None
+        self.bos_id = self.tokenizer.bos_id if options.prepend_bos else None
+        self.dtype = dtype_of(self.tokenizer.vocab_size)
+
+    def settings(self) -> dict[str, Any]:
+        """Return all that determines the content of a data set, apart from its inputs and the limit of a document."""
+        options, chat = self.options, self.fields.chat
+        return {
+            "tokenizer_fingerprint": self.tokenizer.fingerprint,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eod_id": self.eod_id,
+            "text_field": self.fields.text,
+            "concat_by": options.concat_by,
+            "sentences": options.language if options.split_sentences else None,
+            "min_tokens": options.min_tokens,
+            "max_tokens": options.max_tokens,
+            "chat_template": None if chat is None else chat.fingerprint,
+            "bos_id": self.bos_id,
+            "source_field": options.source_field,
+        }
+
+    def write_tokens(self, documents: Iterator[Document], file: BinaryIO, report: Report) -> dict[str, np.ndarray]:
+        """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
+        least, most = max(self.options.min_tokens, 1), self.options.max_tokens
+        lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
+        masks = [np.zeros(0, np.uint8)]
+        names: dict[str, int] = {}  # of sources, numbered in order of appearance
+        for document in documents:
+            sequences, mask = self._encode(document)
+            if mask is not None and not mask.any():
+                report.unanswered += 1
+                continue
+            if sequences and self.bos_id is not None and sequences[0][0] != self.bos_id:  # a template may add it
+                sequences[0].insert(0, self.bos_id)
+                mask = None if mask is None else np.insert(mask, 0, np.uint8(0))
+            if sequences and self.eod_id is not None:
+                sequences[-1].append(self.eod_id)
+                mask = None if mask is None else np.append(mask, np.uint8(0))
+            total = sum(map(len, sequences))
+            if total < least:
+                report.too_short += 1
+                continue
+            if most is not None and total > most:
+                report.too_long += 1
+                continue
+            ids = np.array(list(chain.from_iterable(sequences)) if len(sequences) > 1 else sequences[0], np.int32)
+            assert 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size
+            file.write(ids.astype(self.dtype).tobytes())
+            lengths.extend(map(len, sequences))
+            counts.append(len(sequences))
+            if document.source_name is not None:
+                sources.append(names.setdefault(document.source_name, len(names)))
+            report.tokens += total
+            if mask is not None:
+                masks.append(mask)
+                report.trained += int(mask.sum())
+        report.documents, report.sequences = len(counts), len(lengths)
+        numbers = {"lengths": lengths, "counts": counts, "sources": sources}
+        arrays = {name: np.array(values, np.int32) for name, values in numbers.items()}
+        return arrays | {"mask": np.concatenate(masks), "source_names": np.array(list(names), np.str_)}
+
+    def _encode(self, document: Document) -> tuple[list[list[int]], np.ndarray | None]:
+        """Return the ids of each sequence and, for a conversation, uint8 [tokens], 1 for the assistant's tokens."""
+        if self.fields.chat is not None:
+            ids, offsets = self.tokenizer.encode_spelled(document.text)
+            return [ids] if ids else [], assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
+        text, options = document.text, self.options
+        sentences = split(text, options.language) if options.split_sentences else [text]
+        return [ids for sentence in sentences if (ids := self.tokenizer.encode(sentence))], None
+
+
+encoder = lru_cache(maxsize=1)(Encoder)  # once per process
 
 
 @dataclass(frozen=True)
@@ -34,99 +165,24 @@ class Job:
     """Creates the part of a shard when called.
 
     Attributes:
-        folder: folder of the parts.
-        tokenizer: its path or name.
-        skip: omit bad documents instead of stopping.
+        part: the part's path, without a suffix.
+        options: hashable, without the inputs.
         texts: write texts, to be grouped, instead of token ids.
     """
 
-    folder: Path
-    settings: Settings
-    tokenizer: str
-    fields: Fields
-    skip: bool
+    part: Path
+    options: PreprocessOptions
     shard: Shard
     texts: bool = False
 
-    @property
-    def part(self) -> Path:
-        """The part's path, without a suffix."""
-        kind = "texts with sources" if self.texts else "tokens"
-        identity = json.dumps([asdict(self.settings), kind, self.shard.identity])
-        return self.folder / hashlib.sha256(identity.encode()).hexdigest()[:32]
-
     def __call__(self) -> None:
-        part, record = self.part, Record(limit=self.fields.limit)
-        documents = keep_good(self.shard.read(self.fields), record.skip if self.skip else None)
-        with atomic_write(part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
-            if self.texts:
-                rows = write_texts(documents, file, record)
-            else:
-                arrays = write_tokens(documents, file, record, self)
-        with atomic_write(part.with_suffix(".npy" if self.texts else ".npz")) as partial, partial.open("wb") as file:
-            if self.texts:
-                np.save(file, rows)
-            else:
-                np.savez(file, **arrays)  # type: ignore[arg-type]
-        record.write(part)
-
-
-def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, job: Job) -> dict[str, np.ndarray]:
-    """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
-    settings = job.settings
-    tokenizer = load_tokenizer(job.tokenizer)
-    lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
-    masks: list[np.ndarray] = []
-    names: dict[str, int] = {}  # of sources, numbered in order of appearance
-    for document in documents:
-        record.size += len(document.text)
-        sequences, mask = _encode(document, tokenizer, job)
-        if mask is not None and not mask.any():
-            record.unanswered += 1
-            continue
-        if sequences and settings.bos_id is not None and sequences[0][0] != settings.bos_id:  # a template may add it
-            sequences[0].insert(0, settings.bos_id)
-            mask = None if mask is None else np.insert(mask, 0, np.uint8(0))
-        if sequences and settings.eod_id is not None:
-            sequences[-1].append(settings.eod_id)
-            mask = None if mask is None else np.append(mask, np.uint8(0))
-        total = sum(map(len, sequences))
-        if total < max(settings.min_tokens, 1):
-            record.too_short += 1
-            continue
-        if settings.max_tokens is not None and total > settings.max_tokens:
-            record.too_long += 1
-            continue
-        ids = np.array(list(chain.from_iterable(sequences)) if len(sequences) > 1 else sequences[0], np.int32)
-        assert 0 <= ids.min() <= ids.max() < settings.vocab_size
-        file.write(ids.astype(settings.dtype).tobytes())
-        lengths.extend(map(len, sequences))
-        counts.append(len(sequences))
-        if settings.source_field is not None:
-            assert document.source_name is not None
-            sources.append(names.setdefault(document.source_name, len(names)))
-        record.tokens += total
-        if mask is not None:
-            masks.append(mask)
-            record.trained += int(mask.sum())
-    record.documents, record.sequences = len(counts), len(lengths)
-    arrays = {"lengths": np.array(lengths, np.int32), "counts": np.array(counts, np.int32)}
-    if settings.chat_template is not None:
-        arrays["mask"] = np.concatenate([np.zeros(0, np.uint8), *masks])
-    if settings.source_field is not None:
-        arrays["sources"] = np.array(sources, np.int32)
-        arrays["source_names"] = np.array(list(names), np.str_)
-    return arrays
-
-
-def _encode(document: Document, tokenizer: Tokenizer, job: Job) -> tuple[list[list[int]], np.ndarray | None]:
-    """Return the token ids of each sequence and, for a conversation, uint8 [tokens], 1 for the assistant's tokens."""
-    if job.fields.chat is not None:
-        ids, offsets = tokenizer.encode_spelled(document.text)
-        return [ids] if ids else [], assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
-    language = job.settings.sentences
-    sentences = [document.text] if language is None else split(document.text, language)
-    return [ids for sentence in sentences if (ids := tokenizer.encode(sentence))], None
+        own, report = encoder(self.options), Report()
+        documents = self.shard.read(own.fields, report.skip if self.options.skip_bad_lines else stop)
+        with atomic_write(self.part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
+            arrays = write_texts(documents, file) if self.texts else own.write_tokens(documents, file, report)
+        with atomic_write(self.part.with_suffix(".npz")) as partial, partial.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        write_report(self.part, report, self.options.max_document_bytes)
 
 
 def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:

@@ -14,37 +14,42 @@ import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_ext.arrays import Int64
-from megatron_ext.data.build.parts import MASK, SOURCES, Settings
 from megatron_ext.data.text.sources import BLOCK
 from megatron_ext.files.atomic import sync
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 DTYPE_CODES = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
+MASK, SOURCES = ".mask.npy", ".sources.npy"
 
 
-def joined(parts: Sequence[Path], name: str) -> np.ndarray:
-    """Return an array of all parts, concatenated."""
-    arrays = []
-    for part in parts:
-        with np.load(part.with_suffix(".npz")) as of_part:
-            arrays.append(of_part[name])
-    return np.concatenate(arrays)
+def dtype_of(vocab_size: int) -> np.dtype[Any]:
+    """Return the dtype of the ids on disk, by Megatron's rule."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-def source_numbers(parts: Sequence[Path]) -> tuple[list[str], np.ndarray]:
-    """Return the names of the documents' sources, in order of appearance, and each document's index, int32 [n]."""
+def suffixes(settings: dict[str, Any]) -> tuple[str, ...]:
+    """Return the suffixes of the files of a data set; .idx is written last."""
+    mask, sources = settings["chat_template"] is not None, settings["source_field"] is not None
+    return (".bin", *[MASK] * mask, *[SOURCES] * sources, ".json", ".idx")
+
+
+def join_arrays(parts: Sequence[Path]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return each array of all parts, concatenated, and the names of the documents' sources, in order of appearance."""
+    loaded = []
     numbers: dict[str, int] = {}
-    of_documents = []
     for part in parts:
-        with np.load(part.with_suffix(".npz")) as arrays:
-            own = [numbers.setdefault(name, len(numbers)) for name in arrays["source_names"].tolist()]
-            of_documents.append(np.array(own, "<i4")[arrays["sources"]])
-    return list(numbers), np.concatenate(of_documents)
+        with np.load(part.with_suffix(".npz")) as file:
+            arrays = dict(file)
+        own = [numbers.setdefault(name, len(numbers)) for name in arrays.pop("source_names").tolist()]
+        arrays["sources"] = np.array(own, "<i4")[arrays["sources"]]
+        loaded.append(arrays)
+    return {name: np.concatenate([arrays[name] for arrays in loaded]) for name in loaded[0]}, list(numbers)
 
 
 def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Int64:
@@ -54,29 +59,35 @@ def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Int64:
 
 
 def write_dataset(
-    prefix: str, folder: Path, parts: Sequence[Path], settings: Settings, metadata: dict[str, object]
+    prefix: str, folder: Path, parts: Sequence[Path], arrays: dict[str, np.ndarray], metadata: dict[str, Any]
 ) -> None:
     """Join the parts, in order, into one data set, first in `folder`, then renamed.
 
     The .idx file, without which the data set cannot be read, is removed first if an old one exists, and is created
     last. So PREFIX is always the old data set, none, or the new one.
+
+    Args:
+        prefix: of the data set.
+        folder: of the parts.
+        parts: in order.
+        arrays: of all parts.
+        metadata: the content of PREFIX.json, of which `suffixes` and `dtype_of` read the settings.
     """
-    partial = {suffix: folder / f"dataset{suffix}" for suffix in settings.suffixes}
+    partial = {suffix: folder / f"dataset{suffix}" for suffix in suffixes(metadata)}
+    dtype, lengths, counts = dtype_of(metadata["vocab_size"]), arrays["lengths"], arrays["counts"]
     with partial[".bin"].open("wb") as target:
         for part in parts:
             with part.with_suffix(".bin").open("rb") as source:
                 shutil.copyfileobj(source, target, BLOCK)
-    lengths, counts = joined(parts, "lengths"), joined(parts, "counts")
     with partial[".idx"].open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[settings.dtype], len(lengths), len(counts) + 1))
+        file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], len(lengths), len(counts) + 1))
         file.write(lengths.tobytes())
-        sizes = lengths * np.int64(settings.dtype.itemsize)
+        sizes = lengths * np.int64(dtype.itemsize)
         file.write((np.cumsum(sizes) - sizes).tobytes())
         file.write(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).tobytes())
-    if MASK in partial:
-        np.save(partial[MASK], joined(parts, "mask"))
-    if SOURCES in partial:
-        np.save(partial[SOURCES], source_numbers(parts)[1])
+    for suffix, name in ((MASK, "mask"), (SOURCES, "sources")):
+        if suffix in partial:
+            np.save(partial[suffix], arrays[name])
     partial[".json"].write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     sync(partial.values())
     for suffix in (".idx", ".json", MASK, SOURCES):  # all of them describe the old data

@@ -1,7 +1,7 @@
 """Statistics of document lengths.
 
-These are the documents and tokens in bins of powers of two, as in ProLong's Table 26, and the moments and quartiles
-reported by SkyLadder.
+These are the documents and tokens in bins of powers of two, as in ProLong's Table 14, and the moments and quartiles of
+SkyLadder's Table 26.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from megatron_ext.arrays import Int64
 
 EDGES = np.concatenate([[0], 1 << np.arange(10, 20)])  # 0, 1K, 2K ... 512K tokens
 NAMES = ["below 1K", *(f"{1 << k}K to {2 << k}K" for k in range(9)), "512K and more"]
-Table = list[dict[str, Any]]
-Statistics = dict[str, float | None]
 
 
-def length_table(lengths: Int64) -> Table:
+def length_table(lengths: Int64) -> list[dict[str, Any]]:
     """Count documents and their tokens by bins of length.
 
     `lengths` are the tokens of each document, [documents]; shares are fractions of all documents or tokens.
@@ -38,14 +36,12 @@ def length_table(lengths: Int64) -> Table:
     ]
 
 
-def length_statistics(lengths: Int64) -> Statistics | None:
-    """Return mean, standard deviation, quartiles, skewness and kurtosis of lengths [documents]; None if there are none.
+def length_statistics(lengths: Int64) -> dict[str, float | None]:
+    """Return mean, standard deviation, quartiles, skewness and kurtosis of lengths [documents].
 
     Skewness is m3 / m2^1.5 of the central moments, kurtosis is m4 / m2^2 - 3, which is 0 for a normal distribution;
     both are None if all lengths are equal.
     """
-    if not lengths.size:
-        return None
     mean = float(lengths.mean(dtype=np.float64))
     m2, m3, m4 = (float(((lengths - mean) ** power).mean()) for power in (2, 3, 4))
     names = ("min", "p25", "median", "p75", "max")
@@ -54,7 +50,7 @@ def length_statistics(lengths: Int64) -> Statistics | None:
     return {"mean": mean, "std": m2**0.5, **quartiles, **shape}
 
 
-def describe_lengths(table: Table, statistics: Statistics | None) -> str:
+def describe_lengths(table: list[dict[str, Any]], statistics: dict[str, float | None]) -> str:
     """Return both as lines for a terminal."""
     lines = [f"{'tokens':>14} {'documents':>14} {'share':>7} {'tokens':>18} {'share':>7}"]
     for row in table:
@@ -65,6 +61,6 @@ def describe_lengths(table: Table, statistics: Statistics | None) -> str:
     documents, tokens = (sum(row[name] for row in table) for name in ("documents", "tokens"))
     lines.append(f"{'all':>14} {documents:>14,} {'':>7} {tokens:>18,}")
     digits = {"skewness": 1, "kurtosis": 1}
-    known = {name: value for name, value in (statistics or {}).items() if value is not None}
+    known = {name: value for name, value in statistics.items() if value is not None}
     lines.append(", ".join(f"{name} {value:,.{digits.get(name, 0)}f}" for name, value in known.items()))
     return "\n".join(lines)

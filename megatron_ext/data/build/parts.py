@@ -1,7 +1,7 @@
 """Manage the folder PREFIX.parts, which has the finished parts of a data set that is being built.
 
-A part is named by a digest of its inputs and settings: NAME.bin (token ids, or texts to be grouped), NAME.npz or .npy
-(index of the content) and NAME.json (its record, written last). So `--resume` reuses exactly the parts that the run
+A part is named by a digest of its inputs and settings: NAME.bin (token ids, or texts to be grouped), NAME.npz (index of
+the content) and NAME.json (its report, written last). So `--resume` reuses exactly the parts that the run
 would create again. In the code a part is the path of its files, without a suffix.
 """
 
@@ -13,57 +13,21 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.files.json_file import read_json
 
 PROBLEMS_KEPT = 10
-MASK, SOURCES = ".mask.npy", ".sources.npy"
 LOCK_FILE = "lock"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All settings that determine the content of a data set, apart from its inputs.
-
-    Attributes:
-        chat_template: fingerprint of the template; if given, the data set has a mask of the assistant's tokens.
-        bos_id: the token that documents begin with.
-        source_field: if given, the data set has the source of each document, the value of this field.
-    """
-
-    tokenizer_fingerprint: str
-    vocab_size: int
-    eod_id: int | None
-    text_field: str
-    concat_by: str | None
-    sentences: str | None
-    min_tokens: int
-    max_tokens: int | None
-    chat_template: str | None = None
-    bos_id: int | None = None
-    source_field: str | None = None
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the ids on disk, by Megatron's rule."""
-        return np.dtype(np.uint16 if self.vocab_size < 65500 else np.int32)
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The suffixes of the files of the data set; .idx is written last."""
-        mask, sources = self.chat_template is not None, self.source_field is not None
-        return (".bin", *[MASK] * mask, *[SOURCES] * sources, ".json", ".idx")
-
-
 @dataclass
-class Counts:
-    """Counts of what was written and omitted, for one shard or for all.
+class Report:
+    """Counts of what was written and omitted, for one part or for all.
 
     Attributes:
         sequences: sequences of the format: sentences, or whole documents.
@@ -71,6 +35,7 @@ class Counts:
         too_short, too_long: documents omitted because of `min_tokens` and `max_tokens`.
         unanswered: conversations omitted because they have no assistant's token.
         trained: number of the assistant's tokens.
+        reused: number of parts that an interrupted run had finished.
     """
 
     documents: int = 0
@@ -82,43 +47,34 @@ class Counts:
     too_long: int = 0
     unanswered: int = 0
     trained: int = 0
+    reused: int = 0
 
-    def counts(self) -> dict[str, Any]:
-        """Return these counts by name, without those added by a subclass."""
-        return {known.name: getattr(self, known.name) for known in fields(Counts)}
-
-    def add(self, other: Counts) -> None:
-        """Add the counts of another shard."""
-        for name, number in other.counts().items():
+    def add(self, other: Report) -> None:
+        """Add the counts of a part."""
+        for name, number in asdict(other).items():
             setattr(self, name, getattr(self, name) + number)
         del self.problems[PROBLEMS_KEPT:]
 
     def skip(self, problem: str) -> None:
         """Count a bad document."""
-        self.add(Counts(skipped=1, problems=[problem]))
+        self.add(Report(skipped=1, problems=[problem]))
+
+    def counts(self) -> dict[str, Any]:
+        """Return what the metadata has of the report."""
+        counts = asdict(self)
+        del counts["reused"]
+        return counts
 
 
-@dataclass
-class Record(Counts):
-    """The content of a part and its inputs.
+def write_report(part: Path, report: Report, limit: int) -> None:
+    """Write the report of a part whose other files are written, and the maximum length of a document, in bytes."""
+    with atomic_write(part.with_suffix(".json")) as partial:
+        partial.write_text(json.dumps({"limit": limit, "report": asdict(report)}), encoding="utf-8")
 
-    Attributes:
-        size: bytes of text.
-        limit: the maximum length of a document, in bytes.
-    """
 
-    size: int = 0
-    limit: int = 0
-
-    @classmethod
-    def read(cls, part: Path) -> Record:
-        """Read the record of a finished part."""
-        return cls(**json.loads(part.with_suffix(".json").read_text(encoding="utf-8")))
-
-    def write(self, part: Path) -> None:
-        """Write the record of a part whose other files are written."""
-        with atomic_write(part.with_suffix(".json")) as partial:
-            partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+def read_report(part: Path) -> Report:
+    """Read the report of a finished part."""
+    return Report(**read_json(part.with_suffix(".json"))["report"])
 
 
 def usable(part: Path, limit: int, skip: bool) -> bool:
@@ -126,10 +82,11 @@ def usable(part: Path, limit: int, skip: bool) -> bool:
 
     A document that was omitted as too long may be accepted with another limit.
     """
-    if not part.with_suffix(".json").is_file():
+    path = part.with_suffix(".json")
+    if not path.is_file():
         return False
-    record = Record.read(part)
-    return skip and limit == record.limit if record.skipped else limit >= record.limit
+    made_with = read_json(path)["limit"]
+    return skip and limit == made_with if read_report(part).skipped else limit >= made_with
 
 
 def finished_parts(folder: Path) -> int:
@@ -168,13 +125,15 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
         for path in [] if resume else folder.iterdir():
             if path.name != LOCK_FILE:
                 path.unlink()
-        finished = False
         try:
             yield folder
-            finished = True
-        finally:
-            if finished or not finished_parts(folder):
+        except BaseException as error:
+            for path in folder.glob("dataset.*"):
+                path.unlink()
+            finished = finished_parts(folder)
+            if not finished:
                 shutil.rmtree(folder)
-            else:
-                for path in folder.glob("dataset.*"):
-                    path.unlink()
+            elif isinstance(error, UserError):
+                raise UserError(f"{error}; {finished} finished parts are kept, --resume continues from them") from None
+            raise
+        shutil.rmtree(folder)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.config.effective import effective
-from megatron_ext.data.build.parts import SOURCES
+from megatron_ext.data.build.indexed import SOURCES
 from megatron_ext.data.text.metadata import check_tokenizer
 from megatron_ext.data.text.tokenizer import Tokenizer, vocabulary_size
 from megatron_ext.errors import UserError

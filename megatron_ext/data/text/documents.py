@@ -1,6 +1,6 @@
 """Read documents from files, one at a time; every bad one is described by file and line.
 
-files --pieces--> Piece --read_piece--> Document, or what is wrong --keep_good--> Document
+FileRange --lines, rows or a text--> JSON objects --check--> Document, or a call with what is wrong
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
-from megatron_ext.data.text.parquet import read_rows, row_group_sizes
-from megatron_ext.data.text.sources import Source, count_lines, find_files, open_stream, read_lines
+from megatron_ext.data.text.parquet import read_rows
+from megatron_ext.data.text.sources import FileRange, count_lines, find_files, open_lines, read_lines
 from megatron_ext.errors import UserError
 
 MAX_DOCUMENT_BYTES = 64 << 20  # a text is tokenized as a whole, in up to 130 bytes of memory per byte [measured]
-EVERYTHING = 2**63  # larger than any file
+Refuse = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -55,27 +55,9 @@ class Fields:
     source: str | None = None
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The fields other than the text that each document must have."""
-        return tuple(name for name in (self.key, self.source) if name is not None)
-
-    def document(self, path: Path, values: dict[str | None, str], spans: Spans = ()) -> Document:
-        """Return the document of a file with these values of the fields."""
-        return Document(values[self.text], path, values.get(self.key), values.get(self.source), spans)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a source.
-
-    Attributes:
-        start, end: for a .jsonl file, the byte range in which its lines begin; for a .parquet file, the range of row
-            groups; a .txt file or a stream is always complete.
-    """
-
-    source: Source
-    start: int
-    end: int
+    def columns(self) -> list[str]:
+        """The names of the fields, each once."""
+        return list(dict.fromkeys(name for name in (self.text, self.key, self.source) if name is not None))
 
 
 class _BadDocumentError(Exception):
@@ -98,128 +80,95 @@ def read_documents(
         UserError: a bad document (invalid JSON or UTF-8, a missing or non-string field, an empty text, or more than
             MAX_DOCUMENT_BYTES), named as FILE:LINE; a bad path; damaged data.
     """
-    fields = Fields(text_field, key_field)
-    for source in map(Source.of, find_files(paths)):
-        if source.ending == ".parquet":
-            row_group_sizes(source.path, fields.text, fields.keys)  # raises UserError if the columns are missing
-        yield from keep_good(read_piece(Piece(source, 0, EVERYTHING), fields))
+    for path in find_files(paths):
+        yield from read_range(FileRange.of(path), Fields(text_field, key_field), stop)
 
 
-def keep_good(items: Iterable[Document | str], skip: Callable[[str], object] | None = None) -> Iterator[Document]:
-    """Yield the documents; call `skip` with the description of each bad one, or raise UserError."""
-    for item in items:
-        if isinstance(item, Document):
-            yield item
-        elif skip is None:
-            raise UserError(f"{item}; correct it, or pass --skip-bad-lines")
-        else:
-            skip(item)
+def stop(problem: str) -> None:
+    """Raise UserError for a bad document."""
+    raise UserError(f"{problem}; correct it, or pass --skip-bad-lines")
 
 
-def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | str]:
-    """Yield the documents of a piece, in order, and a line of text for each bad one."""
-    source = piece.source
-    if source.ending == ".parquet":
-        for row, cells in read_rows(source.path, piece.start, piece.end, (fields.text, *fields.keys)):
-            yield _from_cells(f"{source.path}: row {row}", source, fields, cells)
-    elif source.ending == ".txt":
-        with source.path.open("rb") as file:
-            raw = file.read(fields.limit + 1)  # enough to detect that it is too long
-        cells = (raw.removeprefix(codecs.BOM_UTF8), *(None for _ in fields.keys))
-        yield _from_cells(str(source.path), source, fields, cells)
-    else:
-        with open_stream(source) if source.is_stream else source.path.open("rb") as file:
-            yield from _read_lines(file, piece, fields)
-
-
-def _from_cells(place: str, source: Source, fields: Fields, cells: Sequence[bytes | None]) -> Document | str:
-    values: dict[str | None, str] = {}
-    try:
-        for name, raw in zip((fields.text, *fields.keys), cells, strict=True):
-            if raw is None:
-                raise _BadDocumentError(f"has no {name!r}")
-            values[name] = _text(raw, fields.limit)
-    except _BadDocumentError as bad:
-        return f"{place}: {bad}"
-    return fields.document(source.path, values)
-
-
-def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Document | str]:
-    path, number = piece.source.path, 0
-    before: int | None = None
-    for number, raw in enumerate(read_lines(file, piece.start, piece.end, fields.limit), start=1):
-        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 and piece.start == 0 else raw
-        if not line.strip():
-            continue
+def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Document]:
+    """Yield the documents of a file or a part of it, in order; call `refuse` with a line of text for each bad one."""
+    number = 0
+    for number, raw in _items(file, fields):
         try:
-            document = _parse(line, path, fields)
-        except _BadDocumentError as bad:
-            # Counting the lines before a piece means reading the file up to it, so it is done only for a bad line.
-            before = count_lines(path, piece.start) if before is None else before
-            yield f"{path}:{before + number}: {bad}"
-        else:
-            yield document
-    if not number and piece.start == 0:
-        yield f"{path}: the file is empty"
+            record = raw if isinstance(raw, dict) else _record(raw, file.ending == ".txt", fields)
+            if record is not None:
+                yield _document(record, file.path, fields)
+        except (_BadDocumentError, ChatError) as bad:
+            # Counting the lines before a range means reading the file up to it, so it is done only for a bad line.
+            before = count_lines(file.path, file.start) if file.ending == ".jsonl" else 0
+            refuse(f"{file.path}{'' if file.ending == '.txt' else f':{before + number}'}: {bad}")
+    if not number and not file.start:
+        refuse(f"{file.path}: the file is empty")
 
 
-def _parse(line: bytes, path: Path, fields: Fields) -> Document:
-    decoded = _text(line, fields.limit)
+def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """Yield the numbers and contents of a .txt file, of lines counted from the start of the range, or of rows."""
+    if file.ending == ".parquet":
+        yield from read_rows(file, fields.columns)
+    elif file.ending == ".txt":
+        with file.path.open("rb") as text:
+            yield 1, text.read(fields.limit + 1).removeprefix(codecs.BOM_UTF8)  # enough to detect that it is too long
+    else:
+        with open_lines(file) as lines:
+            for number, line in enumerate(read_lines(lines, file.start, file.end, fields.limit), start=1):
+                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 and not file.start else line
+
+
+def _record(raw: bytes, is_text: bool, fields: Fields) -> dict[str, Any] | None:
+    """Return the JSON object of a line, or of a text the object that has it; None for a blank line."""
+    if not is_text and not raw.strip():
+        return None
+    if len(raw) > fields.limit:
+        raise _BadDocumentError(too_long(fields.limit))
     try:
-        value = json.loads(decoded)
+        text = raw.decode()
+        value = {fields.text: text} if is_text else json.loads(text)
+    except UnicodeDecodeError as error:
+        raise _BadDocumentError(f"invalid UTF-8 (0x{raw[error.start]:02x}) at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise _BadDocumentError(f"invalid JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # a number with too many digits, or too deeply nested brackets
         raise _BadDocumentError(f"invalid JSON ({error})") from None
     if not isinstance(value, dict):
         raise _BadDocumentError(f"holds a JSON {type(value).__name__}, needs an object with a field {fields.text!r}")
-    if fields.chat is not None:
-        messages = _field(value, fields.text, list)
-        try:
-            conversation = fields.chat.render(messages, value.get("tools"))
-        except ChatError as error:
-            raise _BadDocumentError(str(error)) from None
-        _check_encodable(conversation.text, fields.text)
-        return fields.document(path, {fields.text: conversation.text}, conversation.spans)
-    text = _field(value, fields.text, str)
+    return value
+
+
+def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
+    spans: Spans = ()
+    if fields.chat is None:
+        text = _field(record, fields.text, str, "a string")
+    else:
+        messages = _field(record, fields.text, list, "a list of messages")
+        conversation = fields.chat.render(messages, record.get("tools"))
+        text, spans = conversation.text, conversation.spans
     if not text:
         raise _BadDocumentError("the text is empty")
-    values: dict[str | None, str] = {name: str(_field(value, name, (str, int))) for name in fields.keys}
-    values[fields.text] = text
-    return fields.document(path, values)
+    key, source = (
+        None if name is None else str(_field(record, name, (str, int), "a string"))
+        for name in (fields.key, fields.source)
+    )
+    try:
+        size, _ = len(text.encode()), f"{key}{source}".encode()
+    except UnicodeEncodeError:  # such as JSON's \ud83d
+        raise _BadDocumentError("holds half a surrogate pair, which is no character") from None
+    if size > fields.limit and fields.chat is None:  # a text of a .parquet file; lines were checked before
+        raise _BadDocumentError(too_long(fields.limit))
+    return Document(text, path, key, source, spans)
 
 
-def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...]) -> Any:
+def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...], needed: str) -> Any:
     if name not in record:
         have = ", ".join(map(repr, list(record)[:8])) or "none"
         flag = "--messages-field" if types is list else "--json-key"
         raise _BadDocumentError(f"has no field {name!r} (it has {have}; see {flag})")
-    value = record[name]
-    if not isinstance(value, types):
-        needed = "a list of messages" if types is list else "a string"
-        raise _BadDocumentError(f"field {name!r} is a {type(value).__name__}, needs {needed}")
-    _check_encodable(str(value), name)
-    return value
-
-
-def _check_encodable(text: str, name: str) -> None:
-    r"""Raise an error for an unpaired surrogate such as JSON's \ud83d, which cannot be encoded."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise _BadDocumentError(f"field {name!r} holds half a surrogate pair, which is no character") from None
-
-
-def _text(raw: bytes, limit: int) -> str:
-    if len(raw) > limit:
-        raise _BadDocumentError(too_long(limit))
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _BadDocumentError(f"invalid UTF-8 (0x{raw[error.start]:02x}) at byte {error.start + 1}") from None
-    if not text:
-        raise _BadDocumentError("the text is empty")
-    return text
+    if not isinstance(record[name], types):
+        raise _BadDocumentError(f"field {name!r} is a {type(record[name]).__name__}, needs {needed}")
+    return record[name]
 
 
 def too_long(limit: int) -> str:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,19 +18,29 @@ from megatron_ext.errors import UserError, missing_package
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 BLOCK = 1 << 20
+EVERYTHING = 2**63  # larger than any file
 
 
 @dataclass(frozen=True)
-class Source:
-    """A file in its state at the start of the work: its size in bytes and the time of its last change."""
+class FileRange:
+    """A file in its state at the start of the work, or a part of it.
+
+    Attributes:
+        size: bytes of the whole file.
+        mtime_ns: the time of its last change.
+        start, end: for a .jsonl file, the byte range in which the part's lines begin; for a .parquet file, the range of
+            row groups; a .txt file or a stream is always complete.
+    """
 
     path: Path
     size: int
     mtime_ns: int
+    start: int = 0
+    end: int = EVERYTHING
 
     @classmethod
-    def of(cls, path: Path) -> Source:
-        """Return the source for the current state of the file at `path`."""
+    def of(cls, path: Path) -> FileRange:
+        """Return the whole file at `path` in its current state."""
         status = path.stat()
         return cls(path, status.st_size, status.st_mtime_ns)
 
@@ -45,7 +56,8 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raise UserError if the file has changed."""
-        if Source.of(self.path) != self:
+        status = self.path.stat()
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
             raise UserError(f"{self.path} changed while it was read; start again once it stays as it is")
 
 
@@ -99,27 +111,30 @@ def _inside(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def open_stream(source: Source) -> Iterator[BinaryIO]:
-    """Open a stream of lines, decompressed in bounded pieces.
+def open_lines(file: FileRange) -> Iterator[BinaryIO]:
+    """Open a file of lines; a stream is decompressed in bounded pieces.
 
     Raises:
         UserError: compressed data is damaged or truncated.
     """
     try:
-        if source.ending == ".jsonl.gz":
-            with gzip.open(source.path, "rb") as stream:
+        if file.ending == ".jsonl":
+            with file.path.open("rb") as plain:
+                yield plain
+        elif file.ending == ".jsonl.gz":
+            with gzip.open(file.path, "rb") as stream:
                 yield cast(BinaryIO, stream)
         else:
-            pyarrow = import_pyarrow(str(source.path))  # unlike zstandard's own reader it detects truncated data
+            pyarrow = import_pyarrow(str(file.path))  # unlike zstandard's own reader it detects truncated data
             with (
-                pyarrow.CompressedInputStream(pyarrow.OSFile(str(source.path)), "zstd") as compressed,
+                pyarrow.CompressedInputStream(pyarrow.OSFile(str(file.path)), "zstd") as compressed,
                 io.BufferedReader(compressed, BLOCK) as lines,
             ):
                 yield lines
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # a disk error; those about the data have no errno
             raise
-        raise UserError(f"{source.path}: damaged or cut off ({error}); make it again") from None
+        raise UserError(f"{file.path}: damaged or cut off ({error}); make it again") from None
 
 
 def import_pyarrow(name: str) -> Any:
@@ -160,6 +175,7 @@ def _skip_line(file: BinaryIO, at_most: int) -> int:
     return length
 
 
+@lru_cache(maxsize=1)
 def count_lines(path: Path, end: int) -> int:
     """Return the number of lines of a file that begin before byte `end`."""
     if not end:
