@@ -99,8 +99,8 @@ MODEL: list[Rule] = [
      ", needs at most 1 and an even number of a head's {head_size} dimensions; change it or kv_channels"),
     *_requires("q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_mscale_all_dim",
                "multi_latent_attention"),
-    *_excludes("kv_channels add_qkv_bias qk_layernorm local_window no_rope_freq compile tp_comm_overlap cpu_offloading "
-               "fp8_format qk_clip_threshold", "multi_latent_attention"),
+    *_excludes("kv_channels add_qkv_bias qk_layernorm local_window no_rope_freq compile tp_comm_overlap fp8_format "
+               "qk_clip_threshold", "multi_latent_attention"),
     ("block", lambda o: o.multi_latent_attention and o.block != "llama",
      " with multi_latent_attention, needs llama; leave one of them out"),
     ("softmax_type", lambda o: o.multi_latent_attention and o.softmax_type == "learnable",
@@ -173,8 +173,7 @@ EXPERTS: list[Rule] = [
     ("tensor_model_parallel_size", lambda o: o.block == "gpt_oss" and o.tp > 1,
      " with block gpt_oss, needs 1: Megatron does not distribute experts with biases; use "
      "--expert-model-parallel-size"),
-    *_excludes("add_qkv_bias no_rope_freq compile tp_comm_overlap cpu_offloading optimizer_cpu_offload fp8_format",
-               "num_experts"),
+    *_excludes("add_qkv_bias no_rope_freq compile tp_comm_overlap optimizer_cpu_offload fp8_format", "num_experts"),
     ("moe_router_topk", lambda o: o.num_experts and not 2 <= o.moe_router_topk <= o.num_experts,
      ", needs 2..num_experts {num_experts}: the weights of a token's experts sum to 1, so the router of a single one "
      "has no gradient"),
@@ -334,22 +333,15 @@ SPEED: list[Rule] = [
      " with block {block}, whose layers have no norm before the MLP; leave layernorm out"),
     ("recompute_modules", lambda o: "mlp" in o.recompute_modules and o.block == "phi" and o.fp8_format,
      " with block phi and fp8_format, would recompute without fp8; use --recompute-granularity full"),
-    *_excludes("compile cpu_offloading", "recompute_granularity"),
+    *_excludes("compile", "recompute_granularity"),
     ("mlp_block_tokens", lambda o: o.mlp_block_tokens and "mlp" in o.recompute_modules,
      " with recompute_modules mlp; it recomputes the MLP by itself, leave mlp out"),
-    *(rule for other in ("num_experts", "compile", "cpu_offloading", "fp8_format", "tp_comm_overlap")
+    *(rule for other in ("num_experts", "compile", "fp8_format", "tp_comm_overlap")
       for rule in _excludes("mlp_block_tokens", other)),
     ("offload_layer_inputs",
      lambda o: o.offload_layer_inputs and (o.recompute_granularity, o.recompute_method) != ("full", "uniform"),
      ", needs recompute_granularity full with recompute_method uniform"),
     *_excludes("offload_layer_inputs", "fp8_format"),
-    *_excludes("cpu_offloading", "compile"),
-    *_requires("cpu_offloading_num_layers", "cpu_offloading"),
-    ("cpu_offloading", lambda o: o.cpu_offloading and o.pp > 1,
-     " with pipeline_model_parallel_size {pp}, needs 1; recompute instead"),
-    ("cpu_offloading_num_layers",
-     lambda o: o.cpu_offloading and not 0 < (o.cpu_offloading_num_layers or o.num_layers - 1) < o.num_layers,
-     ", needs less than num_layers {num_layers}: the last layer is not offloaded"),
     *_requires("tp_comm_overlap fp8_format use_precision_aware_optimizer", "bf16"),
     *_requires("tp_comm_overlap", "sequence_parallel"),
     ("tp_comm_overlap", lambda o: o.tp_comm_overlap and o.scores,
@@ -377,7 +369,7 @@ SPEED: list[Rule] = [
 _NEEDS_TE = ", needs CUDA with Transformer Engine; install it or leave the option out"
 PLATFORM: list[Rule] = [
     *((name, lambda o, n=name: getattr(o, n) and not o.transformer_engine, _NEEDS_TE)
-      for name in ("tp_comm_overlap", "cpu_offloading", "moe_grouped_gemm", "fp8_format")),
+      for name in ("tp_comm_overlap", "moe_grouped_gemm", "fp8_format")),
     # if offloaded, it is Megatron's own optimizer around torch's Adam
     ("use_precision_aware_optimizer",
      lambda o: o.use_precision_aware_optimizer and not (o.optimizer_cpu_offload or o.transformer_engine), _NEEDS_TE),

@@ -336,8 +336,6 @@ class ParallelConfig(_Section):
     offload_layer_inputs: bool = _option(
         False, "keep the inputs of recomputed layers in host memory until the backward pass"
     )
-    cpu_offloading: bool = _option(False, "keep activations of some layers in host memory (Transformer Engine)")
-    cpu_offloading_num_layers: PositiveInt | None = _option(None, "number of those layers (default: all but one)")
     compile: bool = _option(False, "torch.compile the layers except attention, for small models")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: cuda if available, else cpu")
     attention_backend: Literal[
@@ -378,12 +376,6 @@ class ParallelConfig(_Section):
         if self.recompute_granularity != "selective":
             return blockwise
         return (self.recompute_modules or ("core_attn",)) + blockwise
-
-    def offloaded_layers(self, num_layers: int) -> int:
-        """Return the number of layers whose activations are offloaded; those of the last layer are needed at once."""
-        if not self.cpu_offloading:
-            return 0
-        return self.cpu_offloading_num_layers or num_layers - 1
 
     @property
     def model_parallel_size(self) -> int:

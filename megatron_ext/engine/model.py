@@ -487,9 +487,6 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         tp_comm_overlap=parallel.tp_comm_overlap,
-        cpu_offloading=parallel.cpu_offloading,
-        cpu_offloading_num_layers=parallel.offloaded_layers(model.num_layers),
-        cpu_offloading_weights=False,
         fp8=config.training.fp8_format,
         fp8_recipe=config.training.fp8_recipe,
         packed_backend=select(

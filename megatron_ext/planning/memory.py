@@ -385,7 +385,7 @@ def _activations(config: Config, world_size: int, stage: int, layer: int, sizes:
     outputs = 0 if stage == pp - 1 and chunks == 1 else flights * sizes.stream
     if chunks > 1:
         outputs += 2 * sizes.stream
-    layers = flights * chunk - parallel.offloaded_layers(model.num_layers)
+    layers = flights * chunk
     if parallel.recompute_granularity != "full":
         return layers * layer + outputs
     group = parallel.recompute_num_layers
@@ -548,8 +548,6 @@ def uncounted(config: Config) -> Iterator[str]:
         yield "fp8_format: copies of weights and activations in fp8 are not counted, bf16's are"
     if parallel.tp_comm_overlap:
         yield "tp_comm_overlap: Transformer Engine's buffers are not counted"
-    if parallel.cpu_offloading:
-        yield "cpu_offloading: what is on its way to or from the host is not counted"
     if parallel.compile:
         yield "compile: counted as if layers were not compiled"
     if config.optimizer.use_precision_aware_optimizer and not config.optimizer.optimizer_cpu_offload:

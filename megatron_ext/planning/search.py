@@ -29,8 +29,6 @@ _KEPT: dict[str, Any] = {
     "recompute_num_layers": 1,
     "mlp_block_tokens": None,
     "offload_layer_inputs": False,
-    "cpu_offloading": False,
-    "cpu_offloading_num_layers": None,
 }
 
 

@@ -99,8 +99,6 @@ def inference_config(
             recompute_granularity=None,
             recompute_modules=(),
             offload_layer_inputs=False,
-            cpu_offloading=False,
-            cpu_offloading_num_layers=None,
             tp_comm_overlap=False,  # its buffers fit micro-batches of one size
         ),
         training=TrainingConfig(bf16=bf16),

@@ -46,7 +46,6 @@ CASES = """
 --offload-layer-inputs --recompute-granularity selective | offload_layer_inputs | --offload-layer-inputs --recompute-granularity full
 --offload-layer-inputs --recompute-granularity full --recompute-method block | offload_layer_inputs | --recompute-granularity full --recompute-method block
 --mlp-block-tokens 64 --num-experts 4 | mlp_block_tokens | --mlp-block-tokens 64
---cpu-offloading-num-layers 2 | cpu_offloading_num_layers | --cpu-offloading-num-layers 2 --cpu-offloading
 --tp-comm-overlap --bf16 | tp_comm_overlap | --tp-comm-overlap --bf16 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --fp8-format hybrid | fp8_format | --bf16 --fp8-format hybrid
 --bf16 --fp8-format hybrid --hidden-size 136 --kv-channels 32 | hidden_size | --hidden-size 136
@@ -125,12 +124,6 @@ CASES = """
 ## --block gemma3
 --rotary-base-local 9 | rotary_base_local |
 --hidden-size 130 --kv-channels 32 | hidden_size | --hidden-size 128 --kv-channels 32
-## --cpu-offloading
---recompute-granularity full | cpu_offloading |
---cpu-offloading-num-layers 4 | cpu_offloading_num_layers | --cpu-offloading-num-layers 3
---num-layers 1 | cpu_offloading_num_layers | --num-layers 2
---pipeline-model-parallel-size 2 | cpu_offloading | | 2 2
---compile | cpu_offloading |
 ## --tp-comm-overlap --bf16 --sequence-parallel --tensor-model-parallel-size 2
 --token-weighting unfrozen --short-context 128 | tp_comm_overlap | --token-weighting unfrozen --weight-score focal | 2 2
 --eval-interval 5 --eval-stride 32 --eval-lengths 512 64 | tp_comm_overlap | --eval-interval 5 --eval-stride 32 --eval-lengths 512 | 2 2

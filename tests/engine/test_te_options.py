@@ -20,7 +20,6 @@ CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 WITH_TE = Platform(torch.device("cuda", 0), "nccl", transformer_engine=True)
 FLAGS = {
     "tp_comm_overlap": "--tp-comm-overlap",
-    "cpu_offloading": "--cpu-offloading",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
 }
 

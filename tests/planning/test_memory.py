@@ -98,7 +98,6 @@ def test_what_is_not_counted_is_said() -> None:
     for flags, said in (
         ("--bf16 --fp8-format hybrid", "fp8_format: "),
         ("--bf16 --tp-comm-overlap", "tp_comm_overlap: "),
-        ("--bf16 --cpu-offloading", "cpu_offloading: "),
         ("--bf16 --compile", "compile: "),
         ("--bf16 --use-precision-aware-optimizer", "use_precision_aware_optimizer: "),
         ("--bf16 --attention-backend reference", "attention_backend: "),
