@@ -91,12 +91,11 @@ def test_every_command_says_what_it_takes(installed: Installed, command: str, tm
 
 
 def test_the_papers_runs_come_with_it(installed: Installed, tmp_path: Path) -> None:
-    assert "skyladder_1b_32k " in installed.run(tmp_path, "megatron-ext", "recipes", "--list", "32k")
-    assert "memory per GPU" in installed.run(tmp_path, "megatron-ext", "recipes", "skyladder_1b_32k", "--dry-run")
-    installed.run(tmp_path, "megatron-ext", "recipes", "skyladder_1b_32k", "--twin", "twin.yaml")
-    assert "seq_length" in (tmp_path / "twin.yaml").read_text()
-    installed.run(tmp_path, "megatron-ext", "recipes", "--copy", ".")
     config = "examples/configs/prolong/prolong_8b.yaml"  # names mixtures by their paths
+    assert f"{config} " in installed.run(tmp_path, "megatron-ext", "recipes", "--list", "prolong")
+    installed.run(tmp_path, "megatron-ext", "recipes", "--copy", ".")
+    installed.run(tmp_path, "megatron-ext", "twin", config, "--output", "twin.yaml")
+    assert "seq_length" in (tmp_path / "twin.yaml").read_text()
     installed.run(tmp_path, "megatron-ext", "pretrain", "--config", config, "--dry-run", "--world-size", "64")
     again = installed.run(tmp_path, "megatron-ext", "recipes", "--copy", ".", status=2)
     assert "--copy: got a folder with examples/ in it" in again

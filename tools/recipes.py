@@ -1,25 +1,33 @@
-"""Show the papers' runs in examples/configs: a list, or a complete run.
+"""List the papers' runs in examples/configs, or copy them.
 
-python tools/recipes.py --list [WORD ...]      names and titles that contain all the words
-python tools/recipes.py NAME                   prints a complete run: every option with its value
-python tools/recipes.py NAME --dry-run         describes the run
-python tools/recipes.py NAME --twin FILE       writes its twin for a CPU (tools/twin_recipe.py has more flags)
+python tools/recipes.py --list [WORD ...]      files and titles that contain all the words
 python tools/recipes.py --copy FOLDER          copies all of them, and their mixtures, to FOLDER/examples
+
+A run's configuration has one more mapping, which the trainer ignores:
+
+    recipe:
+      title: SkyLadder, 1B, rows of 8K
+      paper: arXiv 2503.15450
+      source: Tables 8, 11 and 12                    in the paper, or in its authors' code
+      differs: micro-batches of 1 row                deviations from the paper
+      world_size: 8                                  processes, one for each GPU
+      gpu: A100 (40 GB)
+      published: {flops: 9.9e20, time_saved: 0.131}  figures that the paper reports for this run
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.cli import Parser, command
+from megatron_ext.config.arguments import read_file
+from megatron_ext.config.matrix import MARK, expand
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.planning.recipes import Recipe, recipes, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or the installed package: both contain examples/
 
@@ -27,35 +35,29 @@ ROOT = Path(__file__).resolve().parents[1]  # the checkout, or the installed pac
 @command
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("name", nargs="?", help="a run, as --list gives it")
-    parser.add_argument("--list", nargs="*", metavar="WORD", help="list the runs")
-    parser.add_argument("--dry-run", action="store_true", help="say what the run would be")
-    parser.add_argument("--twin", type=_absolute, metavar="FILE", help="write the run's twin")
-    parser.add_argument(
-        "--copy", type=_absolute, metavar="FOLDER", help="copy all runs and mixtures to FOLDER/examples"
-    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--list", nargs="*", metavar="WORD", help="list the runs")
+    action.add_argument("--copy", type=Path, metavar="FOLDER", help="copy all runs and mixtures to FOLDER/examples")
     options = parser.parse_args(argv)
-    if options.name is None and options.list is None and options.copy is None:
-        parser.error("name: got none, needs a run; --list gives their names")
     if options.copy is not None:
         copy(options.copy / "examples")
         return 0
-    os.chdir(ROOT)  # configurations name mixtures by paths relative to it
-    known = {recipe.name: recipe for recipe in recipes(ROOT / "examples" / "configs")}
-    if options.list is not None:
-        for recipe in known.values():
-            line = f"{recipe.name:<44} {recipe.facts['title']}"
-            if all(word.lower() in line.lower() for word in options.list):
-                print(line)
-        return 0
-    if options.name not in known:
-        got = f"name: got {options.name}, which is none of the {len(known)} runs"
-        raise UserError(f"{got}; --list gives their names")
-    return show(known[options.name], options)
+    for path, recipe in recipes():
+        line = f"{path}  {recipe['title']}"
+        if all(word.lower() in line.lower() for word in options.list):
+            print(line)
+    return 0
 
 
-def _absolute(path: str) -> Path:
-    return Path(path).absolute()
+def recipes() -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Yield each run's file, FILE#NAME for one of many, relative to `ROOT`, and its mapping `recipe:`."""
+    for file in sorted((ROOT / "examples" / "configs").rglob("*.yaml")):
+        content, path = read_file(str(file)), file.relative_to(ROOT)
+        if "families" in content:
+            for name, run in expand(content, str(path)).items():
+                yield path.with_name(f"{path.name}{MARK}{name}"), run["recipe"]
+        elif "recipe" in content:
+            yield path, content["recipe"]
 
 
 def copy(target: Path) -> None:
@@ -73,22 +75,6 @@ def copy(target: Path) -> None:
     except OSError as error:
         raise UserError(f"--copy: {target}: {error.strerror}") from None
     print(f"copied to {target}")
-
-
-def show(recipe: Recipe, options: argparse.Namespace) -> int:
-    """Print a run, dry-run it, or write its twin."""
-    path = recipe.path.relative_to(ROOT)
-    command: list[object] = []
-    if options.dry_run:
-        trainer = ROOT / "pretrain_skyladder.py"  # in an installed package it is beside the package
-        command = [trainer if trainer.exists() else ROOT.parent / trainer.name, "--config", path, "--dry-run"]
-        command += ["--world-size", recipe.facts["world_size"]]
-    elif options.twin:
-        command = [Path(__file__).with_name("twin_recipe.py"), path, "--output", options.twin]
-    if command:
-        return subprocess.run([sys.executable, *map(str, command)], check=False).returncode
-    print(whole_file(recipe.stages(), recipe.facts), end="")
-    return 0
 
 
 if __name__ == "__main__":

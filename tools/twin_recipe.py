@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron_ext.cli import Parser, command
-from megatron_ext.config import CheckpointConfig
-from megatron_ext.config.arguments import parse_stages
+from megatron_ext.config.arguments import parse_stages, to_dict
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.planning.recipes import whole_file
 from megatron_ext.planning.twin import scale_of, twin
 
 
@@ -46,20 +47,23 @@ def main(argv: list[str]) -> int:
 
 
 def twin_file(stages: Sequence[Stage], options: argparse.Namespace) -> str:
-    """Return the twins of all stages as one file; its folders are set by flags."""
+    """Return the twins of all stages as one file, without their checkpoints' options: flags set the folders."""
     scale = scale_of([stage.config for stage in stages])
-    small = []
-    for stage in stages:
-        config = twin(stage.config, scale, options.data_path, options.tokenizer_model, options.score_store)
-        keeps_optimizer = stage.before is not None and stage.config.checkpoint.init_optimizer
-        checkpoint = CheckpointConfig(init_optimizer=keeps_optimizer)
-        small.append(replace(stage, config=replace(config, checkpoint=checkpoint)))
-    facts = {
-        "twin_of": options.recipe,
-        "world_size": max(stage.config.parallel.context_parallel_size for stage in small),
-        **asdict(scale),
-    }
-    return whole_file(small, facts)
+    twins = [
+        twin(stage.config, scale, options.data_path, options.tokenizer_model, options.score_store) for stage in stages
+    ]
+    world_size = max(config.parallel.context_parallel_size for config in twins)
+    facts = {"twin_of": options.recipe, "world_size": world_size, **asdict(scale)}
+    content: dict[str, Any] = {"recipe": facts}
+    entries = [to_dict(config) for config in twins]
+    for entry in entries:
+        del entry["checkpoint"]
+    if stages[0].name is None:
+        content |= entries[0]
+    else:
+        heads = [{"name": stage.name, "keep": list(stage.keep)} for stage in stages]
+        content["stages"] = [head | entry for head, entry in zip(heads, entries, strict=True)]
+    return yaml.safe_dump(content, sort_keys=False)
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def _check_file(sections: Values, path: str) -> None:
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
     """Read a file's sections and stages, merged over those of the file that it extends."""
     content = read_mapping(path)
-    content.pop("recipe", None)  # what a paper reports about this run; used by planning/recipes.py
+    content.pop("recipe", None)  # what a paper reports about this run; read by tools/recipes.py
     base = content.pop("extends", None)
     _check_file({section: entries for section, entries in content.items() if section != "stages"}, path)
     if base is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WindowConfig
+from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, WindowConfig
 
 LONGEST, STEPS, ROWS, LAYERS, HEADS = 512, 24, 4, 6, 4
 _LENGTHS = ("below", "threshold", "shortest", "first_tokens")  # options of packing policies that count tokens
@@ -76,7 +76,7 @@ def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_sto
             eval_lengths=(),
             eval_stride=None,
         ),
-        checkpoint=replace(config.checkpoint, init_from=None, init_optimizer=False, save_interval=0),
+        checkpoint=CheckpointConfig(),
     )
 
 

@@ -13,7 +13,7 @@ from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
-from megatron_ext.planning.run_plan import describe, plan_run
+from megatron_ext.planning.run_plan import describe
 
 MISSING = "missing          "
 
@@ -30,7 +30,7 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
             print(f"{'' if number == 0 else chr(10)}stage            {stage.name}, {number + 1} of {len(stages)}")
         vocab_size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
         inputs = list(look_at_inputs(stage, vocab_size))
-        for line in [*describe(plan_run(stage.config, world_size, vocab_size)), *inputs]:
+        for line in [*describe(stage.config, world_size, vocab_size), *inputs]:
             print(line)
         missing += [line.removeprefix(MISSING) for line in inputs if line.startswith(MISSING)]
     if strict and missing:

@@ -180,8 +180,7 @@ OTHERS = {
 {SMALL} --world-size 1 --documents some | --documents
 """,
     "tools/recipes.py": """
-nowhere | name: got nowhere, which is none of the
---dry-run | name: got none
+--copy {w}/nowhere/x --list | not allowed with argument
 """,
     "tools/twin_recipe.py": """
 {w}/good.yaml --output {w}/text.txt | text.txt, which exists

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config.arguments import parse
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning import training_flops
 from megatron_ext.planning.flops import run_flops
-from megatron_ext.planning.run_plan import describe, plan_run
+from megatron_ext.planning.memory import estimate
+from megatron_ext.planning.run_plan import describe
 
 RUN = "--model-preset 1B --data-path x --seq-length 8192 --global-batch-size 128 --train-iters 1000 --lr 1e-3"
 
@@ -57,10 +59,9 @@ def test_scoring_is_a_third_of_what_its_tokens_would_cost_in_training() -> None:
 
 def test_the_plan() -> None:
     flags = "--window-schedule linear --window-start 32 --window-rate 16 --lr-warmup-iters 100 --micro-batch-size 2"
-    plan = plan_run(parse(f"{RUN} {flags} --tensor-model-parallel-size 2".split()), 16, 32000)
-    assert (plan.tokens_per_step, plan.tokens, plan.parameters) == (2**20, 1000 * 2**20, 1_100_048_384)
-    assert plan.full_step == 510
-    text = "\n".join(describe(plan))
+    text = "\n".join(describe(parse(f"{RUN} {flags} --tensor-model-parallel-size 2".split()), 16, 32000))
+    assert "parameters       1,100,048,384" in text
+    assert "1,048,576,000 in 1,000 steps" in text
     steps = [line.replace(",", "").split() for line in text.splitlines() if line.startswith("  step")]
     assert {int(words[1]): int(words[3]) for words in steps} == {
         0: 32, 100: 1632, 250: 4032, 500: 8032, 510: 8192, 749: 8192, 999: 8192,
@@ -76,22 +77,23 @@ def test_the_plan_of_experts() -> None:
     """Weights of a rank's experts alone; FLOPs of a token's alone."""
     flags = "--vocab-size 32000 --seq-length 4096 --global-batch-size 64 --bf16 --window-start 4096 --data-path x"
     flags += " --model-preset Mixtral-8x7B --use-distributed-optimizer"
-    plans = {ep: plan_run(parse(f"{flags} --expert-model-parallel-size {ep}".split()), 8, 32000) for ep in (1, 8)}
+    configs = {ep: parse(f"{flags} --expert-model-parallel-size {ep}".split()) for ep in (1, 8)}
     experts, rest = 32 * 8 * 3 * 4096 * 14336, 46_702_792_704 - 32 * 8 * 3 * 4096 * 14336
-    for ep, plan in plans.items():
-        assert plan.parameters == experts + rest
-        assert plan.memory.weights == 2 * (rest + experts // ep)
-        assert plan.memory.optimizer == 12 * (rest + experts) // 8  # shared out over all ranks either way
+    for ep, config in configs.items():
+        assert count_parameters(config.model, 32000) == experts + rest
+        memory = estimate(config, 8, 32000)
+        assert memory.weights == 2 * (rest + experts // ep)
+        assert memory.optimizer == 12 * (rest + experts) // 8  # shared out over all ranks either way
         met = rest + experts // 4
         attention = 12 * 32 * 4096 * 4096
-        assert plan.flops.scheduled == pytest.approx(64 * 4096 * 100 * (6 * met + attention), rel=1e-12)
-    text = "\n".join(describe(plans[8]))
+        assert run_flops(config, 32000).scheduled == pytest.approx(64 * 4096 * 100 * (6 * met + attention), rel=1e-12)
+    text = "\n".join(describe(configs[8], 8, 32000))
     assert f"of which a token meets {rest + experts // 4:,}" in text
     assert "DP 8, experts over 8" in text
 
 
 def test_the_plan_shows_bases_that_follow_the_window_and_windows_that_never_fill() -> None:
     flags = "--window-schedule linear --window-rate 1 --rope-window-bases 512:500 --rotary-base 1e5"
-    text = "\n".join(describe(plan_run(parse(f"{RUN} {flags}".split()), 1, 32000)))
+    text = "\n".join(describe(parse(f"{RUN} {flags}".split()), 1, 32000))
     assert "never full in this run" in text
     assert [line.split()[-1] for line in text.splitlines() if "rotary base" in line] == ["500"] * 3 + ["100,000"] * 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,8 @@ import pytest
 import yaml
 from checkpoint.models import write_model
 from conftest import VOCABULARY, SmallData
-from launcher import ROOT, Commands
+from launcher import Commands
+from recipe_files import Recipe, known
 from runs import attempt, read_jsonl
 
 from megatron_ext.config import Config
@@ -21,19 +21,12 @@ from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.checks import check_stages
 from megatron_ext.config.matrix import MARK
 from megatron_ext.config.stages import Stage
-from megatron_ext.planning.recipes import Recipe, recipes
 from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
 from tools import twin_recipe
 
 TRAIN = "pretrain_skyladder.py"
 FAST = "token_weighting_table4_shifted_ppmi"
 SHORT = ["--context", 128, "--stride", 96]
-
-
-@cache
-def known() -> list[Recipe]:
-    """Every recipe; reading them takes seconds, so not while tests are collected."""
-    return recipes(ROOT / "examples" / "configs")
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +67,7 @@ def shape_of(config: Config) -> dict[str, object]:
 
 @pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_twin_has_the_recipes_shape(*, some: bool) -> None:
-    for recipe in known():
+    for recipe in known().values():
         if not some or recipe.name == FAST or MARK not in recipe.path.name:
             check_shape(recipe)
 
@@ -132,14 +125,13 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
 
 
 def test_a_twin_runs(small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
-    (recipe,) = (one for one in known() if one.name == FAST)
-    run_twin(recipe, small_data, twin_data, tmp_path, alone)
+    run_twin(known()[FAST], small_data, twin_data, tmp_path, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_twin_of_each_shape_runs(small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
-    shapes = {str([shape_of(stage.config) for stage in recipe.stages()]): recipe for recipe in known()}
+    shapes = {str([shape_of(stage.config) for stage in recipe.stages()]): recipe for recipe in known().values()}
     for recipe in shapes.values():
         seconds = run_twin(recipe, small_data, twin_data, tmp_path / recipe.name, alone)
         print(json.dumps({"recipe": recipe.name, "seconds": round(seconds, 1)}), file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -18,12 +17,13 @@ from conftest import slow_but
 from launcher import Commands, call, free_port
 from mocked import TINY, mocked
 from planning.rank_work import rank_work
+from planning.recipe_files import Recipe, known
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
+from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import fullest_rank, fullest_stage, stage_memory
-from megatron_ext.planning.recipes import Recipe, recipes
 from megatron_ext.planning.step_time import work_of
 from megatron_ext.run.rehearsal.process import Request, in_process
 from tools.rehearse import main as rehearse
@@ -58,20 +58,17 @@ def shape_of(case: Case) -> str:
     return repr((sizes, model, config.parallel, kernels, config.mask_options().window_mask, weighting))
 
 
-@functools.cache
-def recipe_files() -> dict[str, Recipe]:
-    return {recipe.name: recipe for recipe in recipes(ROOT / "examples" / "configs")}
-
-
 def cases_of(recipe: Recipe) -> Iterator[Case]:
-    for stage, plan in recipe.plans().items():
-        name = recipe.name if stage is None else f"{recipe.name}: {stage}"
-        argv = ("--config", str(recipe.path), *(() if stage is None else ("--stage", stage)))
-        yield Case(name, argv, recipe.facts["world_size"], plan.vocab_size, plan.config)
+    for stage in recipe.stages():
+        config = stage.config
+        name = recipe.name if stage.name is None else f"{recipe.name}: {stage.name}"
+        argv = ("--config", str(recipe.path), *(() if stage.name is None else ("--stage", stage.name)))
+        vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
+        yield Case(name, argv, recipe.facts["world_size"], vocab_size, config)
 
 
 def case_of(name: str) -> Case:
-    (case,) = (case for case in cases_of(recipe_files()[name.split(": ")[0]]) if case.name == name)
+    (case,) = (case for case in cases_of(known()[name.split(": ")[0]]) if case.name == name)
     return case
 
 
@@ -227,7 +224,7 @@ def test_the_estimate_is_what_is_rehearsed(name: str) -> None:
 def test_the_estimate_of_every_shape() -> None:
     """One stage of one recipe for each shape: about 30 of 290."""
     shapes: dict[str, Case] = {}
-    for recipe in recipe_files().values():
+    for recipe in known().values():
         for case in cases_of(recipe):
             shapes.setdefault(shape_of(case), case)
     assert len(shapes) > 10
