@@ -24,7 +24,7 @@ from megatron_ext.attention.choice import select
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.run.rehearsal import cuda_mock
 
-cuda_mock.install(lambda cause: None)
+cuda_mock.install()
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import attention as benchmark

@@ -38,17 +38,23 @@ HOPPER = {
 }
 KERNELS = ("silu_backward", "silu_backward.grad_input", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 _KERNELS = torch.library.Library("aten", "IMPL")  # its registrations last as long as this object
-OnSync = Callable[[str], None]  # receives the cause of a host synchronization
+sync_observers: list[
+    Callable[[str], None]
+] = []  # called with the cause of each host synchronization in a function of torch
 
 
-def install(on_sync: OnSync) -> None:
-    """Patch torch; `on_sync` is called for each host-device synchronization that has a function in torch."""
+def install() -> None:
+    """Patch torch."""
     for patch in PATCHES:
-        patch(on_sync)
-    _fused_swiglu()
+        patch()
 
 
-def _device(on_sync: OnSync) -> None:
+def _on_sync(cause: str) -> None:
+    for observe in sync_observers:
+        observe(cause)
+
+
+def _device() -> None:
     """Patch device queries, which torch.cuda forwards to a library that a CPU-only build lacks."""
     properties = SimpleNamespace(name=GPU, major=9, minor=0, total_memory=80 * _GIB, multi_processor_count=132)
     answers: dict[str, Any] = {
@@ -73,7 +79,7 @@ def _device(on_sync: OnSync) -> None:
     }
     for name, answer in answers.items():
         setattr(_cuda, name, _returning(answer))
-    _cuda.synchronize = lambda device=None: on_sync("torch.cuda.synchronize")
+    _cuda.synchronize = lambda device=None: _on_sync("torch.cuda.synchronize")
 
 
 def _returning(answer: Any) -> Callable[..., Any]:
@@ -82,8 +88,6 @@ def _returning(answer: Any) -> Callable[..., Any]:
 
 class _Stream:
     """Replaces a stream or an event: work is done when it is called, so nothing ever waits."""
-
-    on_sync: OnSync
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream, self.device = 0, torch.device("cuda", 0)
@@ -107,7 +111,7 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Record a host synchronization."""
-        self.on_sync("stream or event .synchronize")
+        _on_sync("stream or event .synchronize")
 
     def __enter__(self) -> _Stream:
         return self
@@ -116,9 +120,8 @@ class _Stream:
         return None
 
 
-def _streams(on_sync: OnSync) -> None:
+def _streams() -> None:
     """Replace streams and events, whose classes do not exist in a CPU-only build."""
-    _Stream.on_sync = staticmethod(on_sync)
 
     @contextlib.contextmanager
     def stream(chosen: Any) -> Iterator[None]:
@@ -130,7 +133,7 @@ def _streams(on_sync: OnSync) -> None:
     _Tensor.record_stream = lambda self, stream: None
 
 
-def _random_states(on_sync: OnSync) -> None:
+def _random_states() -> None:
     """Use the CPU's generator for the device's, whose state Megatron saves and sets around recomputation."""
     _cuda.default_generators = (torch.default_generator,)
     _cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
@@ -139,7 +142,7 @@ def _random_states(on_sync: OnSync) -> None:
         owner.set_rng_state = lambda state, device="cuda": None
 
 
-def _type_names(on_sync: OnSync) -> None:
+def _type_names() -> None:
     """Set the type names of fake CUDA tensors, which Megatron's optimizers compare with 'torch.cuda.FloatTensor'."""
     original = torch.Tensor.type
 
@@ -151,7 +154,7 @@ def _type_names(on_sync: OnSync) -> None:
     _Tensor.type = type_
 
 
-def _processes(on_sync: OnSync) -> None:
+def _processes() -> None:
     """Join process groups without other processes: torch's fake backend does nothing and reports completion."""
     original = dist.init_process_group
 
@@ -162,20 +165,20 @@ def _processes(on_sync: OnSync) -> None:
     _groups.init_process_group = init_process_group
 
 
-def _objects(on_sync: OnSync) -> None:
+def _objects() -> None:
     """Fill every rank's slot with this rank's object: objects are pickled to bytes, which fake tensors cannot store."""
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        on_sync("all_gather_object")
+        _on_sync("all_gather_object")
         object_list[:] = [obj] * len(object_list)
 
     def broadcast_object_list(object_list: list[Any], src: int | None = None, **options: Any) -> None:
-        on_sync("broadcast_object_list")
+        _on_sync("broadcast_object_list")
 
     _groups.all_gather_object, _groups.broadcast_object_list = all_gather_object, broadcast_object_list
 
 
-def _lists(on_sync: OnSync) -> None:
+def _lists() -> None:
     """Convert a fake CUDA tensor to lists with one copy to the host, as for a real one, not element by element.
 
     A host tensor is converted to an array in the same way, as Megatron does with the token counts of experts.
@@ -193,10 +196,10 @@ def _lists(on_sync: OnSync) -> None:
     fake.tolist, fake.numpy = tolist, numpy
 
 
-def _literals(on_sync: OnSync) -> None:
+def _literals() -> None:
     """Build torch.tensor(..., device="cuda") on the CPU and copy it, as torch does if it may not use CUDA.
 
-    Tensors among the values are read one by one, as in torch, but visible to `on_sync`.
+    Tensors among the values are read one by one, as in torch, but visible to the meter.
     """
     _torch._C._set_only_lift_cpu_tensors(True)
     original = torch.tensor
@@ -213,7 +216,7 @@ def _literals(on_sync: OnSync) -> None:
     _torch.tensor = tensor
 
 
-def _kernels(on_sync: OnSync) -> None:
+def _kernels() -> None:
     """Register CUDA kernels for operators that a CPU-only torch would decompose, which keeps more memory.
 
     Without them the backward of SiLU is seven operators and RMSNorm keeps fp32 copies of its input. They are never
@@ -227,7 +230,7 @@ def _not_called(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a kernel was called on a device that is not there")
 
 
-def _storage_copies(on_sync: OnSync) -> None:
+def _storage_copies() -> None:
     """Support copies between storages, for recomputed norms: torch would keep both fake storages forever."""
     original = torch.UntypedStorage.copy_
 
@@ -238,7 +241,7 @@ def _storage_copies(on_sync: OnSync) -> None:
     storage.copy_ = copy_
 
 
-def _module_moves(on_sync: OnSync) -> None:
+def _module_moves() -> None:
     """Move and cast modules by replacing parameters: torch would swap tensors, which fake tensors refuse."""
 
     def apply(self: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
@@ -261,7 +264,7 @@ def _module_moves(on_sync: OnSync) -> None:
     _torch.nn.Module._apply = apply
 
 
-def _packages(on_sync: OnSync) -> None:
+def _packages() -> None:
     """Hide packages whose kernels do not support fake tensors, and choose Hopper for FlashAttention 4, which does.
 
     On fake tensors FlashAttention 4 compiles its kernels and allocates what they write. It keeps them in a cache.
@@ -277,7 +280,7 @@ def _packages(on_sync: OnSync) -> None:
 
 def _fused_swiglu() -> None:
     """Replace Megatron's compiled SwiGLU by its output shapes: run eagerly it would keep temporaries."""
-    from megatron_ext.engine.compat import install_swiglu  # Megatron imports by name, so after the patches above
+    from megatron_ext.engine.compat import install_swiglu
 
     def product(y: torch.Tensor) -> torch.Tensor:
         return y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
@@ -290,7 +293,7 @@ def _fused_swiglu() -> None:
     )
 
 
-PATCHES: tuple[Callable[[OnSync], None], ...] = (
+PATCHES = (
     _device,
     _streams,
     _random_states,
@@ -303,4 +306,5 @@ PATCHES: tuple[Callable[[OnSync], None], ...] = (
     _storage_copies,
     _module_moves,
     _packages,
+    _fused_swiglu,  # imports Megatron, which imports patched functions by name
 )

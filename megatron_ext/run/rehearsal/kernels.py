@@ -1,7 +1,5 @@
 """Compute the cost of attention kernels: FLOPs from the (query, key) pairs of their segments, and scratch memory.
 
-The pairs come from the attention call's layout on the host (`AttentionCall`).
-
 Legend: S segments, t queries, u keys, N query heads, G key heads, H head size.
 """
 
@@ -17,27 +15,29 @@ from torch import Tensor
 
 from megatron_ext.planning.memory import flash_backward_scratch, packed_backward_scratch
 
+Values = Callable[[Tensor], npt.NDArray[Any]]  # of a tensor of borders, which the meter knows
+
 
 @dataclass(frozen=True)
 class Kernel:
-    """The cost of a custom operator.
+    """The cost of a custom operator, given its arguments by name.
 
     Attributes:
         products: matrix products over all (query, key) pairs.
-        borders: the argument for which `Meter.state_pairs` sets the pairs.
-        scratch: returns the bytes that a call allocates and frees, given its arguments by name.
+        pairs: counts them.
+        scratch: returns the bytes that a call allocates and frees.
     """
 
-    products: int
-    borders: str = ""
+    products: int = 0
+    pairs: Callable[[Values, Mapping[str, Any]], int] = lambda values, args: 0
     scratch: Callable[[Mapping[str, Any]], int] = lambda args: 0
 
-    def flops(self, pairs_of: Callable[[Tensor], int], args: Mapping[str, Any]) -> int:
+    def flops(self, values: Values, args: Mapping[str, Any]) -> int:
         """Return the FLOPs of a call."""
         if self.products == 0:
             return 0
         _, heads, size = args["query"].shape
-        return int(2 * self.products * pairs_of(args[self.borders]) * heads * size)
+        return int(2 * self.products * self.pairs(values, args) * heads * size)
 
 
 def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], left: int) -> int:
@@ -58,6 +58,15 @@ def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], lef
     return int((every - beyond * most + beyond * (beyond - 1) // 2).sum())
 
 
+def _varlen_pairs(values: Values, args: Mapping[str, Any]) -> int:
+    return segment_pairs(values(args["cu_seq_q"]), values(args["cu_seq_k"]), args["window_size"][0])
+
+
+def _packed_pairs(values: Values, args: Mapping[str, Any]) -> int:
+    first, last = (values(args[name]).astype(np.int64) for name in ("low_t", "high_t"))
+    return int((last - first + 1).sum())
+
+
 def _varlen_scratch(args: Mapping[str, Any]) -> int:
     query, key, segments = args["query"], args["key"], len(args["cu_seq_q"]) - 1
     (t, heads, size), (u, key_heads, _) = query.shape, key.shape
@@ -72,10 +81,10 @@ def _packed_scratch(args: Mapping[str, Any]) -> int:
 # backward of flash attention recomputes the scores and computes the gradients of values, probabilities, queries and
 # keys; our kernels compute the scores and their gradients twice
 KERNELS = {
-    "torch_attn::_varlen_attn": Kernel(2, "cu_seq_q"),
-    "torch_attn::_varlen_attn_backward": Kernel(5, "cu_seq_q", _varlen_scratch),
-    "megatron_ext::packed_attention": Kernel(2, "low_t"),
-    "megatron_ext::packed_attention_backward": Kernel(7, "low_t", _packed_scratch),
-    "megatron_ext::softmax_statistics": Kernel(0),  # one pass over the logits
-    "megatron_ext::softmax_gradient": Kernel(0),
+    "torch_attn::_varlen_attn": Kernel(2, _varlen_pairs),
+    "torch_attn::_varlen_attn_backward": Kernel(5, _varlen_pairs, _varlen_scratch),
+    "megatron_ext::packed_attention": Kernel(2, _packed_pairs),
+    "megatron_ext::packed_attention_backward": Kernel(7, _packed_pairs, _packed_scratch),
+    "megatron_ext::softmax_statistics": Kernel(),  # one pass over the logits
+    "megatron_ext::softmax_gradient": Kernel(),
 }

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -49,9 +48,6 @@ _FOLLOWED = {
     *(aten.le, aten.sort, aten.index, aten.constant_pad_nd),
 }
 
-# dtypes whose values are tracked
-_NUMPY = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
-
 
 class Meter(TorchDispatchMode):
     """Measures everything that runs inside the context; tensors of `device`, "cuda" or "cpu", are counted."""
@@ -62,8 +58,7 @@ class Meter(TorchDispatchMode):
         self.allocations, self.pinned = AllocationTracker(), AllocationTracker()  # of the device; of pinned host memory
         self.collectives = collectives
         self.begin()
-        self._values: dict[int, tuple[weakref.ref[Any], npt.NDArray[Any]]] = {}
-        self._pairs: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._values: dict[int, tuple[weakref.ref[Any], Tensor]] = {}  # by storage
 
     def __enter__(self) -> Meter:
         """Enter the context; also intercept in-place resizes of storages, which torch does not dispatch."""
@@ -87,7 +82,7 @@ class Meter(TorchDispatchMode):
     def begin(self) -> None:
         """Reset the counts; live storages stay counted."""
         self.flops: Counter[str] = Counter()  # by operator
-        self.host_syncs: Counter[tuple[str, str]] = Counter()  # by (cause, line)
+        self.host_syncs: Counter[str] = Counter()  # by cause and line
         self.collectives.groups.clear()
         self.allocations.reset_peak()
         self.pinned.reset_peak()
@@ -95,7 +90,8 @@ class Meter(TorchDispatchMode):
     def note_sync(self, what: str) -> None:
         """Count a host synchronization."""
         _, line = self.sites.line()
-        self.host_syncs[what, line or "torch's backward"] += 1
+        where = line or "torch's backward"
+        self.host_syncs[f"{what}, {where}"] += 1
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -114,13 +110,16 @@ class Meter(TorchDispatchMode):
             # a real host tensor: torch would perform a real copy
             out = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
         elif packet is aten.masked_select and self.device == "cuda" and (chosen := self.values(args[1])) is not None:
-            out = args[0].new_empty((int(chosen.sum()),))
+            with _disable_current_modes():
+                number = int(chosen.sum())
+            out = args[0].new_empty((number,))
         else:
             out = func(*args, **kwargs)
         if pinned:
             self.pinned.add(out.untyped_storage(), Part.OTHER, "")
         self._count(func, packet, args, kwargs, out)
-        self._follow(func, packet, args, kwargs, out)
+        with _disable_current_modes():
+            self._follow(func, packet, args, kwargs, out)
         return out
 
     # --- counting
@@ -134,7 +133,7 @@ class Meter(TorchDispatchMode):
         name = f"{func.namespace}::{func._opname}"
         if name in KERNELS:
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            self.flops[name] += KERNELS[name].flops(self.pairs_of, named | kwargs)
+            self.flops[name] += KERNELS[name].flops(self.known_values, named | kwargs)
             if scratch := KERNELS[name].scratch(named | kwargs):
                 self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
         elif packet in flop_registry and (here or (out is None and any(map(self._counts, args)))):
@@ -181,7 +180,8 @@ class Meter(TorchDispatchMode):
                 return tensor.item()
         known = self.values(tensor)
         if known is not None:
-            return known.reshape(-1)[0].item()
+            with _disable_current_modes():
+                return known.item()
         if tensor.constant is not None:
             return tensor.constant.item()
         # unknown: 1, which is a finite number, true, and triggers no warning
@@ -195,8 +195,7 @@ class Meter(TorchDispatchMode):
             return
         if isinstance(source, FakeTensor) and source.constant is not None:
             # torch would compute on the constant itself, with a kernel of the device
-            if source.dtype in _NUMPY:
-                self.remember(source, source.constant.numpy())
+            self.remember(source, source.constant)
             source.constant = None
         target = kwargs.get("device") or source.device if packet is aten._to_copy else args[0].device
         target = torch.device(target).type
@@ -206,37 +205,33 @@ class Meter(TorchDispatchMode):
         elif source.device.type == "cpu" and target == "cuda" and blocking:
             self.note_sync("a copy from the host")
 
-    # --- (query, key) pairs of attention calls
-
-    def state_pairs(self, tensor: Tensor, pairs: int) -> None:
-        """Set the number of (query, key) pairs of the attention calls that get this tensor of borders or first keys."""
-        self._keep(self._pairs, tensor, pairs)
-
-    def pairs_of(self, tensor: Tensor) -> int:
-        """Return the number of pairs set for this tensor."""
-        return self._pairs[tensor.untyped_storage()._cdata][1]
-
-    def _keep(self, known: dict[int, Any], tensor: Tensor, what: Any) -> None:
-        """Keep the known values of a tensor as long as its storage exists."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known[key] = weakref.ref(storage, lambda _: known.pop(key, None)), what
-
     # --- values of small integer tensors
 
-    def values(self, tensor: Tensor) -> npt.NDArray[Any] | None:
+    def values(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor's values if they are known: copied from the host, or computed from such tensors."""
         if not isinstance(tensor, FakeTensor):
-            with _disable_current_modes():
-                return tensor.detach().numpy() if tensor.device.type == "cpu" else None
+            return tensor if tensor.device.type == "cpu" else None
         found = self._values.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        if found is None or found[1].dtype != tensor.dtype:
             return None
-        flat, itemsize = found[1], found[1].itemsize
-        if itemsize != tensor.element_size():
-            return None
-        strides = tuple(itemsize * stride for stride in tensor.stride())
-        return np.lib.stride_tricks.as_strided(flat[tensor.storage_offset() :], tuple(tensor.shape), strides)
+        with _disable_current_modes():
+            return found[1].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def known_values(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """Return the values of a tensor that must be known."""
+        known = self.values(tensor)
+        assert known is not None
+        with _disable_current_modes():
+            return known.numpy()
+
+    def remember(self, tensor: FakeTensor, values: Tensor) -> None:
+        """Set the values of a tensor, as long as its storage exists."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        with _disable_current_modes():
+            flat = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=tensor.dtype)
+            flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(values)
+        self._values[key] = weakref.ref(storage, lambda _: self._values.pop(key, None)), flat
 
     def _follow(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Track the values of an operator's result, if they can be known and may be needed."""
@@ -248,25 +243,23 @@ class Meter(TorchDispatchMode):
                 self._follow_gathered(args[0], args[1])
             if packet is not aten.copy_:
                 return
-        if packet is aten.sort:
-            self._follow_computed(func, args, kwargs, *out)
-            return
-        if not isinstance(out, FakeTensor) or out.numel() > (MOST_KNOWN if not out.is_floating_point() else 1):
+        made = tree_leaves(out)
+        if any(not isinstance(one, FakeTensor) or _is_large(one) for one in made):
             return
         if self._assumes_finite(packet, args):
-            self.remember(out, np.full(tuple(out.shape), packet is not aten.any))
-        elif packet in (*_COPIES, *_LIFTS) and out.dtype in _NUMPY:
+            self.remember(out, torch.tensor(packet is not aten.any))
+        elif packet in (*_COPIES, *_LIFTS):
             source = self.values(args[1] if packet is aten.copy_ else args[0])
             if source is not None:
-                self.remember(out, np.broadcast_to(source, tuple(out.shape)))
+                self.remember(out, source)
         elif packet in _FOLLOWED:
-            self._follow_computed(func, args, kwargs, out)
+            self._follow_computed(func, args, kwargs, made)
 
     def _follow_gathered(self, gathered: FakeTensor, mine: Tensor) -> None:
         """Assume that all ranks hold the same numbers, because all send the same number of tokens to each expert."""
         known = self.values(mine)
-        if known is not None and gathered.numel() <= MOST_KNOWN:
-            self.remember(gathered, np.resize(known, tuple(gathered.shape)))
+        if known is not None and not _is_large(gathered):
+            self.remember(gathered, known.repeat(len(gathered) // len(mine), *[1] * (mine.dim() - 1)))
 
     def _assumes_finite(self, packet: Any, args: tuple[Any, ...]) -> bool:
         """Return whether a result on unknown numbers is assumed: `any` is False, the others True (finite, no NaN)."""
@@ -276,30 +269,20 @@ class Meter(TorchDispatchMode):
             return not isinstance(args[1], Tensor)
         return packet is aten.eq and args[0] is args[1]  # not NaN
 
-    def _follow_computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *out: FakeTensor) -> None:
-        """Also compute an operator on real values if all of its tensors are known; `out` is its fake result."""
+    def _follow_computed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[FakeTensor]
+    ) -> None:
+        """Also compute an operator on real values if all of its tensors are known; `made` are its fake results."""
         leaves, spec = tree_flatten((args, kwargs))
-        real: list[Any] = []
-        with _disable_current_modes():
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    known = self.values(leaf)
-                    if known is None:
-                        return
-                    leaf = torch.from_numpy(known.copy())
-                real.append(leaf)
-            real_args, real_kwargs = tree_unflatten(real, spec)
-            if "device" in real_kwargs:
-                real_kwargs["device"] = "cpu"
-            found = func(*real_args, **real_kwargs)
-            for tensor, values in zip(out, (found,) if isinstance(found, Tensor) else found, strict=True):
-                self.remember(tensor, values.numpy())
+        real = [self.values(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if any(isinstance(leaf, Tensor) and value is None for leaf, value in zip(leaves, real, strict=True)):
+            return
+        real_args, real_kwargs = tree_unflatten(real, spec)
+        if "device" in real_kwargs:
+            real_kwargs["device"] = "cpu"
+        for tensor, values in zip(made, tree_leaves(func(*real_args, **real_kwargs)), strict=True):
+            self.remember(tensor, values)
 
-    def remember(self, tensor: FakeTensor, values: npt.NDArray[Any]) -> None:
-        """Set the values of a tensor, as long as its storage exists."""
-        storage = tensor.untyped_storage()
-        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-        flat = np.zeros(storage.nbytes() // tensor.element_size(), dtype=dtype)
-        strides = tuple(dtype.itemsize * stride for stride in tensor.stride())
-        np.lib.stride_tricks.as_strided(flat[tensor.storage_offset() :], tuple(tensor.shape), strides)[...] = values
-        self._keep(self._values, tensor, flat)
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() > (1 if tensor.is_floating_point() else MOST_KNOWN)

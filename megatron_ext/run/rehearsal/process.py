@@ -25,7 +25,7 @@ class Request:
     """Describes the rehearsal of one rank under the windows, with the training flags `argv`.
 
     Attributes:
-        documents: one of rows.DOCUMENTS; None for the run's own rows if its data is present.
+        documents: as for `rows.rows_of`.
         fake: use fake CUDA tensors without memory; otherwise real tensors on this machine's CPU.
     """
 
@@ -66,29 +66,16 @@ def run(request: Request, result_file: str) -> None:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no process connects to another, so no port is needed
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
-    from megatron_ext.run.rehearsal.meter import Meter
-
-    meters: list[Meter] = []
     if request.fake:
         from megatron_ext.run.rehearsal import cuda_mock
 
-        def on_sync(what: str) -> None:
-            for meter in meters:
-                meter.note_sync(what)
-
-        cuda_mock.install(on_sync)
+        cuda_mock.install()
     from megatron_ext.config.arguments import parse
     from megatron_ext.run.rehearsal.rank import rehearse  # after the mock: Megatron imports patched functions by name
 
-    device = "cuda" if request.fake else "cpu"
-    found = rehearse(
-        # Megatron's local layers have no grouped matrix products
-        parse([*request.argv, "--no-moe-grouped-gemm"]),
-        request.windows,
-        request.documents,
-        device,
-        meters,
-    )
+    # Megatron's local layers have no grouped matrix products
+    config = parse([*request.argv, "--no-moe-grouped-gemm"])
+    found = rehearse(config, request.windows, request.documents, fake=request.fake)
     Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 

@@ -17,7 +17,6 @@ import functools
 import gc
 import inspect
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_ext.attention import flash_attn_4, triton_packed
-from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention import flash_attn_4
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
 from megatron_ext.data.text.tokenizer import vocabulary_size
@@ -38,6 +37,7 @@ from megatron_ext.engine.optimizer import build_optimizer, wrap
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
 from megatron_ext.run.batches import BatchMaker, context_options
+from megatron_ext.run.rehearsal import cuda_mock
 from megatron_ext.run.rehearsal.collectives import Collectives
 from megatron_ext.run.rehearsal.kernels import segment_pairs
 from megatron_ext.run.rehearsal.memory import Part
@@ -45,15 +45,6 @@ from megatron_ext.run.rehearsal.meter import Meter
 from megatron_ext.run.rehearsal.rows import rows_of
 from megatron_ext.run.rehearsal.sites import Sites, shown
 from megatron_ext.run.rows import RowAt
-
-
-@dataclass(frozen=True)
-class HostSync:
-    """A host synchronization: its cause, its line, and its count per step."""
-
-    what: str
-    line: str
-    count: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +67,7 @@ class Step:
         cycles: bytes that only Python's garbage collector would free, because of reference cycles.
         flops: by operator.
         collectives: by group: calls and bytes sent.
+        host_syncs: by cause and line.
         fault: the failure that ended the step, if any; the other fields then contain the measurements before it.
     """
 
@@ -89,7 +81,7 @@ class Step:
     peak_at: str
     flops: dict[str, int]
     collectives: dict[str, dict[str, int]]
-    host_syncs: list[HostSync]
+    host_syncs: dict[str, int]
     fault: Fault | None
 
 
@@ -111,8 +103,8 @@ def rehearse(
     config: Config,
     windows: Sequence[int],
     documents: str | None,
-    device: str,
-    meters: list[Meter],
+    *,
+    fake: bool,
 ) -> Rehearsed:
     """Rehearse this process's rank.
 
@@ -120,29 +112,30 @@ def rehearse(
         config: checked for the number of processes.
         windows: in tokens.
         documents: as for `rows_of`.
-        device: "cuda", with the mock of CUDA installed; "cpu" computes on real tensors.
-        meters: receives the meter, for the mock's callback.
+        fake: with the mock of CUDA installed; otherwise it computes on real tensors of the CPU.
     """
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     row_at, rows = rows_of(config, vocab_size, documents)
     config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))
-    fake = device == "cuda"
     compat.check_version()
     device_platform = platform.choose(config.parallel.device)
     compat.install_optimizer()
     ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
-    meter = Meter(device, Sites(), Collectives(sizes, _expert_groups(ranks)))
-    meters.append(meter)
-    state_pairs(meter)
+    meter = Meter("cuda" if fake else "cpu", Sites(), Collectives(sizes, _expert_groups(ranks)))
     if fake:
+        cuda_mock.sync_observers.append(meter.note_sync)
         count_flash_attention_4(meter)
     if fake and config.model.num_experts is not None:
         experts, choices = config.model.num_experts, config.model.moe_router_topk
 
         def in_turn(chosen_tE: Any) -> None:
-            known_tE, turns = np.zeros((len(chosen_tE), experts), dtype=np.bool_), np.arange(len(chosen_tE) * choices)
-            known_tE[turns // choices, turns % experts] = True
+            with _disable_current_modes():
+                known_tE, turns = (
+                    torch.zeros(len(chosen_tE), experts, dtype=torch.bool),
+                    torch.arange(len(chosen_tE) * choices),
+                )
+                known_tE[turns // choices, turns % experts] = True
             meter.remember(chosen_tE, known_tE)
 
         compat.observe_routing(in_turn)
@@ -168,28 +161,6 @@ def rehearse(
     return done
 
 
-def state_pairs(meter: Meter) -> None:
-    """Give the meter the (query, key) pairs of each attention call, from its layout on the host."""
-    to, ranges = AttentionCall.to, triton_packed.ranges
-
-    def pairs_of(call: AttentionCall) -> int:
-        return segment_pairs(call.cu_seqlens_q, call.cu_seqlens_kv, call.window_size[0])
-
-    def to_device(call: AttentionCall, device: torch.device) -> AttentionCall:
-        moved = to(call, device)
-        assert moved.borders is not None
-        meter.state_pairs(moved.borders[0], pairs_of(call))
-        return moved
-
-    def ranges_of(call: AttentionCall, own_keys: int) -> triton_packed.Ranges:
-        made = ranges(call, own_keys)
-        meter.state_pairs(made.low_t, pairs_of(call))
-        return made
-
-    patched: Any = AttentionCall
-    patched.to, triton_packed.ranges = to_device, ranges_of
-
-
 def count_flash_attention_4(meter: Meter) -> None:
     """Count the FLOPs of FlashAttention 4's calls, which are no operators of torch."""
     if flash_attn_4.missing() is not None:
@@ -207,7 +178,10 @@ def _counted(meter: Meter, name: str, products: int, kernel: Callable[..., Any])
     def counted(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         _, heads, size = arguments["q"].shape
-        meter.flops[f"flash_attn_4::{name}"] += 2 * products * meter.pairs_of(arguments["cu_seqlens_q"]) * heads * size
+        queries, keys = (meter.known_values(arguments[f"cu_seqlens_{kind}"]) for kind in "qk")
+        left = arguments.get("window_size_left")
+        pairs = segment_pairs(queries, keys, -1 if left is None else left)
+        meter.flops[f"flash_attn_4::{name}"] += 2 * products * pairs * heads * size
         return kernel(*args, **kwargs)
 
     return counted
@@ -285,7 +259,7 @@ class _StepRunner:
             peak_at=meter.allocations.peak.site,
             flops=dict(meter.flops),
             collectives={name: dataclasses.asdict(calls) for name, calls in meter.collectives.groups.items()},
-            host_syncs=[HostSync(what, line, count) for (what, line), count in meter.host_syncs.most_common()],
+            host_syncs=dict(meter.host_syncs.most_common()),
             fault=fault,
         )
 
@@ -304,7 +278,6 @@ class _StepRunner:
         def grown(less: Mapping[Any, int], most: Mapping[Any, int]) -> dict[Any, int]:
             return {name: count + round(times * (count - less.get(name, 0))) for name, count in most.items()}
 
-        syncs = (Counter({(one.what, one.line): one.count for one in step.host_syncs}) for step in (few, more))
         batch = self._batches(window, 1).train[0]
         waiting = (total - more.microbatches) * self._batch_bytes(batch)
         other = Part.OTHER.value
@@ -314,7 +287,7 @@ class _StepRunner:
             memory=more.memory | {other: more.memory[other] + waiting},
             flops=grown(few.flops, more.flops),
             collectives={name: grown(few.collectives.get(name, {}), calls) for name, calls in more.collectives.items()},
-            host_syncs=[HostSync(what, line, count) for (what, line), count in grown(*syncs).items()],
+            host_syncs=grown(few.host_syncs, more.host_syncs),
         )
 
     def _batch_bytes(self, batch: PackedBatch) -> int:

@@ -40,9 +40,9 @@ def _step(step: Mapping[str, Any]) -> Iterator[str]:
     for group, calls in sorted(step["collectives"].items()):
         yield f"    sent over {group:<8} {calls['sent_bytes'] / _GIB:8.3f} GiB in {calls['count']} collectives"
     syncs = step["host_syncs"]
-    yield f"    host syncs     {sum(one['count'] for one in syncs)}"
-    for one in syncs:
-        yield f"      {one['count']:>4} x {one['what']}, {one['line']}"
+    yield f"    host syncs     {sum(syncs.values())}"
+    for what, count in syncs.items():
+        yield f"      {count:>4} x {what}"
 
 
 def _fault(fault: Mapping[str, Any], what: str) -> Iterator[str]:

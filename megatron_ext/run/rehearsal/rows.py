@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import numpy.typing as npt
 
@@ -12,15 +10,14 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.errors import UserError
 from megatron_ext.run.rows import RowAt, open_rows
 
-DOCUMENTS = ("drawn", "whole")
 MEDIAN, SIGMA = 849, 0.974  # lognormal with a mean of 1,364 tokens, as FineWeb-Pro (arXiv 2503.15450, Table 26)
 SHORTEST = 16
 
 
 def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[RowAt, str]:
-    """Return the rows, and their description; `documents` is one of `DOCUMENTS`.
+    """Return the rows, and their description.
 
-    None uses the run's data if present, otherwise random documents.
+    `documents` is "drawn" or "whole"; None uses the run's data if present, otherwise "drawn".
     """
     if documents is None:
         try:
@@ -39,7 +36,6 @@ def invented(config: Config, vocab_size: int, *, whole: bool) -> RowAt:
     tokens = np.arange(length + 1, dtype=np.int64) % vocab_size
     weights = np.ones(length, dtype=np.float32) if config.weighting.token_weighting == "dataset" else None
 
-    @lru_cache(maxsize=4096)
     def ends(sample: int) -> npt.NDArray[np.int64]:
         if whole:
             return np.array([length], dtype=np.int64)

@@ -179,11 +179,11 @@ def test_planted_waits_are_found_with_their_lines() -> None:
     found = mocked("waits")
     file = "megatron_ext/planted.py"
     assert found["waits"] == [
-        ["a copy to the host", f"{file}:11", 1],
-        ["a copy to the host", f"{file}:7", 1],
-        ["a number", f"{file}:3", 1],
-        ["a number", f"{file}:5", 1],
-        ["the shape of nonzero", f"{file}:9", 1],
+        [f"a copy to the host, {file}:11", 1],
+        [f"a copy to the host, {file}:7", 1],
+        [f"a number, {file}:3", 1],
+        [f"a number, {file}:5", 1],
+        [f"the shape of nonzero, {file}:9", 1],
     ]
     assert found["values"] == [5, [4, 6]]  # of what was copied to the device, and of what became of it
     # of 8 fp32 numbers: all-reduced among 4; half of them, gathered, scattered, and 4 of 6 rows among 2
