@@ -48,7 +48,7 @@ from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.parallel import Ranks, cannot_write
-from megatron_ext.engine.weights import load_hugging_face, saved_weights
+from megatron_ext.engine.weights import saved_weights, set_weights
 from megatron_ext.errors import REMEDIES, UserError
 
 logger = logging.getLogger(__name__)
@@ -363,7 +363,8 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
     if pretrained.checkpoint is None:
         assert pretrained.model.vocab_size is not None
         source = HuggingFaceTensors(pretrained.folder)
-        load_hugging_face(chunks, source, pretrained.model, pretrained.model.vocab_size, ranks)
+        source.check(pretrained.model, pretrained.model.vocab_size)
+        set_weights(chunks, pretrained.model, pretrained.model.vocab_size, ranks, source.open)
         return
     folder = undamaged(pretrained.checkpoint, NAME_IT).folder
     shards = [shard for weight in saved_weights(chunks, pretrained.model, ranks) for shard in weight.shards]

@@ -1,28 +1,31 @@
-"""First and imported weights, block by block, are those of whole tensors, on every tensor-parallel rank."""
+"""Imported weights are those of whole tensors on every tensor-parallel rank, and the initial ones those of one draw."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from sharding import shard
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
-from megatron_ext.checkpoint.hf.names import Parameter, full_shape, parameters_of
+from megatron_ext.checkpoint.hf.names import TABLE, Parameter, full_shape, fuse_into, parameters_of, unfuse
 from megatron_ext.config import ModelConfig
-from megatron_ext.engine import weights
-from megatron_ext.engine.weights import Initial, deviation, fill
+from megatron_ext.engine.weights import deviation, initial, shards_of
 
 SEED, VOCABULARY = 2**63 + 5, 57  # padded to 64
 MODEL = ModelConfig(
     num_layers=3,
     hidden_size=40,
-    ffn_hidden_size=36,  # rows of 36 numbers: blocks end inside no run of 16, rows do
+    ffn_hidden_size=36,
     num_attention_heads=8,
     num_query_groups=4,
     kv_channels=6,
@@ -33,7 +36,7 @@ MODEL = ModelConfig(
 )
 
 
-def whole(name: str, model: ModelConfig, vocab_size: int) -> Tensor:
+def drawn(name: str, model: ModelConfig, vocab_size: int) -> Tensor:
     """A tensor as one draw gives it."""
     shape = full_shape(name, model, vocab_size)
     if len(shape) == 1:
@@ -48,61 +51,84 @@ def names(parameter: Parameter) -> list[str]:
     return [name.format(i=1) for name in parameter.hugging_face]
 
 
-def compare(
-    model: ModelConfig, vocab_size: int, tp: int, whole_tensors: dict[str, Tensor], blocks: weights.Blocks
-) -> None:
-    for parameter in parameters_of(model):
-        full = [whole_tensors[name] for name in names(parameter)]
-        for rank in range(tp):
-            expected = shard(parameter, full, model, rank, tp)
-            filled = torch.full_like(expected, torch.nan)
-            fill(filled, parameter, names(parameter), model, vocab_size, (rank, tp), blocks)
-            assert torch.equal(filled, expected), (parameter.megatron[0], rank)
+def filled(parameter: Parameter, like: Tensor, tensors: Sequence[Any], rank: int, tp: int) -> Tensor:
+    part = torch.full_like(like, torch.nan)
+    for shard_ in shards_of(parameter, (1, 0), part, rank, tp):
+        fuse_into(shard_.data(), shard_.offset, parameter, tensors, MODEL, VOCABULARY)
+    return part
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("block", [1, 700, 1000, 2**22])
-def test_blocks_are_parts_of_the_whole_draw(monkeypatch: pytest.MonkeyPatch, tp: int, block: int) -> None:
-    monkeypatch.setattr(weights, "BLOCK", block)
-    drawn = {name: whole(name, MODEL, VOCABULARY) for each in parameters_of(MODEL) for name in names(each)}
-    compare(MODEL, VOCABULARY, tp, drawn, Initial(MODEL, VOCABULARY, SEED).blocks)
-
-
-@pytest.mark.parametrize(("vocab_size", "width"), [(1, 2), (2, 6), (3, 6), (17, 2), (33, 6), (35, 10)])
-def test_tensors_of_hardly_more_than_a_run(monkeypatch: pytest.MonkeyPatch, vocab_size: int, width: int) -> None:
-    """Fewer numbers than a run of 16, and remainders that no block of their own can draw."""
-    monkeypatch.setattr(weights, "BLOCK", 16)
-    model = ModelConfig(num_layers=1, hidden_size=width, num_attention_heads=1, num_query_groups=1, ffn_hidden_size=3)
-    drawn = {name: whole(name, model, vocab_size) for each in parameters_of(model) for name in names(each)}
-    compare(model, vocab_size, 1, drawn, Initial(model, vocab_size, SEED).blocks)
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("block", [1, 700, 2**22])
-def test_a_hugging_face_folder_is_read_by_blocks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tp: int, block: int
-) -> None:
-    monkeypatch.setattr(weights, "BLOCK", block)
+def test_a_hugging_face_folder_is_read_in_parts(tmp_path: Path, tp: int) -> None:
     tensors = {
         name: torch.randn(full_shape(name, MODEL, VOCABULARY), dtype=torch.float64)
         for each in parameters_of(MODEL)
         for name in names(each)
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    read: list[int] = []
+    source, read = HuggingFaceTensors(tmp_path), []
 
-    class Counting(HuggingFaceTensors):
-        def rows(self, name: str, first: int, last: int, columns: slice | None = None) -> Tensor:
-            rows = super().rows(name, first, last, columns)
-            read.append(rows.numel())
-            return rows
+    class Counting:
+        def __init__(self, name: str) -> None:
+            self.name = name
 
-    source = Counting(tmp_path)
-    compare(MODEL, VOCABULARY, tp, tensors, weights.hugging_face_blocks(source))
+        def __getitem__(self, index: Any) -> Tensor:
+            read.append(source.open(self.name)[index])
+            return read[-1]
+
+    for parameter in parameters_of(MODEL):
+        for rank in range(tp):
+            expected = shard(parameter, [tensors[name] for name in names(parameter)], MODEL, rank, tp)
+            part = filled(parameter, expected, [Counting(name) for name in names(parameter)], rank, tp)
+            assert torch.equal(part, expected), (parameter.megatron[0], rank)
     matrices = sum(tensor.numel() for tensor in tensors.values() if tensor.ndim == 2)
     vectors = sum(tensor.numel() for name, tensor in tensors.items() if tensor.ndim == 1)
-    assert matrices <= sum(read) <= matrices + tp * vectors  # each rank reads its own share, once
-    assert max(read) <= max(block, max(tensor.shape[-1] for tensor in tensors.values()))
+    assert matrices <= sum(part.numel() for part in read) <= matrices + tp * vectors  # each rank its own share, once
+
+
+def test_initial_values_are_one_draw() -> None:
+    for parameter in parameters_of(MODEL):
+        for name in names(parameter):
+            assert torch.equal(initial(name, MODEL, VOCABULARY, SEED), drawn(name, MODEL, VOCABULARY))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@given(
+    groups=st.integers(1, 3),
+    share=st.integers(1, 3),
+    half_head=st.integers(1, 4),
+    ffn=st.integers(1, 6),
+    vocabulary=st.integers(1, 50),
+    unit=st.integers(1, 5),
+    width=st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_whole_tensors_are_those_that_were_distributed(
+    tp: int, groups: int, share: int, half_head: int, ffn: int, vocabulary: int, unit: int, width: int
+) -> None:
+    model = ModelConfig(
+        block="olmo3",  # whose norms of queries and keys can be distributed
+        num_layers=1,
+        hidden_size=width * tp,
+        ffn_hidden_size=ffn * tp,
+        num_attention_heads=groups * share * tp,
+        num_query_groups=groups * tp,
+        kv_channels=2 * half_head,
+        make_vocab_size_divisible_by=unit * tp,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for row in TABLE:
+        shapes = [full_shape(name, model, vocabulary) for name in row.hugging_face]
+        full = [torch.randn(shape, generator=generator) for shape in shapes]
+        shards = [
+            one for rank in range(tp) for one in shards_of(row, (0, 0), shard(row, full, model, rank, tp), rank, tp)
+        ]
+        whole = torch.full(shards[0].shape, torch.nan)
+        for one in shards:
+            whole[tuple(slice(at, at + size) for at, size in zip(one.offset, one.sizes, strict=True))] = one.data()
+        joined = unfuse(row, whole, model, vocabulary)
+        assert len(joined) == len(full)
+        assert all(torch.equal(one, other) for one, other in zip(joined, full, strict=True)), row
 
 
 SIZES = {"num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 4}

@@ -28,7 +28,16 @@ from torch import Tensor
 from megatron_ext.checkpoint.folders import NAME_IT, folder_name, point, with_offer
 from megatron_ext.checkpoint.hf.auxiliary import copy_files, has_tokenizer, tokenizer_folder, write_config
 from megatron_ext.checkpoint.hf.folder import DTYPES, INDEX, SINGLE, HuggingFaceTensors, read_config, read_model_config
-from megatron_ext.checkpoint.hf.names import Parameter, Place, full_shape, join, parameters_of, rows_of
+from megatron_ext.checkpoint.hf.names import (
+    Cut,
+    Parameter,
+    Place,
+    full_shape,
+    fuse_into,
+    parameters_of,
+    rows_of,
+    unfuse,
+)
 from megatron_ext.checkpoint.hf.stacked import is_stacked, name_in_files, stack
 from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity
 from megatron_ext.checkpoint.pretrained import Pretrained
@@ -107,13 +116,17 @@ def _vocab_size(model: ModelConfig) -> int:
 
 
 def _stored_shape(parameter: Parameter, model: ModelConfig) -> tuple[int, ...]:
-    rows = sum(run.last - run.first for run in rows_of(parameter, model, _vocab_size(model)))
-    return (rows, *full_shape(parameter.hugging_face[0], model, _vocab_size(model))[1:])
+    vocab_size = _vocab_size(model)
+    rows = sum(run.last - run.first for run in rows_of(parameter, model, vocab_size))
+    if parameter.cut is Cut.VOCABULARY:
+        rows = model.padded_vocab_size(vocab_size)
+    return (rows, *full_shape(parameter.hugging_face[0], model, vocab_size)[1:])
 
 
 def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors) -> Iterator[Shard]:
     """Yield the checkpoint tensors of a row of the table; their data is assembled when written."""
-    rows, shape = rows_of(parameter, model, _vocab_size(model)), _stored_shape(parameter, model)
+    shape = _stored_shape(parameter, model)
+    offset = (0,) * len(shape)
     names = [name for place in parameter.places(model) for name in parameter.names(place)]
     dtypes = {source.described(name)[1] for name in names}
     if len(dtypes) > 1:
@@ -122,13 +135,12 @@ def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors)
     (dtype,) = dtypes
 
     def fuse(place: Place) -> Tensor:
-        parts = [source.read(name) for name in parameter.names(place)]
-        padding = torch.zeros((shape[0] - sum(map(len, parts)), *shape[1:]), dtype=dtype)
-        return torch.cat([padding if run.source is None else parts[run.source][run.first : run.last] for run in rows])
+        whole, tensors = torch.empty(shape, dtype=dtype), [source.open(name) for name in parameter.names(place)]
+        fuse_into(whole, offset, parameter, tensors, model, _vocab_size(model))
+        return whole
 
     for place in parameter.places(model):
-        data = partial(fuse, place)
-        yield Shard(parameter.checkpoint(place), shape, (0,) * len(shape), shape, dtype, data, made=True)
+        yield Shard(parameter.checkpoint(place), shape, offset, shape, dtype, partial(fuse, place), made=True)
 
 
 def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenizer: str | None = None) -> None:
@@ -172,12 +184,12 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
             for row, place in places
             for named in zip(
                 row.names(place),
-                join(row, [stored.read(row.checkpoint(place))], model, _vocab_size(model)),
+                unfuse(row, stored.read(row.checkpoint(place)), model, _vocab_size(model)),
                 strict=True,
             )
         )
         tensors = (
-            stack(name, [tensor for _, tensor in same]) if is_stacked(name) else next(same)[1].contiguous()
+            stack(name, [tensor for _, tensor in same]) if is_stacked(name) else next(same)[1]
             for name, same in groupby(joined, lambda named: name_in_files(named[0], stacks))
         )
         for file, names in files.items():

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from megatron_ext.checkpoint.hf.config import model_config
 from megatron_ext.checkpoint.hf.names import all_names, full_shape
@@ -98,17 +97,17 @@ class HuggingFaceTensors:
     def __contains__(self, name: object) -> bool:
         return name in self._experts or (name in self._files and not is_stacked(str(name)))
 
-    def read(self, name: str) -> Tensor:
-        """Read a tensor, on the CPU.
+    def open(self, name: str) -> Any:
+        """Return a safetensors slice, which reads only what it is indexed with; an expert's tensor is read whole.
 
         Raises:
             UserError: it is missing.
         """
-        if name in self._experts:
-            return self.rows(name, 0, self.described(name)[0][0])
-        with self._file_of(name) as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+        expert = self._experts.get(name)
+        stored = name if expert is None else expert.stacked
+        with self._file_of(stored) as file:
+            entry = file.get_slice(stored)
+            return entry if expert is None else expert.read(entry)
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and the dtype of a tensor.
@@ -140,7 +139,7 @@ class HuggingFaceTensors:
         names = all_names(model)
         spare = {name for name in self if name.endswith("rotary_emb.inv_freq")} | self._left_out(model)
         if not model.untie_embeddings_and_output_weights and _OUTPUT in self:
-            if not torch.equal(self.read(_OUTPUT), self.read(_EMBEDDING)):
+            if not torch.equal(self.open(_OUTPUT)[:], self.open(_EMBEDDING)[:]):
                 raise UserError(
                     f"checkpoint: {self.folder} has {_OUTPUT} other than {_EMBEDDING}, but tie_word_embeddings true; "
                     "set it to false in config.json or remove the tensor"
@@ -169,16 +168,6 @@ class HuggingFaceTensors:
                 self.folder, further, len(names),
             )  # fmt: skip
         return names
-
-    def rows(self, name: str, first: int, last: int, columns: slice | None = None) -> Tensor:
-        """Read rows `first` to `last` (exclusive) of a tensor; optionally only some columns of a matrix."""
-        if (expert := self._experts.get(name)) is not None:
-            with self._file_of(expert.stacked) as file:
-                return expert.rows(file.get_slice(expert.stacked), first, last, columns or slice(None))
-        with self._file_of(name) as file:
-            part = file.get_slice(name)
-            tensor: Tensor = part[first:last] if columns is None else part[first:last, columns]
-        return tensor
 
     def _file_of(self, name: str) -> Any:
         if name not in self._files:

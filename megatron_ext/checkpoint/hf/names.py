@@ -1,7 +1,7 @@
 """The table of parameter names: Megatron and Hugging Face names, and the conversion between them.
 
 Megatron fuses queries, keys and values (interleaved by query group) and the two SwiGLU matrices, and distributes rows
-or columns over tensor-parallel (TP) ranks. `pieces` and `join` use the table in both directions.
+or columns over tensor-parallel (TP) ranks. `fuse_into` and `unfuse` use the table in both directions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,9 +93,9 @@ def _at(name: str, place: Place) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `first` to `last` (exclusive) of a parameter's `source`-th Hugging Face tensor; None: rows of padding."""
+    """Rows `first` to `last` (exclusive) of a parameter's `source`-th Hugging Face tensor."""
 
-    source: int | None
+    source: int
     first: int
     last: int
 
@@ -397,7 +398,7 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
 
 
 def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[Rows]:
-    """Return the rows of which a whole Megatron tensor in a checkpoint consists, top to bottom.
+    """Return the rows of which a whole Megatron tensor in a checkpoint consists, top to bottom, before any padding.
 
     QKV:      q of group 0 | k of group 0 | v of group 0 | q of group 1 | ...
     GATE_UP:  gate | up
@@ -408,9 +409,7 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
         groups = range(model.num_query_groups)
         return [Rows(part, group * size, (group + 1) * size) for group in groups for part, size in enumerate(sizes)]
     counts = [full_shape(name, model, vocab_size)[0] for name in parameter.hugging_face]
-    rows = [Rows(part, 0, count) for part, count in enumerate(counts)]
-    padding = model.padded_vocab_size(vocab_size) - vocab_size
-    return [*rows, Rows(None, 0, padding)] if parameter.cut is Cut.VOCABULARY and padding else rows
+    return [Rows(part, 0, count) for part, count in enumerate(counts)]
 
 
 def parameters_of(model: ModelConfig) -> list[Parameter]:
@@ -418,63 +417,44 @@ def parameters_of(model: ModelConfig) -> list[Parameter]:
     return [parameter for parameter in TABLE if parameter.of(model)]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Rows `first` to `last` (exclusive) of a parameter's `source`-th tensor, starting at row `at` of a TP shard."""
+def fuse_into(
+    part: Tensor,
+    offset: Sequence[int],
+    parameter: Parameter,
+    tensors: Sequence[Any],
+    model: ModelConfig,
+    vocab_size: int,
+) -> None:
+    """Set a part of a Megatron tensor from the Hugging Face tensors that it is assembled from; padding becomes 0.
 
-    source: int
-    first: int
-    last: int
-    at: int
-
-
-def pieces(parameter: Parameter, model: ModelConfig, vocab_size: int, tp_rank: int, tp_size: int) -> list[Piece]:
-    """Return the pieces of one TP rank's Megatron tensor, top to bottom, without rows of padding.
-
-    If columns are distributed, these are all rows, and `columns` returns the range of columns.
+    Args:
+        part: rows and columns of the whole Megatron tensor, from `offset` on.
+        offset: the first row of the part and, of a matrix, the first column.
+        parameter: the row of the table.
+        tensors: its Hugging Face tensors, or safetensors slices, of which only what the part needs is read.
+        model, vocab_size: shapes of the whole model.
     """
-    rows = rows_of(parameter, model, vocab_size)
-    cut = [list(rows)] if parameter.cut is not Cut.GATE_UP else [[half] for half in rows]
-    found, at = [], 0
-    for whole in cut:
-        total = sum(part.last - part.first for part in whole)
-        shares = 1 if parameter.cut in (Cut.WHOLE, Cut.COLUMNS) else tp_size
-        begin, end = tp_rank % shares * total // shares, (tp_rank % shares + 1) * total // shares
-        place = 0  # row in the whole Megatron tensor, or in its half
-        for part in whole:
-            first, last = max(begin - place, 0), min(end - place, part.last - part.first)
-            if first < last:
-                if part.source is not None:
-                    found.append(Piece(part.source, part.first + first, part.first + last, at))
-                at += last - first
-            place += part.last - part.first
-    return found
+    columns = [slice(first, first + size) for first, size in zip(offset[1:], part.shape[1:], strict=True)]
+    row = -offset[0]  # where the next rows begin in the part
+    for rows in rows_of(parameter, model, vocab_size):
+        end = row + rows.last - rows.first
+        first, last = max(row, 0), min(end, len(part))
+        if first < last:
+            wanted = slice(rows.first + first - row, rows.first + last - row)
+            part[first:last].copy_(tensors[rows.source][(wanted, *columns)])
+        row = end
+    part[max(row, 0) :].zero_()
 
 
-def columns(parameter: Parameter, width: int, tp_rank: int, tp_size: int) -> slice:
-    """Return the columns of a matrix of `width` columns that one TP rank holds."""
-    if parameter.cut is not Cut.COLUMNS:
-        return slice(0, width)
-    return slice(tp_rank * width // tp_size, (tp_rank + 1) * width // tp_size)
-
-
-def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
-    """Assemble the full Hugging Face tensors of a parameter from the Megatron tensors of all TP ranks."""
-    if parameter.cut is Cut.WHOLE:
-        return (shards[0],)
-    if parameter.cut is Cut.COLUMNS:
-        return (torch.cat(list(shards), dim=1),)
-    if parameter.cut is Cut.ROWS:
-        return (torch.cat(list(shards)),)
-    if parameter.cut is Cut.VOCABULARY:
-        return (torch.cat(list(shards))[:vocab_size],)
-    if parameter.cut is Cut.QKV:
-        by_group = torch.cat(list(shards)).unflatten(0, (model.num_query_groups, -1))
-        queries = model.num_attention_heads // model.num_query_groups * model.head_size
-        parts = by_group.split([queries, model.head_size, model.head_size], dim=1)
-        return tuple(part.flatten(0, 1) for part in parts)
-    halves = [gate_up.chunk(2) for gate_up in shards]
-    return tuple(torch.cat([half[which] for half in halves]) for which in (0, 1))
+def unfuse(parameter: Parameter, whole: Tensor, model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
+    """Return the Hugging Face tensors of which a whole Megatron tensor is assembled, without padding."""
+    runs = rows_of(parameter, model, vocab_size)
+    counts = [rows.last - rows.first for rows in runs]
+    parts = whole[: sum(counts)].split(counts)
+    return tuple(
+        torch.cat([part for rows, part in zip(runs, parts, strict=True) if rows.source == source])
+        for source in range(len(parameter.hugging_face))
+    )
 
 
 def all_names(model: ModelConfig) -> list[str]:

@@ -45,14 +45,10 @@ class ExpertTensor:
         *_, last = stacked
         return (last // self.step, *stacked[1:-1])
 
-    def rows(self, stacked: Any, first: int, last: int, columns: slice) -> Tensor:
-        """Read rows `first` to `last` (exclusive) from a safetensors slice; for a matrix only some columns."""
-        own, wide = slice(self.expert, self.expert + 1), slice(first * self.step, last * self.step)
-        if len(stacked.get_shape()) == 2:
-            bias: Tensor = stacked[own, wide][0, self.first :: self.step]
-            return bias.contiguous()
-        matrix: Tensor = stacked[own, columns, wide][0, :, self.first :: self.step]
-        return matrix.T.contiguous()
+    def read(self, stacked: Any) -> Tensor:
+        """Read it from a safetensors slice of the stacked tensor."""
+        expert: Tensor = stacked[self.expert : self.expert + 1][0, ..., self.first :: self.step]
+        return expert.movedim(-1, 0).contiguous()
 
 
 def expert_tensors(stacked: str, experts: int) -> Iterator[ExpertTensor]:

@@ -122,7 +122,7 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     assert "lacks 2.safetensors" in refusal(lambda: HuggingFaceTensors(tmp_path))
     tensors = HuggingFaceTensors(with_index(tmp_path, a="1.safetensors"))
     assert list(tensors) == ["a"]
-    assert "has no tensor b" in refusal(lambda: tensors.read("b"))
+    assert "has no tensor b" in refusal(lambda: tensors.open("b"))
 
 
 @pytest.mark.parametrize("name", ["../private.safetensors", "{}/private.safetensors", "a/../../private.safetensors", 3])

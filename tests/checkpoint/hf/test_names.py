@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharding import shard
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,8 +22,9 @@ from megatron_ext.checkpoint.hf.names import (
     count_parameters,
     find,
     full_shape,
-    join,
+    fuse_into,
     parameters_of,
+    unfuse,
 )
 from megatron_ext.checkpoint.hf.stacked import expert_tensors
 from megatron_ext.config import ModelConfig
@@ -211,48 +211,14 @@ FOUR_HEADS = ModelConfig(hidden_size=2, num_attention_heads=4, num_query_groups=
 
 
 def test_vocabulary_is_padded_with_zeros_and_cut_back() -> None:
-    model = ModelConfig(make_vocab_size_divisible_by=4)
-    parts = [shard(EMBEDDING, [labelled(1, 2, 3, 4, 5)], model, rank, 2) for rank in (0, 1)]
-    assert [labels(part) for part in parts] == [[1, 2, 3, 4], [5, 0, 0, 0]]
-    (full,) = join(EMBEDDING, parts, model, 5)
-    assert labels(full) == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@given(
-    groups=st.integers(1, 3),
-    share=st.integers(1, 3),
-    half_head=st.integers(1, 4),
-    ffn=st.integers(1, 6),
-    vocabulary=st.integers(1, 50),
-    unit=st.integers(1, 5),
-    width=st.integers(1, 3),
-)
-@settings(max_examples=40, deadline=None)
-def test_join_undoes_shard(
-    tp: int, groups: int, share: int, half_head: int, ffn: int, vocabulary: int, unit: int, width: int
-) -> None:
-    model = ModelConfig(
-        block="olmo3",  # whose norms of queries and keys can be distributed
-        num_layers=1,
-        hidden_size=width * tp,
-        ffn_hidden_size=ffn * tp,
-        num_attention_heads=groups * share * tp,
-        num_query_groups=groups * tp,
-        kv_channels=2 * half_head,
-        make_vocab_size_divisible_by=unit * tp,
-    )
-    generator = torch.Generator().manual_seed(0)
-    for row in TABLE:
-        shapes = [full_shape(name, model, vocabulary) for name in row.hugging_face]
-        full = [torch.randn(shape, generator=generator) for shape in shapes]
-        shards = [shard(row, full, model, rank, tp) for rank in range(tp)]
-        assert len({part.shape for part in shards}) == 1
-        if row.cut is not Cut.WHOLE and row.cut is not Cut.VOCABULARY:
-            assert sum(part.numel() for part in shards) == sum(part.numel() for part in full)
-        joined = join(row, shards, model, vocabulary)
-        assert len(joined) == len(full)
-        assert all(torch.equal(one, other) for one, other in zip(joined, full, strict=True)), row
+    model, rows = ModelConfig(make_vocab_size_divisible_by=4), labelled(1, 2, 3, 4, 5)
+    whole = torch.ones(8, 2)
+    fuse_into(whole, (0, 0), EMBEDDING, [rows], model, 5)
+    assert labels(whole) == [1, 2, 3, 4, 5, 0, 0, 0]
+    assert labels(unfuse(EMBEDDING, whole, model, 5)[0]) == [1, 2, 3, 4, 5]
+    part = torch.ones(4, 1)
+    fuse_into(part, (4, 1), EMBEDDING, [rows], model, 5)
+    assert part[:, 0].tolist() == [50, 0, 0, 0]
 
 
 def test_every_cut_and_name_stands_in_the_table_once() -> None:
