@@ -46,9 +46,7 @@ def show(run: Path, *, verify: bool) -> bool:
         folder = checkpoints / folder_name(step)
         try:
             manifest = read_checkpoint(folder).manifest
-            manifest.check_sizes(folder, manifest.files)
-            if verify:
-                manifest.check_content(folder, manifest.files)
+            manifest.check_files(folder, manifest.files, content=verify)
         except UserError as error:
             damaged = True
             print(f"{step:>10,}  damaged: {error}")

@@ -6,25 +6,22 @@ Each process checks its share of the files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
 
-from megatron_ext.checkpoint.folders import ADD_FLAG, Checkpoint, older, with_offer
+from megatron_ext.checkpoint.folders import Checkpoint, older, with_offer
 from megatron_ext.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
-def undamaged(
-    checkpoint: Checkpoint, remedy: str = ADD_FLAG, *, content: bool = True, past_damaged: bool = False
-) -> Checkpoint:
+def undamaged(checkpoint: Checkpoint, *, content: bool = True, past_damaged: bool = False) -> Checkpoint:
     """Return the checkpoint, or with `past_damaged` the newest undamaged one up to it. Collective.
 
     Args:
         checkpoint: its manifest has been read, its files have not.
-        remedy: how the user can load the checkpoint before a damaged one, for the error message.
         content: compare checksums, not only sizes.
         past_damaged: go back, checkpoint by checkpoint, with a warning.
 
@@ -32,17 +29,19 @@ def undamaged(
         UserError: it is damaged; the message names the file, and the newest complete checkpoint before it.
         RuntimeError: the processes see different checkpoints.
     """
-    earlier: Iterator[Checkpoint] = older(checkpoint.folder) if past_damaged else iter(())
+    earlier = older(checkpoint.folder)
     agree(checkpoint)
     while True:
+        manifest = checkpoint.manifest
+        share = manifest.share(dist.get_rank(), dist.get_world_size())
         try:
-            together(partial(_check_share, checkpoint, content))
+            together(partial(manifest.check_files, checkpoint.folder, share, content=content))
             return checkpoint
         except UserError as error:
             before = next(earlier, None)
             agree(before)
-            if before is None:
-                raise with_offer(error, checkpoint.folder, remedy) from None
+            if before is None or not past_damaged:
+                raise with_offer(error, before) from None
             if dist.get_rank() == 0:
                 logger.warning("%s\nload_latest_complete: taking %s", error, before.folder)
             checkpoint = before
@@ -88,11 +87,3 @@ def together(action: Callable[[], None]) -> None:
     failures = [one for one in everyone if one is not None]
     for is_user_error, text in sorted(failures, reverse=True, key=lambda failure: failure[0]):
         raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
-
-
-def _check_share(checkpoint: Checkpoint, content: bool) -> None:
-    folder, manifest = checkpoint.folder, checkpoint.manifest
-    share = manifest.share(dist.get_rank(), dist.get_world_size())
-    manifest.check_sizes(folder, share)
-    if content:
-        manifest.check_content(folder, share)

@@ -14,22 +14,20 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkpoint.manifest import MANIFEST, Manifest
 from megatron_ext.config import Config
-from megatron_ext.errors import REMEDIES, UserError
-from megatron_ext.files.atomic import atomic_write, move_in, sync
+from megatron_ext.errors import UserError
+from megatron_ext.files.atomic import atomic_write, sync
 
 logger = logging.getLogger(__name__)
 
 POINTER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".incomplete"
 LEFT = ".left"
-ADD_FLAG = "add --load-latest-complete to take it"  # if --load named the run
-NAME_IT = "name that folder instead"  # otherwise
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -67,20 +65,18 @@ def saved_steps(run: Path) -> list[int]:
     return sorted(step for folder in (run / "checkpoints").glob("iter_*") if (step := step_of(folder)) is not None)
 
 
-def locate(path: Path, remedy: str = ADD_FLAG, *, past_damaged: bool = False) -> Checkpoint | None:
+def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
     """Find the checkpoint that an option such as `--load` names; None if the folder has none.
 
     `path` is a checkpoint folder, or a run folder, whose newest checkpoint is named by the pointer; without a pointer
-    (the run was killed before the first one was written), it is that of the highest step. The manifest and the names of
-    the files are checked, their sizes and contents are not.
+    (the run was killed before the first one was written), it is that of the highest step. Only its manifest is checked.
 
     Args:
         path: the folder named by the user.
-        remedy: how the user can load the checkpoint before a damaged one, for the error message.
-        past_damaged: load that checkpoint instead, with a warning.
+        past_damaged: load the checkpoint before a damaged one instead, with a warning.
 
     Raises:
-        UserError: the pointer is unreadable, or the checkpoint is damaged or missing; the message names the file, and
+        UserError: the pointer is unreadable, or the manifest is damaged or missing; the message names the file, and
             the newest complete checkpoint before it.
     """
     fallback: Iterator[Checkpoint] = iter(())
@@ -101,22 +97,19 @@ def locate(path: Path, remedy: str = ADD_FLAG, *, past_damaged: bool = False) ->
         return read_checkpoint(folder)
     except UserError as error:
         complete = next(fallback, None)
-        if complete is None:
-            raise
-        if not past_damaged:
-            raise _offering(error, complete, remedy) from None
+        if complete is None or not past_damaged:
+            raise with_offer(error, complete) from None
         logger.warning("%s\nload_latest_complete: taking %s", error, complete.folder)
         return complete
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint folder's manifest, and check that every file listed in it exists.
+    """Read a checkpoint folder's manifest; the other files are not checked.
 
     Raises:
-        UserError: the manifest is damaged, a file is missing, or the folder is named after another step.
+        UserError: the manifest is damaged or missing, or the folder is named after another step.
     """
     manifest = Manifest.read(folder)
-    manifest.check_names(folder)
     if step_of(folder) not in (None, manifest.step):
         raise UserError(f"load: {folder} holds the checkpoint of step {manifest.step}; give it that name")
     return Checkpoint(folder, manifest)
@@ -131,14 +124,9 @@ def older(folder: Path) -> Iterator[Checkpoint]:
     return iter(()) if step is None else _complete(folder.parent.parent, before=step)
 
 
-def with_offer(error: UserError, folder: Path, remedy: str) -> UserError:
-    """Return the error of a damaged checkpoint, extended by the newest complete one before it, if any."""
-    complete = next(older(folder), None)
-    return error if complete is None else _offering(error, complete, remedy)
-
-
-def _offering(error: UserError, complete: Checkpoint, remedy: str) -> UserError:
-    return UserError(f"{error}; {complete.folder} is complete: {remedy}")
+def with_offer(error: UserError, complete: Checkpoint | None) -> UserError:
+    """Return the error of a damaged checkpoint, extended by the complete one before it, if any."""
+    return error if complete is None else UserError(f"{error}; {complete.folder} is complete: name that folder instead")
 
 
 def _complete(run: Path, *, before: int | None) -> Iterator[Checkpoint]:
@@ -146,7 +134,7 @@ def _complete(run: Path, *, before: int | None) -> Iterator[Checkpoint]:
         if before is None or step < before:
             try:
                 checkpoint = read_checkpoint(run / "checkpoints" / folder_name(step))
-                checkpoint.manifest.check_sizes(checkpoint.folder, checkpoint.manifest.files)
+                checkpoint.manifest.check_files(checkpoint.folder, checkpoint.manifest.files, content=False)
             except UserError:
                 continue
             yield checkpoint
@@ -174,28 +162,14 @@ def begin(run: Path, step: int) -> Path:
 def publish(aside: Path) -> Path:
     """Rename a complete checkpoint to its final name, then update the pointer. All of it is on disk on return.
 
-    Args:
-        aside: the folder created by `begin`; its files are on disk.
-
-    Raises:
-        UserError: the folder was renamed, but the pointer cannot be written.
+    `aside` is the folder created by `begin`; its files are on disk.
     """
     folder = aside.with_name(aside.name.split(".")[0])
-    sync([aside])
-    # `folder` exists if a run that resumed from an earlier checkpoint saves the same step again
-    move_in(aside, folder, aside.with_name(f"{folder.name}.{secrets.token_hex(4)}.replaced{UNFINISHED}"))
     step = step_of(folder)
     assert step is not None
-    try:
-        point(folder.parent, step)
-    except OSError as error:
-        if error.errno not in REMEDIES:
-            raise
-        raise UserError(
-            f"save: {folder.parent / POINTER} cannot be written ({error.strerror or error}), but {folder} is complete; "
-            f"make room and start again with --load {folder}"
-        ) from None
-    remove_unfinished(folder.parent)
+    sync([aside])
+    aside.rename(folder)
+    point(folder.parent, step)
     return folder
 
 
@@ -226,40 +200,20 @@ def rewind(folder: Path) -> list[Path]:
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Delete folders that were being written, replaced or deleted when a run was killed."""
+    """Delete folders that were being written or deleted when a run was killed; what cannot be deleted stays."""
     for folder in checkpoints.glob(f"iter_*{UNFINISHED}"):
-        _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a folder that is no longer needed; log a warning if that fails (for example on NFS)."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        pass  # another process deleted it
-    except OSError as error:
-        logger.warning("%s cannot be deleted (%s); nothing needs it", folder, error.strerror or error)
-
-
-def superfluous(steps: Sequence[int], last: int, every: int) -> list[int]:
-    """Return the `steps` (ascending) that may be deleted; never the newest.
-
-    Args:
-        steps: of complete checkpoints.
-        last: number of the newest checkpoints to keep; 0: all.
-        every: checkpoints whose step is a multiple of this are always kept.
-    """
-    if not last:
-        return []
-    return [step for step in steps[:-last] if not (every and step % every == 0)]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def delete_superfluous(run: Path, newest: int, last: int, every: int) -> None:
-    """Delete superfluous checkpoints up to `newest`.
+    """Delete checkpoints up to step `newest`, except the `last` of them (0: all) and those of every `every`-th step.
 
     Each is renamed first, so that a killed process leaves no partially deleted checkpoint.
     """
-    for step in superfluous([step for step in saved_steps(run) if step <= newest], last, every):
+    steps = [step for step in saved_steps(run) if step <= newest]
+    for step in steps[:-last] if last else []:
+        if every and step % every == 0:
+            continue
         folder = run / "checkpoints" / folder_name(step)
         going = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.deleted{UNFINISHED}")
         try:
@@ -267,7 +221,7 @@ def delete_superfluous(run: Path, newest: int, last: int, every: int) -> None:
         except OSError as error:
             logger.warning("%s cannot be deleted (%s); it stays", folder, error.strerror or error)
         else:
-            _remove(going)
+            shutil.rmtree(going, ignore_errors=True)
 
 
 def find_checkpoint(config: Config) -> Checkpoint | None:

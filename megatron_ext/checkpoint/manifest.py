@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -118,17 +117,6 @@ class Manifest:
             check_inside(name, path, "load")
         return manifest
 
-    def check_names(self, folder: Path) -> None:
-        """Check that every file exists with one listing of the folder, which is cheap even for many processes.
-
-        Raises:
-            UserError: a file is missing; the message names it.
-        """
-        present = set(os.listdir(folder))
-        for name in self.files:
-            if name not in present:
-                raise UserError(f"load: {folder / name} is missing; take another checkpoint")
-
     def check_optimizer(self, folder: Path, remedy: str) -> None:
         """Check that a checkpoint has an optimizer state; those of tools/convert_checkpoint.py do not.
 
@@ -142,37 +130,29 @@ class Manifest:
         if not self.optimizer:
             raise UserError(f"load: {folder} holds weights alone, needs an optimizer's state; {remedy}")
 
-    def check_sizes(self, folder: Path, names: Iterable[str]) -> None:
-        """Compare the sizes of some of the files, without reading their content.
+    def check_files(self, folder: Path, names: Iterable[str], *, content: bool) -> None:
+        """Compare the sizes of some of the files and, with `content`, their checksums.
 
         Raises:
-            UserError: one is missing or has another size; the message names it.
-        """
-        for name in names:
-            path = folder / name
-            if not path.is_file():
-                raise UserError(f"load: {path} is missing; take another checkpoint")
-            size, wanted = path.stat().st_size, self.files[name].size
-            if size != wanted:
-                raise UserError(f"load: {path} is damaged: {size:,} bytes of {wanted:,}; take another checkpoint")
-
-    def check_content(self, folder: Path, names: Iterable[str]) -> None:
-        """Read some of the files completely and compare their checksums.
-
-        Raises:
-            UserError: one cannot be read, or its checksum differs; the message names it.
+            UserError: one is missing, cannot be read or differs; the message names it.
             OSError: the file system failed; another attempt may succeed.
         """
         for name in names:
-            path = folder / name
-            try:
-                checksum = facts_of(path).sha256
-            except OSError as error:
-                if is_transient(error):
-                    raise
-                raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
-            if checksum != self.files[name].sha256:
-                raise UserError(f"load: {path} is damaged: its checksum differs; take another checkpoint")
+            path, wanted = folder / name, self.files[name]
+            if not path.is_file():
+                raise UserError(f"load: {path} is missing; take another checkpoint")
+            size = path.stat().st_size
+            if size != wanted.size:
+                raise UserError(f"load: {path} is damaged: {size:,} bytes of {wanted.size:,}; take another checkpoint")
+            if content:
+                try:
+                    checksum = facts_of(path).sha256
+                except OSError as error:
+                    if is_transient(error):
+                        raise
+                    raise UserError(f"load: {path} cannot be read ({error.strerror}); take another one") from None
+                if checksum != wanted.sha256:
+                    raise UserError(f"load: {path} is damaged: its checksum differs; take another checkpoint")
 
     def share(self, rank: int, ranks: int) -> list[str]:
         """Return the files that one of `ranks` processes checks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint, locate
+from megatron_ext.checkpoint.folders import Checkpoint, locate
 from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.arguments import as_flag, from_dict
@@ -61,7 +61,7 @@ class Pretrained:
         Raises:
             UserError: the folder is neither of these, is damaged, or is from a version with other model options.
         """
-        checkpoint = locate(path, NAME_IT)
+        checkpoint = locate(path)
         if checkpoint is None:
             raise UserError(f"checkpoint: {path} holds no checkpoint of this package; check the path")
         folder, saved = checkpoint.folder, checkpoint.manifest.config

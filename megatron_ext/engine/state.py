@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext.checkpoint import changes, folders
 from megatron_ext.checkpoint.damage import together, undamaged
-from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint
+from megatron_ext.checkpoint.folders import Checkpoint
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
 from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity
 from megatron_ext.checkpoint.pretrained import Pretrained
@@ -317,7 +317,7 @@ class Checkpointer:
             UserError: a Hugging Face folder, or a checkpoint that is damaged, has other shapes or precision, or only
                 weights.
         """
-        checkpoint = undamaged(pretrained.with_optimizer(), NAME_IT)
+        checkpoint = undamaged(pretrained.with_optimizer())
         checkpoint.manifest.check_optimizer(checkpoint.folder, "leave --init-optimizer out")
         changes.check_shapes(checkpoint.manifest.config, self.config, checkpoint.folder)
         self._read(checkpoint, randomness=False)
@@ -366,7 +366,7 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
         source.check(pretrained.model, pretrained.model.vocab_size)
         set_weights(chunks, pretrained.model, pretrained.model.vocab_size, ranks, source.open)
         return
-    folder = undamaged(pretrained.checkpoint, NAME_IT).folder
+    folder = undamaged(pretrained.checkpoint).folder
     shards = [shard for weight in saved_weights(chunks, pretrained.model, ranks) for shard in weight.shards]
     _read_together(lambda: Stored(folder).fill(shards, padded=True))
 

@@ -54,7 +54,9 @@ def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
         yield partial
         sync([*partial.rglob("*"), partial])
         if replace:
-            move_in(partial, path, old)
+            if path.exists():  # a folder cannot replace another in one step: if killed between the two, `old` exists
+                path.rename(old)
+            partial.rename(path)
         else:
             try:
                 partial.rename(path)  # fails if `path` is a non-empty folder
@@ -64,13 +66,3 @@ def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def move_in(new: Path, path: Path, old: Path) -> None:
-    """Rename the folder `new` to `path`; an existing `path` is first renamed to `old`, for the caller to remove.
-
-    A folder cannot replace another one in a single step: if killed between the two renames, only `old` exists.
-    """
-    if path.exists():
-        path.rename(old)
-    new.rename(path)

@@ -101,7 +101,7 @@ def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
     before = sorted((file, file.stat().st_mtime_ns) for file in run.rglob("*"))
     line = refused(alone, *flags(small_data, run, 6, "--load", run))
     assert line.startswith(f"load: {path} ")
-    assert line.endswith(f"{run / 'checkpoints' / BEFORE} is complete: add --load-latest-complete to take it")
+    assert line.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
     assert sorted((file, file.stat().st_mtime_ns) for file in run.rglob("*")) == before
 
 

@@ -33,8 +33,7 @@ def assert_complete(run: Path) -> None:
     for step in saved_steps(run):
         folder = run / "checkpoints" / folder_name(step)
         manifest = Manifest.read(folder)
-        manifest.check_sizes(folder, manifest.files)
-        manifest.check_content(folder, manifest.files)
+        manifest.check_files(folder, manifest.files, content=True)
         assert manifest.step == step
     if saved_steps(run):
         assert locate(run) is not None

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_ext.checkpoint.folders import NAME_IT, folder_name, point, with_offer
+from megatron_ext.checkpoint.folders import folder_name, older, point, with_offer
 from megatron_ext.checkpoint.hf.auxiliary import copy_files, has_tokenizer, tokenizer_folder, write_config
 from megatron_ext.checkpoint.hf.folder import DTYPES, INDEX, SINGLE, HuggingFaceTensors, read_config, read_model_config
 from megatron_ext.checkpoint.hf.names import (
@@ -173,9 +173,9 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     files = split(sizes, max_shard_bytes)
     with _new_folder(output) as folder:
         try:
-            manifest.check_content(run.folder, manifest.files)
+            manifest.check_files(run.folder, manifest.files, content=True)
         except UserError as error:
-            raise with_offer(error, run.folder, NAME_IT) from None
+            raise with_offer(error, next(older(run.folder), None)) from None
         write_config(folder, model, run.length, next(iter(dtypes.values())), tokens)
         if tokens is not None:
             copy_files(tokens, folder)
