@@ -27,45 +27,9 @@ def attend(
     scale: float,
     sink_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output, [t, N, W]."""
-    return reference_attention(
-        query_tNH, key_uGH, value_uGW, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window, sink_N
-    )
-
-
-def reference_attention(
-    query_tNH: Tensor,
-    key_uGH: Tensor,
-    value_uGW: Tensor,
-    cu_seqlens_q: Int32,
-    cu_seqlens_kv: Int32,
-    scale: float,
-    left_window: int | None = None,
-    sink_N: Tensor | None = None,
-) -> Tensor:
-    """Compute block-diagonal attention, causal from each block's bottom right corner.
-
-    Args:
-        query_tNH: queries; t = cu_seqlens_q[-1].
-        key_uGH: keys; u = cu_seqlens_kv[-1]; G divides N (grouped-query attention).
-        value_uGW: values.
-        cu_seqlens_q: int32 [S+1], borders of the segments in the queries; segments may be empty.
-        cu_seqlens_kv: int32 [S+1], borders in the keys; each segment has at least as many keys as queries.
-        scale: multiplies the dot products before the softmax.
-        left_window: sliding window, the most tokens before itself that a query sees; None for its whole segment.
-        sink_N: the logit of one more softmax entry for each query head; None for a plain softmax.
-
-    Returns:
-        [t, N, W] in the queries' dtype.
-    """
+    """Return the attention output, [t, N, W], in the queries' dtype; segments may be empty."""
+    cu_seqlens_q, cu_seqlens_kv, left_window = call.cu_seqlens_q, call.cu_seqlens_kv, call.left_window
     lengths_q, lengths_kv = np.diff(cu_seqlens_q), np.diff(cu_seqlens_kv)
-    if cu_seqlens_q[-1] != len(query_tNH) or cu_seqlens_kv[-1] != len(key_uGH):
-        raise ValueError(
-            f"cu_seqlens: end at {cu_seqlens_q[-1]} queries and {cu_seqlens_kv[-1]} keys, "
-            f"got {len(query_tNH)} and {len(key_uGH)}"
-        )
-    if (lengths_q > lengths_kv).any():
-        raise ValueError("cu_seqlens_kv: a segment has fewer keys than queries")
     shapes, member = np.unique(np.stack([lengths_q, lengths_kv], 1), axis=0, return_inverse=True)
     if len(shapes) == 1 and lengths_q[0]:  # all segments have one shape and are contiguous: no gather is needed
         inputs = (query_tNH, key_uGH, value_uGW)

@@ -75,10 +75,10 @@ def together(action: Callable[[], None]) -> None:
         UserError: that of the first process with one; the same on all.
         RuntimeError: another process had another error, which it raises itself.
     """
-    mine: Exception | None = None
+    mine: BaseException | None = None
     try:
         action()
-    except Exception as error:
+    except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
         mine = error
     everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine and (isinstance(mine, UserError), str(mine)))

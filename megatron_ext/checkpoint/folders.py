@@ -89,11 +89,6 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
                 return None
             folder = path / "checkpoints" / folder_name(newest)
         fallback = older(folder)
-        if not folder.is_dir():
-            pointer = folder.parent / POINTER
-            raise UserError(
-                f"load: {pointer} names step {step_of(folder)}, but {folder} is no checkpoint; name another step"
-            )
         return read_checkpoint(folder)
     except UserError as error:
         complete = next(fallback, None)

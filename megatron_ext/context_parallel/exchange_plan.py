@@ -81,10 +81,7 @@ class CPPlan:
         cp_size: the number of ranks; each holds T/cp tokens.
         policy: the assignment that was chosen (never "auto").
         left_window: the most tokens before itself that a token sees; None for its whole segment.
-        piece_segment: int64 [P], the segment of each piece; pieces are sorted by position and tile 0..T.
-        piece_start: int64 [P], the first token of each piece.
-        piece_end: int64 [P], the token after its last.
-        piece_rank: int64 [P], the rank that holds it. Neighbouring pieces of a segment differ in rank.
+        pieces: the tokens of each rank.
         row_cost: cost of moving a row, in attention pairs.
     """
 
@@ -92,27 +89,24 @@ class CPPlan:
     cp_size: int
     policy: Policy
     left_window: int | None
-    piece_segment: Int64
-    piece_start: Int64
-    piece_end: Int64
-    piece_rank: Int64
+    pieces: Pieces
     row_cost: float = PAIRS_PER_ROW
     _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)  # computed on demand
 
     @cached_property
     def rows(self) -> tuple[Int64, ...]:
         """rows[r]: int64 [T/cp], the tokens of rank r, ascending."""
-        lengths, pieces = self.piece_end - self.piece_start, map(self.pieces_of, range(self.cp_size))
-        return tuple(ranges(self.piece_start[own], lengths[own]) for own in pieces)
+        lengths, pieces = self.pieces.end - self.pieces.start, map(self.pieces_of, range(self.cp_size))
+        return tuple(ranges(self.pieces.start[own], lengths[own]) for own in pieces)
 
     @cached_property
     def pairs(self) -> Int64:
         """int64 [cp]: attention pairs (query, visible key) of each rank."""
         first = self._segment_start
-        pairs = segment_pairs(self.piece_end - first, self.left_window) - segment_pairs(
-            self.piece_start - first, self.left_window
+        pairs = segment_pairs(self.pieces.end - first, self.left_window) - segment_pairs(
+            self.pieces.start - first, self.left_window
         )
-        return _sums(self.piece_rank, pairs, self.cp_size)
+        return _sums(self.pieces.rank, pairs, self.cp_size)
 
     @cached_property
     def rows_moved(self) -> Int64:
@@ -137,12 +131,12 @@ class CPPlan:
 
     def under(self, layout: PackedLayout, left_window: int | None) -> CPPlan:
         """Plan the same assignment for layers with other segments or another left window."""
-        pieces = cut_at_segments(layout, self.piece_start, self.piece_rank)
-        return _made(layout, self.cp_size, self.policy, left_window, pieces, self.row_cost)
+        pieces = cut_at_segments(layout, self.pieces.start, self.pieces.rank)
+        return CPPlan(layout, self.cp_size, self.policy, left_window, pieces, self.row_cost)
 
     def pieces_of(self, rank: int) -> Int64:
         """Return the indices of the pieces of one rank, int64, by position."""
-        return np.flatnonzero(self.piece_rank == rank)
+        return np.flatnonzero(self.pieces.rank == rank)
 
     def rank(self, rank: int) -> RankPlan:
         """Return the plan of one rank, computed on first access and cached."""
@@ -152,14 +146,14 @@ class CPPlan:
 
     @cached_property
     def _segment_start(self) -> Int64:
-        return self.layout.cu_seqlens[self.piece_segment].astype(np.int64)
+        return self.layout.cu_seqlens[self.pieces.segment].astype(np.int64)
 
     @cached_property
     def key_start(self) -> Int64:
         """int64 [P]: the first key that each piece sees."""
         if self.left_window is None:
             return self._segment_start
-        return np.maximum(self._segment_start, self.piece_start - self.left_window)
+        return np.maximum(self._segment_start, self.pieces.start - self.left_window)
 
     @cached_property
     def _transfers(self) -> _Transfers:
@@ -171,24 +165,24 @@ class CPPlan:
             rank     0 0 1 1 1 1 0 0        its first piece is not `late`, as it sees no token before itself;
             fetched      ^ ^ ^ ^            its second one sees [0, 6), of which its rank lacks [2, 6)
         """
-        late = np.flatnonzero(self.key_start < self.piece_start)
-        late = late[np.argsort(self.piece_rank[late], kind="stable")]
-        rank, segment = self.piece_rank[late], self.piece_segment[late]
-        low, high = self.key_start[late], self.piece_start[late]
+        late = np.flatnonzero(self.key_start < self.pieces.start)
+        late = late[np.argsort(self.pieces.rank[late], kind="stable")]
+        rank, segment = self.pieces.rank[late], self.pieces.segment[late]
+        low, high = self.key_start[late], self.pieces.start[late]
         follows = np.flatnonzero((rank[1:] == rank[:-1]) & (segment[1:] == segment[:-1])) + 1
-        low[follows] = np.maximum(low[follows], self.piece_end[late[follows - 1]])
+        low[follows] = np.maximum(low[follows], self.pieces.end[late[follows - 1]])
         # The first piece of a segment sees no earlier one and is not in `late`; its rank may hold a later piece.
-        opening = np.searchsorted(self.piece_start, self._segment_start[late])
-        own = self.piece_rank[opening] == rank
-        low[own] = np.maximum(low[own], self.piece_end[opening[own]])
+        opening = np.searchsorted(self.pieces.start, self._segment_start[late])
+        own = self.pieces.rank[opening] == rank
+        low[own] = np.maximum(low[own], self.pieces.end[opening[own]])
         wanted = np.flatnonzero(low < high)
-        query, piece, start, end = overlaps(low[wanted], high[wanted], self.piece_start, self.piece_end)
-        return _Transfers(piece, self.piece_rank[piece], rank[wanted[query]], start, end)
+        query, piece, start, end = overlaps(low[wanted], high[wanted], self.pieces.start, self.pieces.end)
+        return _Transfers(piece, self.pieces.rank[piece], rank[wanted[query]], start, end)
 
     def _list(self, rank: int) -> RankPlan:
         """Return the rows that a rank sends, receives and attends to."""
         own = self.pieces_of(rank)
-        start, end, key_start = self.piece_start[own], self.piece_end[own], self.key_start[own]
+        start, end, key_start = self.pieces.start[own], self.pieces.end[own], self.key_start[own]
         cu_seqlens_q = np.concatenate([[0], np.cumsum(end - start)])
         coming = self._in_order(self._transfers.destination == rank, self._transfers.source)
         going = self._in_order(self._transfers.source == rank, self._transfers.destination)
@@ -248,9 +242,9 @@ def plan(
         raise UserError(f"cp_policy: got {policy!r}, needs one of {', '.join(Policy)}")
     chosen = Policy(policy)
     if chosen is Policy.CONTIGUOUS:
-        return _made(layout, cp_size, chosen, left_window, contiguous(layout, cp_size), row_cost)
+        return CPPlan(layout, cp_size, chosen, left_window, contiguous(layout, cp_size), row_cost)
     if chosen is Policy.ZIGZAG:
-        return _made(layout, cp_size, chosen, left_window, zigzag(layout, cp_size), row_cost)
+        return CPPlan(layout, cp_size, chosen, left_window, zigzag(layout, cp_size), row_cost)
     if chosen is Policy.BALANCED:
         return _balanced(layout, cp_size, left_window, row_cost)
     return _cheapest(layout, cp_size, left_window, row_cost)
@@ -263,7 +257,7 @@ def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_c
     saves rows and costs pairs: it is tried while each plan is cheaper and moves no more rows than the one before, and
     while the rows cost more than the pairs that the next tolerance may add.
     """
-    made = _made(layout, cp_size, Policy.BALANCED, left_window, contiguous(layout, cp_size), row_cost)
+    made = CPPlan(layout, cp_size, Policy.BALANCED, left_window, contiguous(layout, cp_size), row_cost)
     if _good_enough(made):
         return made
     mean, tries = made.pairs.mean(), []
@@ -272,7 +266,7 @@ def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_c
         if best is not None and best.exchange_cost <= tolerance * mean - max(best.pairs.max(), EVEN * mean):
             break
         pieces = balanced(layout, cp_size, left_window, tolerance)
-        made = _made(layout, cp_size, Policy.BALANCED, left_window, pieces, row_cost)
+        made = CPPlan(layout, cp_size, Policy.BALANCED, left_window, pieces, row_cost)
         tries.append(made)
         if made.pairs.max() <= (tolerance + 0.005) * mean:
             if best is not None and not (made.cost < best.cost and made.rows_moved.sum() <= best.rows_moved.sum()):
@@ -299,12 +293,6 @@ def _good_enough(made: CPPlan) -> bool:
     """Return whether ranks are even and almost nothing is moved, so that no other plan is needed."""
     few = made.rows_moved.sum() * FEW <= made.layout.tokens
     return bool(few and made.pairs.max() <= EVEN * made.pairs.mean())
-
-
-def _made(
-    layout: PackedLayout, cp_size: int, policy: Policy, left_window: int | None, pieces: Pieces, row_cost: float
-) -> CPPlan:
-    return CPPlan(layout, cp_size, policy, left_window, pieces.segment, pieces.start, pieces.end, pieces.rank, row_cost)
 
 
 def _sums(index: Int64, values: Int64, length: int) -> Int64:

@@ -400,6 +400,17 @@ def begin_optimizer_states(optimizer: Any) -> None:
                 tensor.zero_()
 
 
+def updated_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Yield the weights that a distributed optimizer updates here, and which of their flattened elements: start, end.
+
+    Remove when the optimizer has a public list of them.
+    """
+    for by_dtype in optimizer.gbuf_ranges:
+        for bucket in (bucket for buckets in by_dtype.values() for bucket in buckets):
+            for weight, ranges in bucket["param_map"].items():
+                yield weight, ranges["param"].start, ranges["param"].end
+
+
 def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return this process's part of a weight in a distributed optimizer: master weight ("param") and moments, float32.
 

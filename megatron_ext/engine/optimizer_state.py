@@ -72,15 +72,14 @@ class OptimizerState:
         if isinstance(part, DistributedOptimizer):
             if not part.optimizer.state:  # before the first update
                 compat.begin_optimizer_states(part)
-            buckets = (bucket for by_dtype in part.gbuf_ranges for each in by_dtype.values() for bucket in each)
-            for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+            for parameter, start, end in compat.updated_ranges(part):
                 state = compat.optimizer_states(part, parameter)
                 if compat.has_lowered_states(part):
                     self._copies.append((part, parameter, state))
                 tensors = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
                 if self.bf16:  # otherwise the weight itself is the master weight
                     tensors["fp32_param"] = state["param"]
-                yield parameter, ranges["param"].start, ranges["param"].end, tensors
+                yield parameter, start, end, tensors
             return
         part.init_state_fn(part.optimizer, part.config)
         masters = (getattr(part, name, []) for name in ("float16_groups", "fp32_from_float16_groups"))

@@ -22,6 +22,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_ext import heartbeat
 from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.checkpoint.damage import together
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
@@ -145,31 +146,26 @@ def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, read
             names the file, the reason and the remedy.
         RuntimeError: any other exception on rank 0, which raises that exception itself.
     """
-    answer = refusal = crash = None
-    try:
-        if ranks.world == 0:
-            answer = action()
-    except UserError as error:
-        refusal = str(error)
-    except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
-        if not isinstance(error, OSError) or error.errno not in REMEDIES:
-            crash = repr(error)
-            raise
-        refusal = f"{cannot_write(error, path)}; choose another folder or make this one writable"
-        if reads:
-            refusal = (
-                f"load: {error.filename or path} cannot be read ({error.strerror or error}); make it readable, or "
-                "restore it from a copy"
-            )
-    finally:
-        outcome: list[Any] = [answer, refusal, crash]
-        dist.broadcast_object_list(outcome, src=0)
-    shared, refusal, crash = outcome
-    if refusal is not None:
-        raise UserError(refusal)
-    if crash is not None:
-        raise RuntimeError(f"process 0: {crash}")
-    everyones: Answer = shared
+    answer: list[Any] = [None]
+
+    def on_rank0() -> None:
+        try:
+            if ranks.world == 0:
+                answer[0] = action()
+        except OSError as error:
+            if error.errno not in REMEDIES:
+                raise
+            refusal = f"{cannot_write(error, path)}; choose another folder or make this one writable"
+            if reads:
+                refusal = (
+                    f"load: {error.filename or path} cannot be read ({error.strerror or error}); make it readable, or "
+                    "restore it from a copy"
+                )
+            raise UserError(refusal) from None
+
+    together(on_rank0)
+    dist.broadcast_object_list(answer, src=0)
+    everyones: Answer = answer[0]
     return everyones
 
 

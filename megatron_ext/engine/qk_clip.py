@@ -96,10 +96,8 @@ class QKClip:
         """Yield the part of a weight that the optimizer updates here, and its offset in the flattened weight."""
         optimizer = self.optimizer
         if isinstance(optimizer, DistributedOptimizer):
-            buckets = (bucket for by_dtype in optimizer.gbuf_ranges for each in by_dtype.values() for bucket in each)
-            for bucket in buckets:
-                if weight in bucket["param_map"]:
-                    start = bucket["param_map"][weight]["param"].start
+            for one, start, _ in compat.updated_ranges(optimizer):
+                if one is weight:
                     yield compat.optimizer_states(optimizer, weight)["param"], start
         elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
             for weights, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):

@@ -74,7 +74,7 @@ class PackView:
     def owner(self) -> Int64:
         """int64 [T]: the rank that holds each token."""
         made = self.plan
-        return np.repeat(made.piece_rank, made.piece_end - made.piece_start)
+        return np.repeat(made.pieces.rank, made.pieces.end - made.pieces.start)
 
     @cached_property
     def keys(self) -> Int64:
@@ -200,7 +200,7 @@ def _rank_lines(view: PackView, rank: int) -> list[str]:
     received = [(_runs(rows), source) for source, rows in enumerate(made.receive) if rows.size]
     fetched = ", ".join(f"{rows} from rank {source}" for rows, source in received)
     facts = [
-        "pieces " + _intervals(view.plan.piece_start[own], view.plan.piece_end[own]),
+        "pieces " + _intervals(view.plan.pieces.start[own], view.plan.pieces.end[own]),
         f"cu_seqlens_q  = {made.cu_seqlens_q.tolist()}",
         f"cu_seqlens_kv = {made.cu_seqlens_kv.tolist()}",
         f"fetches {fetched}" if fetched else "fetches nothing",

@@ -112,7 +112,7 @@ def _whole(mask: AttentionMask | CPPlan, ranks: int, backends: tuple[str, ...], 
 def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
     """Return the shapes of one rank under the exchange of keys."""
     own = plan.pieces_of(rank)
-    queries, keys = plan.piece_end[own] - plan.piece_start[own], plan.piece_end[own] - plan.key_start[own]
+    queries, keys = plan.pieces.end[own] - plan.pieces.start[own], plan.pieces.end[own] - plan.key_start[own]
     local = queries == keys  # as in `attention.exchange.local_pieces`
     tokens = int(queries.sum())
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.attention import reference
 from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.attention.reference import reference_attention
 
 CPU = torch.device("cpu")
 Lengths = Sequence[tuple[int, int]]  # queries and keys of each segment
@@ -42,12 +41,7 @@ def results(attend: Attend, inputs: list[Tensor], call: AttentionCall) -> list[T
 def exact(inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
     """The same of the reference, in float64."""
 
-    def reference(*arguments: Any) -> Tensor:
-        query, key, value, _, scale, *sink = arguments
-        borders = call.cu_seqlens_q, call.cu_seqlens_kv
-        return reference_attention(query, key, value, *borders, scale, call.left_window, *sink)
-
-    return results(reference, [x.double() for x in inputs], call)
+    return results(reference.attend, [x.double() for x in inputs], call)
 
 
 def assert_right(attend: Attend, inputs: list[Tensor], call: AttentionCall, tolerance: float = 1e-5) -> None:

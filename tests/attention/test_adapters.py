@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from attention.kernels import assert_right, call_of, inputs_of
-from megatron_ext.attention import backends, flash_attn_4, te_thd, torch_varlen
-from megatron_ext.attention.reference import reference_attention
+from megatron_ext.attention import backends, flash_attn_4, reference, te_thd, torch_varlen
+from megatron_ext.attention.interface import AttentionCall
 
 CUDA = torch.device("cuda")
 
@@ -25,7 +25,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor
     """What such a kernel computes with a window of (left, 0)."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     left_window = None if left == -1 else left
-    return reference_attention(query, key, value, cu_q.numpy(), cu_k.numpy(), scale, left_window)
+    return reference.attend(query, key, value, AttentionCall(cu_q.numpy(), cu_k.numpy(), left_window), scale)
 
 
 # varlen_attn with the signatures of torch 2.10, 2.11, and 2.12 and 2.13

@@ -14,7 +14,6 @@ from megatron_ext.attention import reference
 from megatron_ext.attention.backends import BACKENDS, Backend
 from megatron_ext.attention.choice import BY_NAME, PerCall, select
 from megatron_ext.attention.interface import AttentionCall
-from megatron_ext.attention.reference import reference_attention
 from megatron_ext.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -26,7 +25,7 @@ def test_the_choice_on_a_cpu_attends(name: str) -> None:
     query, key, value = (torch.randn(n, heads, 4, generator=generator) for n, heads in ((3, 4), (7, 2), (7, 2)))
     call = AttentionCall(np.array([0, 2, 2, 3], dtype=np.int32), np.array([0, 4, 6, 7], dtype=np.int32))
     out = select(name, CPU, torch.float32, 4)(query, key, value, call, 0.3)
-    wanted = reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, 0.3)
+    wanted = reference.attend(query, key, value, call, 0.3)
     torch.testing.assert_close(out, wanted, rtol=0, atol=0)
 
 

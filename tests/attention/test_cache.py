@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_ext.attention.cache import KeyValueCache
-from megatron_ext.attention.reference import attend, reference_attention
+from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention.reference import attend
 
 N, G, H, W = 4, 2, 8, 6
 
@@ -40,7 +41,7 @@ def test_pieces_of_texts_see_what_whole_texts_see(left_window: int | None) -> No
     assert done == lengths
     for text, n in enumerate(lengths):
         borders = np.array([0, n], dtype=np.int32)
-        whole = reference_attention(*texts[text], borders, borders, 0.3, left_window)
+        whole = attend(*texts[text], AttentionCall(borders, borders, left_window), 0.3)
         torch.testing.assert_close(torch.cat(out[text]), whole)
 
 

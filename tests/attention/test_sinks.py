@@ -95,9 +95,7 @@ def test_torch_varlen(monkeypatch: pytest.MonkeyPatch, left_window: int | None) 
     call = call_of(LENGTHS, left_window)
 
     def attend(query, key, value, *borders, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False):  # type: ignore[no-untyped-def]
-        out = reference.reference_attention(
-            query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, left_window
-        )
+        out = reference.attend(query, key, value, call, scale)
         return (out, flash(query, key, call, scale)[1]) if return_aux and return_aux.lse else out
 
     def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng_state, scale, window):  # type: ignore[no-untyped-def]

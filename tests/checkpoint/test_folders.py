@@ -56,12 +56,19 @@ def test_without_a_pointer_it_is_the_newest(tmp_path: Path) -> None:
     assert located(tmp_path) == folder
 
 
-@pytest.mark.parametrize(("content", "text"), [(b"\xff4", "holds "), (b"-4", "holds "), (b"5", "names step 5, but ")])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"\xff4", f"{POINTER} holds "),
+        (b"-4", f"{POINTER} holds "),
+        (b"5", "iter_0000005/manifest.json "),
+    ],
+)
 def test_a_pointer_that_leads_nowhere_is_named(tmp_path: Path, content: bytes, text: str) -> None:
     write(tmp_path, 3)
     pointer = tmp_path / "checkpoints" / POINTER
     pointer.write_bytes(content)
-    with pytest.raises(UserError, match=rf"^load: {pointer} {text}.*iter_0000003"):
+    with pytest.raises(UserError, match=rf"^load: {pointer.parent}/{text}.*iter_0000003"):
         located(tmp_path)
 
 

@@ -46,21 +46,21 @@ def visible(layout: PackedLayout, left_window: int | None) -> list[range]:
 def key_ranges(made: CPPlan, rank: int) -> list[range]:
     """For each piece of the rank, all that its queries see."""
     seen = visible(made.layout, made.left_window)
-    pieces = np.flatnonzero(made.piece_rank == rank)
-    return [range(seen[made.piece_start[p]].start, made.piece_end[p]) for p in pieces]
+    pieces = np.flatnonzero(made.pieces.rank == rank)
+    return [range(seen[made.pieces.start[p]].start, made.pieces.end[p]) for p in pieces]
 
 
 def check_pieces(made: CPPlan) -> None:
     borders = made.layout.cu_seqlens
-    assert made.piece_start[0] == 0
-    assert made.piece_end[-1] == made.layout.tokens
-    np.testing.assert_array_equal(made.piece_end[:-1], made.piece_start[1:])
-    assert (made.piece_start < made.piece_end).all()
-    assert (borders[made.piece_segment] <= made.piece_start).all()
-    assert (made.piece_end <= borders[made.piece_segment + 1]).all()
-    neighbours = made.piece_segment[1:] == made.piece_segment[:-1]
-    assert not (neighbours & (made.piece_rank[1:] == made.piece_rank[:-1])).any()
-    for column in (made.piece_segment, made.piece_start, made.piece_end, made.piece_rank):
+    assert made.pieces.start[0] == 0
+    assert made.pieces.end[-1] == made.layout.tokens
+    np.testing.assert_array_equal(made.pieces.end[:-1], made.pieces.start[1:])
+    assert (made.pieces.start < made.pieces.end).all()
+    assert (borders[made.pieces.segment] <= made.pieces.start).all()
+    assert (made.pieces.end <= borders[made.pieces.segment + 1]).all()
+    neighbours = made.pieces.segment[1:] == made.pieces.segment[:-1]
+    assert not (neighbours & (made.pieces.rank[1:] == made.pieces.rank[:-1])).any()
+    for column in (made.pieces.segment, made.pieces.start, made.pieces.end, made.pieces.rank):
         assert column.dtype == np.int64
 
 
@@ -70,7 +70,9 @@ def check_rows(made: CPPlan) -> None:
     assert all(len(rows) == share and rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in made.rows)
     np.testing.assert_array_equal(np.sort(np.concatenate(list(made.rows))), np.arange(made.layout.tokens))
     for rank in range(made.cp_size):
-        np.testing.assert_array_equal(made.piece_rank[np.searchsorted(made.piece_end, made.rows[rank], "right")], rank)
+        np.testing.assert_array_equal(
+            made.pieces.rank[np.searchsorted(made.pieces.end, made.rows[rank], "right")], rank
+        )
 
 
 def check_exchange(made: CPPlan, ranks: list[RankPlan]) -> None:
@@ -92,7 +94,7 @@ def check_local_call(made: CPPlan, ranks: list[RankPlan]) -> None:
         keys = key_ranges(made, rank)
         held = np.concatenate([made.rows[rank], *mine.receive])
         assert held[mine.kv_rows].tolist() == [key for run in keys for key in run]
-        lengths_q = (made.piece_end - made.piece_start)[made.piece_rank == rank]
+        lengths_q = (made.pieces.end - made.pieces.start)[made.pieces.rank == rank]
         assert mine.cu_seqlens_q.tolist() == [0, *np.cumsum(lengths_q).tolist()]
         assert mine.cu_seqlens_kv.tolist() == [0, *np.cumsum([len(run) for run in keys]).tolist()]
         assert mine.cu_seqlens_q.dtype == mine.cu_seqlens_kv.dtype == np.int32
@@ -120,7 +122,7 @@ def test_the_plan_is_the_definition(case: tuple[PackedLayout, int, str, int | No
 def test_zigzag_by_hand() -> None:
     made = plan(build_layout(8, [], 8), 2, "zigzag")
     assert [rows.tolist() for rows in made.rows] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert made.piece_start.tolist() == [0, 2, 6]
+    assert made.pieces.start.tolist() == [0, 2, 6]
     assert made.pairs.tolist() == [1 + 2 + 7 + 8, 3 + 4 + 5 + 6]
     assert made.rows_moved.tolist() == [[0, 2], [4, 0]]
     outer, inner = made.rank(0), made.rank(1)
@@ -169,7 +171,7 @@ def test_segments_that_fit_stay_whole() -> None:
     made = plan(build_layout(32, [10, 20, 22, 24, 26, 28, 30], 32), 2, "balanced")
     assert made.rows_moved.sum() == 0
     assert made.pairs.tolist() == [55 + 9, 55 + 9]
-    assert made.piece_rank[0] != made.piece_rank[1]
+    assert made.pieces.rank[0] != made.pieces.rank[1]
 
 
 @given(case=cases(), data=st.data())
@@ -185,11 +187,11 @@ def test_the_same_tokens_under_other_segments_or_another_window(
     for rank in range(cp_size):
         np.testing.assert_array_equal(moved.rows[rank], made.rows[rank])
     again = moved.under(layout, None)
-    np.testing.assert_array_equal(again.piece_start, made.piece_start)
-    np.testing.assert_array_equal(again.piece_segment, made.piece_segment)
+    np.testing.assert_array_equal(again.pieces.start, made.pieces.start)
+    np.testing.assert_array_equal(again.pieces.segment, made.pieces.segment)
     if policy in ("contiguous", "zigzag"):
         alone = plan(other, cp_size, policy, left_window=left_window)
-        np.testing.assert_array_equal(alone.piece_start, moved.piece_start)
+        np.testing.assert_array_equal(alone.pieces.start, moved.pieces.start)
         np.testing.assert_array_equal(alone.rows_moved, moved.rows_moved)
 
 

@@ -53,7 +53,7 @@ def test_a_transient_error_is_no_user_error(number: int) -> None:
     first, second = call(error_of, 2, number)
     text = f"[Errno {number}] {os.strerror(number)}: 'runs/a/file'"
     assert first == f"{'TimeoutError' if number == errno.ETIMEDOUT else 'OSError'}: {text}"
-    assert second.startswith("RuntimeError: process 0: ")
+    assert second.startswith("RuntimeError: another process has failed: ")
     assert os.strerror(number) in second
 
 

@@ -43,8 +43,7 @@ class Parameter:
             it, or several experts in one module.
         hugging_face: the tensors that it is assembled from.
         cut: how it is distributed.
-        of: returns whether a model has it.
-        in_layer: returns whether a layer of a model, counted from 0, has it.
+        of, in_layer: return whether a model, and whether its layer, counted from 0, has it.
         trained: whether it has a gradient; otherwise it is a buffer.
     """
 
@@ -123,19 +122,17 @@ def _layer(
     )
 
 
-def _of_experts(megatron: str, hugging_face: str, cut: Cut, of: Predicate, *, trained: bool = True) -> Parameter:
+def _of_experts(
+    megatron: str, hugging_face: str, cut: Cut, of: Predicate = lambda model: True, *, trained: bool = True
+) -> Parameter:
     """Return a row for a parameter of the layers with experts."""
     return _layer(megatron, hugging_face, cut, of, ModelConfig.has_experts, trained=trained)
 
 
 def _experts(
-    module: str, gate_up: str, down: str, family: Predicate, router: str = "gate"
+    module: str, gate_up: str, down: str, of: Predicate, router: str = "gate"
 ) -> tuple[Parameter, Parameter, Parameter]:
     """Return the rows of a router and its experts, with a family's names of the module and its matrices."""
-
-    def of(model: ModelConfig) -> bool:
-        return model.num_experts is not None and family(model)
-
     first, second = (
         f"mlp.experts.local_experts.{{e}}.linear_fc{n}.weight mlp.experts.linear_fc{n}.weight{{e}}" for n in (1, 2)
     )
@@ -159,28 +156,12 @@ def _latent_queries(model: ModelConfig) -> bool:
     return model.multi_latent_attention and model.q_lora_rank is not None
 
 
-def _phi(model: ModelConfig) -> bool:
-    return model.block == "phi"
+def _block(*blocks: str) -> Predicate:
+    return lambda model: model.block in blocks
 
 
-def _gemma(model: ModelConfig) -> bool:
-    return model.block == "gemma3"
-
-
-def _olmo(model: ModelConfig) -> bool:
-    return model.block == "olmo3"
-
-
-def _post_norms(model: ModelConfig) -> bool:
-    return model.block in ("gemma3", "olmo3")
-
-
-def _gpt_oss(model: ModelConfig) -> bool:
-    return model.block == "gpt_oss"
-
-
-def _not_phi(model: ModelConfig) -> bool:
-    return model.block != "phi"
+_PHI, _GPT_OSS, _POST_NORMS = _block("phi"), _block("gpt_oss"), _block("gemma3", "olmo3")
+_NOT_PHI = _block("llama", "gemma3", "olmo3", "gpt_oss")
 
 
 def _sigmoid(model: ModelConfig) -> bool:
@@ -189,11 +170,6 @@ def _sigmoid(model: ModelConfig) -> bool:
 
 def _shared(model: ModelConfig) -> bool:
     return model.moe_shared_expert_intermediate_size is not None
-
-
-def _dense(model: ModelConfig) -> bool:
-    """Whether some layers have gate, up and down matrices, but no experts."""
-    return model.block != "phi" and model.expert_layers < model.num_layers
 
 
 def _has_no_experts(model: ModelConfig, layer: int) -> bool:
@@ -213,7 +189,7 @@ TABLE: tuple[Parameter, ...] = (
         lambda model: model.block != "olmo3" and _not_latent(model),
     ),
     _layer("input_layernorm.weight", "input_layernorm.weight", Cut.WHOLE, _latent),  # two matrices read its output
-    _layer(f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias", Cut.WHOLE, _phi),
+    _layer(f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias", Cut.WHOLE, _PHI),
     _layer(f"{_QKV}.weight", " ".join(f"{name}.weight" for name in _HF_QKV), Cut.QKV, _not_latent),
     _layer(f"{_QKV}.bias", " ".join(f"{name}.bias" for name in _HF_QKV), Cut.QKV, lambda model: model.has_qkv_bias),
     *(
@@ -226,7 +202,7 @@ TABLE: tuple[Parameter, ...] = (
         for one in "qk"
         for cut, of in (
             (Cut.WHOLE, lambda model: model.has_qk_norms and model.block != "olmo3"),
-            (Cut.ROWS, _olmo),  # a weight for each head, distributed like the heads
+            (Cut.ROWS, _block("olmo3")),  # a weight for each head, distributed like the heads
         )
     ),
     *(
@@ -242,34 +218,33 @@ TABLE: tuple[Parameter, ...] = (
         )
     ),
     _layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", Cut.ROWS, lambda model: model.has_sinks),
-    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS, _not_phi),
-    _layer("self_attention.linear_proj.weight", "self_attn.dense.weight", Cut.COLUMNS, _phi),
-    _layer("self_attention.linear_proj.bias", "self_attn.dense.bias", Cut.WHOLE, _phi),
-    _layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", Cut.WHOLE, _gpt_oss),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS, _NOT_PHI),
+    _layer("self_attention.linear_proj.weight", "self_attn.dense.weight", Cut.COLUMNS, _PHI),
+    _layer("self_attention.linear_proj.bias", "self_attn.dense.bias", Cut.WHOLE, _PHI),
+    _layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", Cut.WHOLE, _GPT_OSS),
     _layer(
         f"pre_mlp_layernorm.weight {_FUSED_NORM}",
         "post_attention_layernorm.weight",
         Cut.WHOLE,
-        lambda model: model.block == "llama" and _dense(model),
+        _block("llama"),
         _has_no_experts,
     ),
     _of_experts(  # not fused, because a router is between this norm and the matrices after it
         "pre_mlp_layernorm.weight",
         "post_attention_layernorm.weight",
         Cut.WHOLE,
-        lambda model: model.num_experts is not None,
     ),
-    _layer("post_attention_norm.weight", "post_attention_layernorm.weight", Cut.WHOLE, _post_norms),
-    _layer(f"pre_mlp_layernorm.weight {_FUSED_NORM}", "pre_feedforward_layernorm.weight", Cut.WHOLE, _gemma),
-    _layer("post_mlp_norm.weight", "post_feedforward_layernorm.weight", Cut.WHOLE, _post_norms),
-    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", Cut.GATE_UP, _dense, _has_no_experts),
-    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut.COLUMNS, _dense, _has_no_experts),
+    _layer("post_attention_norm.weight", "post_attention_layernorm.weight", Cut.WHOLE, _POST_NORMS),
+    _layer(f"pre_mlp_layernorm.weight {_FUSED_NORM}", "pre_feedforward_layernorm.weight", Cut.WHOLE, _block("gemma3")),
+    _layer("post_mlp_norm.weight", "post_feedforward_layernorm.weight", Cut.WHOLE, _POST_NORMS),
+    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", Cut.GATE_UP, _NOT_PHI, _has_no_experts),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut.COLUMNS, _NOT_PHI, _has_no_experts),
     *_experts("mlp", "gate_proj up_proj", "down_proj", lambda model: model.qk_layernorm or _sigmoid(model)),
     *_experts(
         "block_sparse_moe",
         "w1 w3",
         "w2",
-        lambda model: not (model.qk_layernorm or _sigmoid(model) or _gpt_oss(model)),
+        lambda model: not (model.qk_layernorm or _sigmoid(model) or _GPT_OSS(model)),
     ),
     _of_experts(
         "mlp.router.expert_bias",
@@ -286,34 +261,34 @@ TABLE: tuple[Parameter, ...] = (
     ),
     _of_experts("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", Cut.COLUMNS, _shared),
     # in files all experts of a layer are one tensor (stacked.py)
-    *_experts("mlp", "gate_proj up_proj", "down_proj", _gpt_oss, router="router"),
-    _layer("mlp.router.bias", "mlp.router.bias", Cut.WHOLE, _gpt_oss),
+    *_experts("mlp", "gate_proj up_proj", "down_proj", _GPT_OSS, router="router"),
+    _layer("mlp.router.bias", "mlp.router.bias", Cut.WHOLE, _GPT_OSS),
     _layer(
         "mlp.experts.local_experts.{e}.linear_fc1.bias mlp.experts.linear_fc1.bias{e}",
         "mlp.experts.{e}.gate_proj.bias mlp.experts.{e}.up_proj.bias",
         Cut.GATE_UP,
-        _gpt_oss,
+        _GPT_OSS,
     ),
     _layer(
         "mlp.experts.local_experts.{e}.linear_fc2.bias mlp.experts.linear_fc2.bias{e}",
         "mlp.experts.{e}.down_proj.bias",
         Cut.WHOLE,
-        _gpt_oss,
+        _GPT_OSS,
     ),
-    _layer("mlp.linear_fc1.weight", "mlp.fc1.weight", Cut.ROWS, _phi),
-    _layer("mlp.linear_fc1.bias", "mlp.fc1.bias", Cut.ROWS, _phi),
-    _layer("mlp.linear_fc2.weight", "mlp.fc2.weight", Cut.COLUMNS, _phi),
-    _layer("mlp.linear_fc2.bias", "mlp.fc2.bias", Cut.WHOLE, _phi),
-    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _not_phi),
-    Parameter(("decoder.final_layernorm.weight",), ("model.final_layernorm.weight",), Cut.WHOLE, _phi),
-    Parameter(("decoder.final_layernorm.bias",), ("model.final_layernorm.bias",), Cut.WHOLE, _phi),
+    _layer("mlp.linear_fc1.weight", "mlp.fc1.weight", Cut.ROWS, _PHI),
+    _layer("mlp.linear_fc1.bias", "mlp.fc1.bias", Cut.ROWS, _PHI),
+    _layer("mlp.linear_fc2.weight", "mlp.fc2.weight", Cut.COLUMNS, _PHI),
+    _layer("mlp.linear_fc2.bias", "mlp.fc2.bias", Cut.WHOLE, _PHI),
+    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _NOT_PHI),
+    Parameter(("decoder.final_layernorm.weight",), ("model.final_layernorm.weight",), Cut.WHOLE, _PHI),
+    Parameter(("decoder.final_layernorm.bias",), ("model.final_layernorm.bias",), Cut.WHOLE, _PHI),
     Parameter(
         ("output_layer.weight",),
         ("lm_head.weight",),
         Cut.VOCABULARY,
         lambda model: model.untie_embeddings_and_output_weights,
     ),
-    Parameter(("output_layer.bias",), ("lm_head.bias",), Cut.VOCABULARY, _phi),
+    Parameter(("output_layer.bias",), ("lm_head.bias",), Cut.VOCABULARY, _PHI),
 )
 
 
@@ -414,7 +389,8 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
 
 def parameters_of(model: ModelConfig) -> list[Parameter]:
     """Return the rows of the table that apply to this model."""
-    return [parameter for parameter in TABLE if parameter.of(model)]
+    layers = range(model.num_layers)
+    return [row for row in TABLE if row.of(model) and any(row.in_layer(model, layer) for layer in layers)]
 
 
 def fuse_into(
@@ -481,7 +457,7 @@ def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters used per token: with experts, only those of the token's experts."""
     if model.num_experts is None:
         return count_parameters(model, vocab_size)
-    router_row = model.hidden_size + int(_gpt_oss(model))
+    router_row = model.hidden_size + int(_GPT_OSS(model))
     return count_parameters(replace(model, num_experts=model.moe_router_topk), vocab_size) + (
         (model.num_experts - model.moe_router_topk) * router_row * model.expert_layers  # other router rows
     )
