@@ -12,29 +12,28 @@ import sys
 from pathlib import Path
 
 from megatron_ext.cli import Parser, command
-from megatron_ext.monitoring.report import write_comparison, write_report
-from megatron_ext.monitoring.runs import load_run, load_runs, stability_between, stage_folders
+from megatron_ext.monitoring.report import write_report
+from megatron_ext.monitoring.runs import Run, load_run, load_runs, stage_folders
+from megatron_ext.monitoring.stability import stability_between
 
 
-def headline(folder: Path) -> str:
+def headline(run: Run) -> str:
     """Return the first and last validation losses of a run, or training losses if it was not validated."""
-    run = load_run(folder)
-    validation, training = run.validation().finite(), run.curve("lm_loss").finite().values
-    if validation.values.size:
+    if (validation := run.validation.get("valid_loss")) is not None:
         (first, last), (before, after) = validation.steps[[0, -1]], validation.values[[0, -1]]
         return f"validation loss {before:.4f} after {first:.0f} steps, {after:.4f} after {last:.0f}"
-    if not training.size:
+    losses = run.curve("lm_loss").values
+    if not losses.size:
         return "no step has a finite loss"
-    return f"training loss {training[0]:.4f} at the start, {training[-1]:.4f} at the end"
+    return f"training loss {losses[0]:.4f} at the start, {losses[-1]:.4f} at the end"
 
 
 def print_stability(folders: list[Path], first: int, end: int) -> None:
     """Print the stability figures of some steps, one line per run (arXiv 2503.15450, Table 9)."""
     print(f"{f'steps {first} to {end - 1}':<32}volatility  smoothness  loss ratio  min(norm, 1)")
     for run in load_runs(folders):
-        of = stability_between(run, first, end)
-        figures = f"{of.volatility:>10.4f}{of.smoothness:>12.4f}{of.loss_ratio:>12.4f}{of.gradient_norm:>14.4f}"
-        print(f"{run.name:<32}{figures}")
+        figures = stability_between(run, first, end).values()
+        print(f"{run.name:<32}" + "".join(f"{figure:>10.4f}  " for figure in figures))
 
 
 @command
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
-    add("--output", type=Path, metavar="FILE", help="comparison, an .html; for several folders")
+    add("--output", type=Path, metavar="FILE", help="comparison, an .html and a .png; for several folders")
     add("--evaluations", nargs="+", type=Path, default=[], metavar="DIR", help="folders that tools/evaluate.py wrote")
     add(
         "--stability-steps", nargs=2, type=int, metavar=("FIRST", "END"), help="print figures of steps FIRST to END - 1"
@@ -56,11 +55,11 @@ def main(argv: list[str]) -> int:
     if options.stability_steps is not None:
         print_stability(options.runs, *options.stability_steps)
     if several and options.output is not None:
-        print(write_comparison(options.runs, options.output, options.evaluations))
+        print(write_report(load_runs(options.runs), options.output, options.evaluations))
     elif not several:
         for folder in stage_folders(options.runs[0]) or options.runs:
-            path = write_report(folder, options.evaluations)
-            print(f"{headline(folder)}\n{path}")
+            run = load_run(folder)
+            print(f"{headline(run)}\n{write_report([run], folder / 'report.html', options.evaluations)}")
     return 0
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from scipy import stats
 
 from megatron_ext.monitoring.history import read_history
-from megatron_ext.monitoring.runs import Run, load_run
+from megatron_ext.monitoring.runs import Run, load_run, parts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD_OUT_NOVELS = ("a-sicilian-romance", "emmeline", "evelina", "the-monk")
@@ -329,8 +329,8 @@ def records(plans: Sequence[Planned], out: Path) -> dict[str, list[Run]]:
 
 def layers(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return an attention metric averaged over layers: steps [n] and values [n]."""
-    steps, values = run.by_layer(key)
-    return steps, values.mean(axis=1)
+    curves = list(parts(run.train, key).values())
+    return curves[0].steps, np.mean([curve.values for curve in curves], axis=0)
 
 
 def write_results(folder: Path, name: str, markdown: str, numbers: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def planned(seeds: Sequence[int], schedules: Sequence[str] = tuple(SCHEDULES)) -
 
 def spent(run: Run, key: str) -> float:
     """Sum a metric over the run's steps."""
-    return float(np.nansum(run.curve(key).values))
+    return float(run.curve(key).values.sum())
 
 
 def attention_at_end(run: Run, key: str) -> float:
@@ -168,9 +168,11 @@ def draw(out: Path, seeds: Sequence[int], schedules: Sequence[str], path: Path) 
     loss, *attention = figure.subplots(1, 1 + len(ATTENTION))
     for number, (name, own) in enumerate(runs.items()):
         colour = RUN_COLORS[number % len(RUN_COLORS)]
-        curves = [run.validation() for run in own]
-        less = [run.validation().values - base.validation().values for run, base in zip(own, runs[BASE], strict=True)]
-        loss.plot(curves[0].steps, np.mean(less, axis=0), color=colour, label=name)
+        less = [
+            run.validation["valid_loss"].values - base.validation["valid_loss"].values
+            for run, base in zip(own, runs[BASE], strict=True)
+        ]
+        loss.plot(own[0].validation["valid_loss"].steps, np.mean(less, axis=0), color=colour, label=name)
         for axis, key in zip(attention, ATTENTION, strict=True):
             measured = [layers(run, key) for run in own]
             axis.plot(measured[0][0], np.mean([values for _, values in measured], axis=0), color=colour)

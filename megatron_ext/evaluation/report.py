@@ -40,9 +40,13 @@ def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: 
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table; the first column is left-aligned."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    """Return a Markdown table that is legible as text; the first column is left-aligned."""
+    lines = [[str(cell).replace("|", "\\|") for cell in line] for line in (head, *rows)]
+    first, *others = (max(3, *map(len, column)) for column in zip(*lines, strict=True))
+    lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
+    return "\n".join(
+        "| " + " | ".join([name.ljust(first), *map(str.rjust, cells, others)]) + " |" for name, *cells in lines
+    )
 
 
 def pivot(results: Iterable[Record], index: Sequence[str], columns: Sequence[str]) -> str:

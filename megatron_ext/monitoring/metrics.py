@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ class MetricsWriter:
     The run folder is created if missing. `logging` selects the views, some of which show the resolved `config`.
 
     Raises:
-        UserError: a corrupt line in a file, or a requested view that is not installed; no file is changed then.
+        UserError: a corrupt line in a file, or a requested view that is not installed.
     """
 
     def __init__(
@@ -141,16 +140,13 @@ class MetricsWriter:
             metrics.write_bytes(b"")
             evaluation.write_bytes(b"")
             return
-        for path in (metrics, evaluation):  # check both files before changing either
-            if path.exists():
-                deque(_read_lines(path), maxlen=0)
-        cut_back(metrics, lambda step: step < resume_step)
         cut_back(evaluation, lambda step: step <= resume_step)
+        cut_back(metrics, lambda step: step < resume_step)
 
     def _show(self, group: str, record: Record) -> None:
-        scalars = dict(_scalars(group, record))
+        named = {f"{group}/{name}": value for name, value in scalars(record)}
         for view in self._views:
-            view.show(group, record["step"], scalars)
+            view.show(group, record["step"], named)
 
 
 def _append(file: Any, record: Record) -> None:
@@ -180,18 +176,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _scalars(group: str, record: Record) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record with their tags.
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a record, except its step, with their names.
 
-    A nested mapping adds a level, `validation/by_length/512`, and so does a list, which has a number for each layer:
-    `train/attention_entropy/layer_1`.
+    A nested mapping adds a level, `by_length/512`, and so does a list, which has a number for each layer:
+    `attention_entropy/layer_1`. A null has no number, and a list with a null none at all.
     """
     for key, value in record.items():
-        if key == "step":
-            continue
+        if isinstance(value, (list, tuple)):
+            value = {} if None in value else {f"layer_{n}": of_layer for n, of_layer in enumerate(value, start=1)}
         if isinstance(value, Mapping):
-            yield from _scalars(f"{group}/{key}", value)
-        elif isinstance(value, (list, tuple)):
-            yield from _scalars(f"{group}/{key}", {f"layer_{n}": of_layer for n, of_layer in enumerate(value, start=1)})
-        elif isinstance(value, (int, float, np.number)):
-            yield f"{group}/{key}", float(value)
+            yield from ((f"{key}/{name}", number) for name, number in scalars(value))
+        elif isinstance(value, (int, float, np.number)) and key != "step":
+            yield key, float(value)

@@ -1,4 +1,4 @@
-"""Write the report of one run, or a comparison of several: an HTML page with interactive charts, and a PNG.
+"""Write a report on one run or several: an HTML page with interactive charts, and a PNG beside it.
 
 The page is one file: plotly.js is part of it, nothing is loaded from the network.
 """
@@ -8,44 +8,24 @@ from __future__ import annotations
 import datetime
 import html
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib
 import numpy as np
 import plotly.graph_objects as go
-from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
-from plotly.colors import sample_colorscale
 from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.runs import (
-    CLOCKS,
-    Column,
-    Run,
-    load_run,
-    load_runs,
-    loss_difference,
-)
+from megatron_ext.monitoring.runs import Column, Curve, Run, loss_difference, parts
 
-PNG_FILE, HTML_FILE, EVALUATIONS = "report.png", "report.html", "evaluations"
 RUN_COLORS = ("#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f", "#3aa6c9", "#5b5f66")
-NONE = "\N{EN DASH}"  # shown for a missing number
-PANELS = (  # of the PNG: metric and title
-    ("lm_loss", "Training loss"),
-    ("valid_loss", "Validation loss"),
-    ("window", "Context window"),
-    ("effective_context", "Effective context"),
-    ("tokens_per_s", "Throughput (tokens / s)"),
-    ("grad_norm", "Gradient norm before clipping"),
-)
+PICTURE = ("lm_loss", "window", "tokens_per_s", "effective_context")  # panels of the PNG
 METRICS = (  # metrics of training steps: key, title, unit
     ("window", "Context window", "tokens"),
     ("effective_context", "Effective context", "Σ length² / row (tokens)"),
@@ -61,6 +41,7 @@ METRICS = (  # metrics of training steps: key, title, unit
     ("zero_share", "Tokens of weight 0", "share of tokens"),
     ("score_mean", "Mean score", "score"),
 )
+LOG_AXES = ("window", "effective_context", "grad_norm", "weight_max")
 ATTENTION = (  # measured every --attention-health-interval steps: key, title, unit
     ("attention_entropy", "Attention entropy", "nats"),
     ("attention_sink_share", "Attention sinks", "share of heads"),
@@ -68,16 +49,13 @@ ATTENTION = (  # measured every --attention-health-interval steps: key, title, u
     ("attention_distance", "Attended distance", "tokens"),
     ("attention_clipped", "Heads clipped", "heads"),
 )
-_EXACT = ("window", "learning_rate", "valid_loss")  # drawn without a running mean
-_LOG = ("window", "effective_context", "grad_norm", "weight_max")  # on a log axis if they span a factor of 8
-_CLIP_FROM = 50  # with this many steps, the loss axis covers 97 % of them
-_MOST_POINTS = 1000  # points of a trace; longer traces keep the extremes of each span
+CLOCKS = {"tokens": "consumed_tokens", "FLOPs": "flops", "hours": "step_time_s"}  # axes of the loss beside steps
+MOST_POINTS = 200  # of a trace; longer curves are averaged
 _THEME = go.layout.Template(  # legible on light and dark pages
     layout={
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"color": "#7f8794"},
-        "colorway": RUN_COLORS,
         "xaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False},
         "yaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False, "exponentformat": "SI"},
         "margin": {"l": 60, "r": 10, "t": 10, "b": 45},
@@ -88,78 +66,38 @@ _THEME = go.layout.Template(  # legible on light and dark pages
 )
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A titled plotly figure."""
-
-    title: str
-    figure: go.Figure
-    caption: str = ""
-
-    @property
-    def html(self) -> str:
-        """The figure as an HTML fragment that needs plotly.js."""
-        config = {"responsive": True, "displayModeBar": False}
-        text: str = self.figure.to_html(full_html=False, include_plotlyjs=False, config=config)
-        return text
-
-
-def write_report(run_folder: Path | str, evaluations: Sequence[Path] = ()) -> Path:
-    """Write `report.png` and `report.html` to a run folder, also while it trains; return the path of the HTML.
+def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] = ()) -> Path:
+    """Write a page on the runs and a PNG, `output` with the suffixes .html and .png; return the path of the page.
 
     Args:
-        run_folder: the --save of training.
+        runs: of any state, also of a run that trains.
+        output: its folder is created if missing.
         evaluations: --output folders of tools/evaluate.py, in addition to RUN/evaluations.
 
     Raises:
-        UserError: `metrics.jsonl` is missing, empty or corrupt, or a folder contains no evaluation.
+        UserError: a folder contains no evaluation.
     """
-    run = load_run(run_folder)
-    page = _page([run], evaluations)
-    with atomic_write(run.folder / PNG_FILE) as aside:
-        draw(run).savefig(aside, dpi=160, format="png")
-    return _write(run.folder / HTML_FILE, page)
+    page, text = output.with_suffix(".html"), _page(runs, evaluations)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output.with_suffix(".png")) as aside:
+        draw(runs).savefig(aside, dpi=160, format="png")
+    with atomic_write(page) as aside:
+        aside.write_text(text, encoding="utf-8")
+    return page
 
 
-def write_comparison(run_folders: Sequence[Path | str], output: Path | str, evaluations: Sequence[Path] = ()) -> Path:
-    """Overlay several runs in `output`, an HTML page; return its path.
-
-    Raises:
-        UserError: a run without metrics, or `output` does not end in .html.
-    """
-    output = Path(output)
-    if output.suffix.lower() != ".html":
-        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html")
-    return _write(output, _page(load_runs(run_folders), evaluations))
-
-
-def _write(path: Path, page: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as aside:
-        aside.write_text(page, encoding="utf-8")
-    return path
-
-
-def draw(run: Run) -> Figure:
-    """Draw the running means of the most important metrics."""
-    style: dict[Any, Any] = {"text.parse_math": False, "axes.grid": True, "grid.color": "#e5e7eb"}
-    with matplotlib.rc_context(style):  # names of runs may contain $
-        figure = Figure(figsize=(12.5, 11.0), layout="constrained")
-        figure.suptitle(run.name, fontweight="bold")
-        for axis, (key, title) in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
-            axis.set(title=title, xlabel="optimizer step")
-            curve = (run.validation() if key == "valid_loss" else run.curve(key)).finite()
-            values = curve.values if key in _EXACT else running_mean(curve.values)
-            axis.plot(curve.steps, values, ".-" if values.size <= 40 else "-", color=RUN_COLORS[0])
-            if is_log(key, curve.values):
-                axis.set_yscale("log")
-            if key == "lm_loss":
-                axis.set_ylim(loss_range([curve.values]))
-        return figure
+def draw(runs: Sequence[Run]) -> Figure:
+    """Draw the most important metrics."""
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    for axis, key in zip(figure.subplots(2, 2).flat, PICTURE, strict=True):
+        for number, run in enumerate(runs):
+            axis.plot(*run.curve(key), color=_color(number))
+        axis.set(title=key, xlabel="optimizer step")
+        axis.grid(color="#e5e7eb")
+    return figure
 
 
 def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
-    """Return the HTML of one or several runs."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -174,15 +112,20 @@ def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
         starts = [f"{start['time']}, after {start['step']:,} steps: {start['command']}" for start in run.history.starts]
         details.append((f"Starts of {run.name}", "\n".join(starts) or "This run folder has no history.jsonl."))
         details.append((f"Configuration of {run.name}", run.config or "This run folder has no config.yaml."))
+    config = {"responsive": True, "displayModeBar": False}
+    figures = {
+        title: figure.to_html(full_html=False, include_plotlyjs=False, config=config)
+        for title, figure in charts(runs).items()
+    }
     return environment.get_template("report.html.jinja").render(
         title=runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs",
         plotly=get_plotlyjs(),
         names=[run.name for run in runs],
         colors=RUN_COLORS,
-        rows=[(label, [column.get(label, NONE) for column in columns]) for label in labels],
+        rows=[(label, [column.get(label, "\N{EN DASH}") for column in columns]) for label in labels],
         notes=list(_notes(runs)),
-        charts=list(charts(runs)),
-        evaluations=list(_evaluations([run.folder for run in runs], evaluations)),
+        charts=figures,
+        evaluations=list(_evaluations(runs, evaluations)),
         passages=[run.passage.html() for run in runs if run.passage is not None],
         details=details,
     )
@@ -201,215 +144,202 @@ def _notes(runs: Sequence[Run]) -> Iterator[str]:
         )
 
 
-def _evaluations(runs: Sequence[Path], given: Sequence[Path]) -> Iterator[str]:
-    """Yield the tables of tools/evaluate.py as HTML; their text is escaped."""
-    paths: dict[Path, Path] = {}
-    for run in runs:
-        paths |= {path.resolve(): path for path in sorted((run / EVALUATIONS).rglob("*.md"))}
-    for folder in given:
+def _evaluations(runs: Sequence[Run], given: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of the tables of tools/evaluate.py."""
+    for folder in [*(run.folder / "evaluations" for run in runs), *given]:
         found = sorted(folder.rglob("*.md"))
-        if not found:
+        if folder in given and not found:
             raise UserError(f"evaluations: got {folder}, which holds no .md; give the --output of tools/evaluate.py")
-        paths |= {path.resolve(): path for path in found}
-    markdown = MarkdownIt("js-default").disable(["link", "image", "autolink"])
-    for path in paths.values():
-        yield markdown.render(path.read_text(encoding="utf-8", errors="replace") + f"\n\nFrom `{path}`.\n")
+        for path in found:
+            yield str(path), path.read_text(encoding="utf-8", errors="replace")
+
+
+def _flops_saved(flops: Column) -> float:
+    """Return the share of FLOPs saved against all steps being like the last tenth."""
+    return float(1 - flops.mean() / flops[-max(len(flops) // 10, 1) :].mean())
+
+
+def _local_time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
+_SUMMARY: tuple[tuple[str, str, Callable[[Column], float], Callable[[float], str]], ...] = (
+    ("Last recorded step", "time", itemgetter(-1), _local_time),
+    ("Last training loss", "lm_loss", itemgetter(-1), "{:.4f}".format),
+    ("Tokens", "consumed_tokens", itemgetter(-1), "{:,.0f}".format),
+    ("FLOPs", "flops", np.sum, "{:.3g}".format),
+    ("FLOPs saved against the last steps", "flops", _flops_saved, "{:.1%}".format),
+    ("Time in training steps", "step_time_s", np.sum, tqdm.format_interval),
+    ("Waiting for data", "data_wait_s", np.sum, tqdm.format_interval),
+    ("Stalled by saving", "save_stall_s", np.sum, tqdm.format_interval),
+    ("Time in scoring", "score_time_s", np.sum, tqdm.format_interval),
+    ("Median step time", "step_time_s", np.median, "{:.3g} s".format),
+    ("Median tokens/s", "tokens_per_s", np.median, "{:,.0f}".format),
+    ("Median MFU", "mfu", np.median, "{:.1%}".format),
+    ("Peak memory", "peak_memory_bytes", np.max, lambda size: tqdm.format_sizeof(size, "iB", 1024)),
+    ("Loss spikes", "spike", np.sum, "{:,.0f}".format),
+    ("Steps that changed no weight", "skipped", np.sum, "{:,.0f}".format),
+)
 
 
 def table(run: Run) -> dict[str, str]:
-    """Return the rows of a run's table; rows without a value are left out."""
-    last = itemgetter(-1)
-    steps = run.curve("step").steps
-    losses, norms = run.curve("lm_loss").values, run.curve("grad_norm").values
-    finite = np.isfinite(losses) & np.isfinite(norms)
-    trained = run.curve("denominator").values != 0
-    known = run.validation().finite()
-    points = list(zip(known.steps.tolist(), known.values.tolist(), strict=True))
-    best, final = (min(points, key=last), points[-1]) if points else (None, None)
-    times = run.curve("step_time_s").finite().values
-    slowness = np.quantile(times, [0.5, 0.05, 0.95]) if times.size else None
-    windows = run.curve("window").finite().values
-    rows: dict[str, str | None] = {
-        "Status": run.history.status,
-        **_started(run),
-        "Final validation loss": _text(final, "{0[1]:.4f} at step {0[0]:,.0f}") or "not evaluated",
-        "Best validation loss": _text(best, "{0[1]:.4f} at step {0[0]:,.0f}"),
-        **{
-            f"Final validation loss at {length:,}": _text(curve.values[-1], "{:.4f}")
-            for length, curve in run.validation_by_length().items()
-        },
-        "Last training loss": _text(run.reduced("lm_loss", last), "{:.4f}"),
-        "Completed steps": f"{int(steps[-1]) + 1:,}",
-        "Tokens": _text(run.reduced("consumed_tokens", last), "{:,.0f}"),
-        "FLOPs": _text(run.reduced("flops", np.sum), "{:.3g}"),
-        "FLOPs saved against the last window": _text(run.flops_saved(), "{:.1%}"),
-        "Time in training steps": _duration(times.sum()),
-        "Step time, median (5 % to 95 % of steps)": _text(slowness, "{0[0]:.3g} s ({0[1]:.3g} to {0[2]:.3g} s)"),
-        "Waiting for data": _duration(run.reduced("data_wait_s", np.sum)),
-        "Stalled by saving": _duration(run.reduced("save_stall_s", np.sum)),
-        "Median tokens/s": _text(run.reduced("tokens_per_s", np.median), "{:,.0f}"),
-        "Median MFU": _text(run.reduced("mfu", np.median), "{:.1%}"),
-        "Window, start → end": _text(
-            (windows[0], windows[-1]) if windows.size else None, "{0[0]:,.0f} → {0[1]:,.0f} tokens"
-        ),
-        "Peak memory": _text((run.reduced("peak_memory_bytes", np.max) or 0) / 2**30 or None, "{:.2f} GiB"),
-        "Loss spikes": _text(int(np.nansum(run.curve("spike").values)) or None, "{:,}"),
-        "Steps that changed no weight": _text(int(np.nansum(run.curve("skipped").values)) or None, "{:,}"),
-        "Non-finite steps": _text(int(np.count_nonzero(~finite & trained)) or None, "{:,}"),
-        "Time in scoring": _duration(run.reduced("score_time_s", np.sum)),
-    }
-    return {label: text for label, text in rows.items() if text is not None}
-
-
-def _text(value: Any, pattern: str) -> str | None:
-    """Format a value; None and NaN stay None."""
-    return None if value is None or (isinstance(value, float) and math.isnan(value)) else pattern.format(value)
-
-
-def _duration(seconds: float | None) -> str | None:
-    if not seconds:
-        return None
-    return f"{seconds:.1f} s" if seconds < 60 else tqdm.format_interval(seconds)
-
-
-def _started(run: Run) -> dict[str, str | None]:
-    """Return the run's start according to its history, and when its last step was recorded."""
-    rows: dict[str, str | None] = {"Starts": _text(len(run.history.starts) or None, "{:,}")}
+    """Return the rows of a run's table: how it was started and ended, losses, and sums over its steps."""
+    rows = {"Status": run.history.status}
     if run.history.starts:
         newest = run.history.starts[-1]
         rows |= {
-            "First started": str(run.history.starts[0]["time"]),
+            "Started": str(newest["time"]),
             "Host": str(newest["host"]),
             "Devices": str(newest["devices"]),
             "Layout": f"{newest['processes']} processes: {newest['layout']}",
-            "Parameters": tqdm.format_sizeof(newest["parameters"]).replace("G", "B"),
-            "Data": ", ".join(f"{part['name']} ({part['packing']})" for part in newest.get("data") or ()) or None,
+            "Parameters": f"{newest['parameters']:,}",
         }
-    if (moment := run.records[-1].get("time")) is not None:
-        rows["Last recorded step"] = datetime.datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")
+    rows["Completed steps"] = f"{run.steps:,}"
+    for length, (steps, values) in _by_length(run).items():
+        last = f"{values[-1]:.4f} after {steps[-1]:,.0f} steps"
+        rows[f"Validation loss at {length:,} tokens"] = f"{last}, lowest {values.min():.4f}"
+    for label, key, reduce, show in _SUMMARY:
+        if (values := run.curve(key).values).size:
+            rows[label] = show(reduce(values))
+    trained, losses, norms = (run.curve(key) for key in ("denominator", "lm_loss", "grad_norm"))
+    finite = np.intersect1d(losses.steps, norms.steps)
+    rows["Non-finite steps"] = f"{np.setdiff1d(trained.steps[trained.values != 0], finite).size:,}"
     return rows
+
+
+def _by_length(run: Run) -> dict[int, Curve]:
+    """Return the validation loss at each evaluation length in tokens, shortest first."""
+    by_length = {int(length): curve for length, curve in parts(run.validation, "by_length").items()}
+    return dict(sorted(by_length.items()))
 
 
 # Charts
 
 
-def charts(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Yield the charts of one or several runs, one color for each run; empty charts are omitted."""
-    alone = len(runs) == 1
-    yield _losses(runs)
-    yield from _validations(runs)
+def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
+    """Return the charts of one or several runs by title, one color for each run; empty charts are omitted."""
+    found = {"Training loss": _losses(runs), **_validations(runs)}
     for key, title, unit in METRICS:
-        traces, drawn = [], [np.empty(0)]
+        traces = []
         for number, run in enumerate(runs):
-            curve = run.curve(key).finite()
-            if not curve.values.any():
-                continue
-            kept = _kept(curve.values)
-            if alone and key not in _EXACT:
-                traces.append(_trace(curve.steps[kept], curve.values[kept], "each step", number, opacity=0.35))
-            values = curve.values if key in _EXACT else running_mean(curve.values)
-            traces.append(_trace(curve.steps[kept], values[kept], run.name, number))
-            drawn.append(curve.values)
-        if traces:
-            yield Chart(title, _figure(traces, unit, log=is_log(key, np.concatenate(drawn))))
+            if run.curve(key).values.any():
+                traces += _steps(run.curve(key), run.name, number, extremes=len(runs) == 1)
+        found[title] = _figure(traces, unit, log=key in LOG_AXES)
     for key, title, unit in ATTENTION:
         traces = []
         for number, run in enumerate(runs):
-            steps, values = run.by_layer(key)
-            if not steps.size:
-                continue
-            for layer, (column, shade) in enumerate(zip(values.T, _shades(values.shape[1]), strict=True)):
-                if alone:
-                    thin = {"color": shade, "width": 1}
-                    traces.append(_trace(steps, column, f"layer {layer + 1}", number, line=thin, showlegend=False))
-            traces.append(_trace(steps, values.mean(axis=1), f"{run.name}, mean of layers", number))
-        if traces:
-            yield Chart(title, _figure(traces, unit))
+            layers = parts(run.train, key)
+            if len(runs) == 1:
+                for layer, (name, curve) in enumerate(layers.items(), start=1):
+                    thin = {"opacity": layer / len(layers), "line_width": 1, "showlegend": False}
+                    traces.append(_trace(*curve, name, number, **thin))
+            if layers:
+                steps = next(iter(layers.values())).steps
+                means = np.mean([curve.values for curve in layers.values()], axis=0)
+                traces.append(_trace(steps, means, f"{run.name}, mean of layers", number))
+        found[title] = _figure(traces, unit)
     for run in runs:
-        if (mixture := run.mixture()) is not None:
-            traces = []
-            for number, (name, share) in enumerate(zip(mixture.names, mixture.requested, strict=True)):
-                traces.append(_trace(mixture.steps, mixture.shares[:, number], name, number))
-                dashed = {"color": RUN_COLORS[number % len(RUN_COLORS)], "dash": "dash", "width": 1}
-                ends = mixture.steps[[0, -1]]
-                traces.append(_trace(ends, [share] * 2, f"{name}, requested", number, line=dashed, showlegend=False))
-            caption = "Share of all tokens drawn up to a step; dashed: as requested."
-            yield Chart(f"Mixture as drawn by {run.name}", _figure(traces, "share of tokens"), caption)
+        found[f"Mixture as drawn by {run.name}"] = _figure(list(_mixture(run)), "share of tokens drawn so far")
+    return {title: figure for title, figure in found.items() if figure.data}
 
 
-def _losses(runs: Sequence[Run]) -> Chart:
-    """Return the training loss of each run, with buttons for the x axis: steps, tokens, FLOPs or hours."""
-    alone = len(runs) == 1
-    axes: dict[str, list[Column]] = {"steps": []}
-    axes |= {clock: [] for clock in CLOCKS if all(run.clock(clock) is not None for run in runs)}
-    traces = []
+def _losses(runs: Sequence[Run]) -> go.Figure:
+    """Draw the training loss of each run, with buttons for the x axis: steps, tokens, FLOPs or hours."""
+    traces: list[go.Scatter] = []
+    owners: list[Run] = []
     for number, run in enumerate(runs):
-        losses, weighted = run.curve("lm_loss"), run.curve("train_loss").values
-        clocks = {name: losses.steps if name == "steps" else run.clock(name) for name in axes}
-        shown = [(running_mean, losses.values, run.name, 1.0)]
-        if alone:
-            shown.insert(0, (lambda values: values, losses.values, "each step", 0.35))
-            if not np.allclose(weighted, losses.values, rtol=1e-4, atol=0, equal_nan=True):
-                shown.append((running_mean, weighted, f"{run.name}, weighted", 0.6))
-        for smooth, values, name, opacity in shown:
-            known = np.isfinite(values)
-            if not known.any():
-                continue
-            kept = _kept(values[known])
-            traces.append(_trace(losses.steps[known][kept], smooth(values[known])[kept], name, number, opacity=opacity))
-            for axis, columns in axes.items():
-                clock = clocks[axis]
-                assert clock is not None
-                columns.append(clock[known][kept])
+        own = _steps(run.curve("lm_loss"), run.name, number, extremes=len(runs) == 1)
+        if len(runs) == 1 and "weight_std" in run.train:
+            own += _steps(run.curve("train_loss"), f"{run.name}, weighted", number + 1)
+        traces += own
+        owners += [run] * len(own)
     figure = _figure(traces, "nats / token")
-    figure.update_yaxes(range=loss_range([run.curve("lm_loss").finite().values for run in runs]))
+    losses = np.concatenate([run.curve("lm_loss").values for run in runs])
+    if losses.size > 50:  # the high first steps would flatten the curve; double-click shows them
+        low, high = np.quantile(losses, [0, 0.97])
+        margin = (high - low) / 20
+        figure.update_yaxes(range=[low - margin, high + margin])
+    axes = {"steps": [trace.x for trace in figure.data]}
+    for axis, key in CLOCKS.items():
+        if all(key in run.train for run in runs):
+            axes[axis] = [np.interp(trace.x, *_clock(run, axis)) for trace, run in zip(traces, owners, strict=True)]
     buttons = [
-        {"label": axis.replace("consumed_", ""), "method": "update", "args": [{"x": columns}, {"xaxis.title.text": ""}]}
+        {"label": axis, "method": "update", "args": [{"x": columns}, {"xaxis.title.text": ""}]}
         for axis, columns in axes.items()
     ]
     menu = {"type": "buttons", "direction": "right", "x": 1, "y": 1.14, "showactive": False, "buttons": buttons}
     figure.update_layout(updatemenus=[menu], margin={"t": 40})
-    return Chart("Training loss", figure, "Running means; double-click shows the first steps too.")
+    return figure
 
 
-def _validations(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Yield the validation loss by step, for each evaluation length, and by position."""
-    alone, traces = len(runs) == 1, []
+def _clock(run: Run, axis: str) -> Curve:
+    """Return the tokens, FLOPs or hours (in steps) up to the end of each step."""
+    steps, values = run.curve(CLOCKS[axis])
+    if axis == "tokens":
+        return Curve(steps, values)
+    return Curve(steps, np.cumsum(values) / (3600 if axis == "hours" else 1))
+
+
+def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
+    """Draw the validation loss by step, for each evaluation length, and by position."""
+    by_step, by_position = [], []
     for number, run in enumerate(runs):
-        by_length = run.validation_by_length() or {0: run.validation()}
-        for place, ((length, curve), shade) in enumerate(zip(by_length.items(), _shades(len(by_length)), strict=True)):
-            known = curve.finite()
-            if known.values.size:
-                name = f"{run.name}, {length:,} tokens" if length else run.name
-                style = {"line": {"color": shade}} if alone else {"opacity": (place + 1) / len(by_length)}
-                traces.append(_trace(known.steps, known.values, name, number, mode="lines+markers", **style))
-    if traces:
-        yield Chart("Validation loss", _figure(traces, "nats / token"))
-    traces = []
-    for number, run in enumerate(runs):
-        found = sorted(run.losses_by_position().items())
-        drawn = [found[0], found[len(found) // 2], found[-1]] if alone and len(found) > 2 else found[-1:]
-        for place, (step, losses) in enumerate(drawn):
-            positions = sorted(losses)
-            name = f"{run.name}, after {step:,} steps"
-            means = [losses[position] for position in positions]
-            traces.append(_trace(positions, means, name, number + place, mode="lines+markers"))
-    if traces:
-        figure = _figure(traces, "nats / token", x="tokens that a token sees, itself included")
-        figure.update_xaxes(type="log", dtick=math.log10(4))
-        yield Chart("Validation loss by position", figure)
+        lengths = _by_length(run)
+        for place, (length, curve) in enumerate(lengths.items(), start=1):
+            style = {"mode": "lines+markers", "opacity": place / len(lengths)}
+            by_step.append(_trace(*curve, f"{run.name}, {length:,} tokens", number, **style))
+        positions = sorted((int(n), curve) for n, curve in parts(run.validation, "by_position").items())
+        if positions:
+            steps = np.unique(np.concatenate([curve.steps for _, curve in positions]))
+            for place, step in enumerate(steps[[0, -1]] if len(runs) == 1 else steps[-1:]):
+                at = {n: mean for n, curve in positions for one, mean in zip(*curve, strict=True) if one == step}
+                name = f"{run.name}, after {step:,.0f} steps"
+                by_position.append(_trace(list(at), list(at.values()), name, number + place, mode="lines+markers"))
+    figure = _figure(by_position, "nats / token", x="tokens that a token sees, itself included")
+    figure.update_xaxes(type="log", dtick=math.log10(4))
+    return {"Validation loss": _figure(by_step, "nats / token"), "Validation loss by position": figure}
+
+
+def _mixture(run: Run) -> Iterator[go.Scatter]:
+    """Draw the share of each dataset in all tokens drawn up to a step, and dashed as requested.
+
+    A row counts as the average tokens of its dataset.
+    """
+    sources = {name: source for start in run.history.starts for name, source in start.get("sources", {}).items()}
+    drawn = parts(run.train, "source_rows")
+    if not drawn:
+        return
+    steps = np.unique(np.concatenate([curve.steps for curve in drawn.values()]))
+    tokens = {
+        name: np.interp(steps, curve.steps, np.cumsum(curve.values) * sources[name]["row_tokens"], left=0)
+        for name, curve in drawn.items()
+    }
+    total = np.sum(list(tokens.values()), axis=0)
+    for number, (name, own) in enumerate(tokens.items()):
+        yield _trace(steps, own / total, name, number)
+        requested, style = [sources[name]["share"]] * 2, {"line_dash": "dash", "line_width": 1, "showlegend": False}
+        yield _trace(steps[[0, -1]], requested, f"{name}, requested", number, **style)
+
+
+def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False) -> list[go.Scatter]:
+    """Draw a metric of training steps: means over at most `MOST_POINTS` spans of steps, and perhaps their extremes."""
+    size = curve.steps.size
+    starts = np.linspace(0, size, min(size, MOST_POINTS), endpoint=False, dtype=np.int64)
+    steps, values = curve.steps[starts], curve.values
+    means = np.add.reduceat(values, starts) / np.diff(starts, append=size)
+    traces = [_trace(steps, means, name, number)]
+    if extremes and size > MOST_POINTS:
+        both = np.stack([np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)], axis=1)
+        traces.insert(0, _trace(np.repeat(steps, 2), both.ravel(), "lowest and highest", number, opacity=0.35))
+    return traces
 
 
 def _trace(x: Any, y: Any, name: str, number: int, **style: Any) -> go.Scatter:
-    """Return a line in the color of its number."""
-    return go.Scatter(
-        x=x, y=y, name=html.escape(name), **{"line": {"color": RUN_COLORS[number % len(RUN_COLORS)]}, **style}
-    )
+    return go.Scatter(x=x, y=y, name=html.escape(name), line_color=_color(number), **style)
 
 
-def _shades(count: int) -> list[str]:
-    shades: list[str] = sample_colorscale("Viridis", np.linspace(0.2, 0.85, max(count, 2)).tolist())
-    return shades[:count]
+def _color(number: int) -> str:
+    return RUN_COLORS[number % len(RUN_COLORS)]
 
 
 def _figure(traces: Sequence[go.Scatter], unit: str, *, x: str = "optimizer step", log: bool = False) -> go.Figure:
@@ -419,36 +349,3 @@ def _figure(traces: Sequence[go.Scatter], unit: str, *, x: str = "optimizer step
     if log:
         figure.update_yaxes(type="log", dtick="D2")
     return figure
-
-
-def is_log(key: str, values: Column) -> bool:
-    """Return whether the values of a metric are drawn on a logarithmic axis."""
-    return key in _LOG and values.size > 0 and bool(0 < 8 * values.min() <= values.max())
-
-
-def loss_range(curves: Sequence[Column]) -> tuple[float, float] | None:
-    """Return a range that covers 97 % of each curve, excluding the high first steps; None for the full range."""
-    known = [values for values in curves if values.size]
-    if not known or min(values.size for values in known) < _CLIP_FROM:
-        return None
-    low, high = min(values.min() for values in known), max(np.quantile(values, 0.97) for values in known)
-    margin = 0.06 * (high - low)
-    return (float(low - margin), float(high + margin)) if margin else None
-
-
-def running_mean(values: Column) -> Column:
-    """Return the centered running mean [n] over about a fiftieth of the curve; spans are shorter at both ends."""
-    n = values.size
-    index = np.arange(n)
-    before = np.minimum(index, n // 100 + 1)
-    after = np.minimum(before, n - 1 - index)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return (sums[index + after + 1] - sums[index - before]) / (before + after + 1)
-
-
-def _kept(values: Column) -> np.ndarray:
-    """Return the indices of the points to draw: for a long curve, the lowest and highest of each span."""
-    if values.size <= _MOST_POINTS:
-        return np.arange(values.size)
-    spans = np.array_split(np.arange(values.size), _MOST_POINTS // 2)
-    return np.concatenate([sorted({span[values[span].argmin()], span[values[span].argmax()]}) for span in spans])

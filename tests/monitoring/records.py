@@ -74,6 +74,7 @@ def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
         "tokens": 8192,
         "document_mask": False,
         "stride": None,
+        "by_length": {"1024": loss},
     } | changes
 
 

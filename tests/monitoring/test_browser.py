@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.monitoring.report import write_comparison
+from megatron_ext.monitoring.report import write_report
+from megatron_ext.monitoring.runs import load_runs
 
 from .records import write_run
 
@@ -22,7 +23,7 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
 def test_a_page_fits_its_window_and_draws_its_charts(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 120, evaluate_every=20) for name in ("a long name " * 12, "other")]
-    page = write_comparison(runs, tmp_path / "compare.html")
+    page = write_report(load_runs(runs), tmp_path / "compare.html")
     page.write_text(page.read_text(encoding="utf-8") + PROBE, encoding="utf-8")
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",

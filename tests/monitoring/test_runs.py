@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.monitoring.history import note_start
-from megatron_ext.monitoring.report import table
-from megatron_ext.monitoring.runs import load_run, load_runs, loss_difference, stage_folders
+from megatron_ext.monitoring.report import charts, table
+from megatron_ext.monitoring.runs import load_run, load_runs, loss_difference, parts, stage_folders
 
 from .records import evaluation_record, step_record, write_run
 
@@ -21,7 +21,7 @@ def _write(path, records):
 def test_a_second_evaluation_of_a_step_replaces_the_first(tmp_path):
     write_run(tmp_path, 3)
     _write(tmp_path / "evaluation.jsonl", [evaluation_record(2, 5.0), evaluation_record(2, 4.0)])
-    assert load_run(tmp_path).validation().values.tolist() == [4.0]
+    assert load_run(tmp_path).validation["valid_loss"].values.tolist() == [4.0]
 
 
 def test_a_step_without_trained_tokens_has_no_loss(tmp_path):
@@ -29,10 +29,8 @@ def test_a_step_without_trained_tokens_has_no_loss(tmp_path):
     empty = {"denominator": 0.0, "lm_loss": 0.0, "train_loss": 0.0, "grad_norm": 0.0, "skipped": 1}
     _write(tmp_path / "metrics.jsonl", [*records[:12], records[12] | empty, *records[13:]])
     run = load_run(tmp_path)
-    assert run.curve("lm_loss").finite().values.tolist() == [
-        record["lm_loss"] for record in records if record["step"] != 12
-    ]
-    assert "Non-finite steps" not in table(run)
+    assert run.curve("lm_loss").values.tolist() == [record["lm_loss"] for record in records if record["step"] != 12]
+    assert table(run)["Non-finite steps"] == "0"
 
 
 def test_differences_are_effect_sizes_with_their_spread_over_steps(tmp_path):
@@ -67,19 +65,20 @@ def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path)
     _write(tmp_path / "metrics.jsonl", [step_record(step, source_rows=drawn) for step, drawn in enumerate(rows)])
     facts = {"host": "h", "devices": "d", "processes": 1, "layout": "TP 1", "command": "c", "parameters": 1}
     note_start(tmp_path, 0, facts | {"sources": SOURCES})
-    drawn = load_run(tmp_path).mixture()
-    assert (drawn.names, drawn.requested.tolist()) == (("books", "code"), [0.75, 0.25])
-    assert drawn.shares[0] == pytest.approx([3000 / 3500, 500 / 3500])
-    assert drawn.shares[-1] == pytest.approx([2 / 3, 1 / 3])
-    assert load_run(write_run(tmp_path / "plain", 3)).mixture() is None
+    books, requested, code, _ = charts([load_run(tmp_path)])[f"Mixture as drawn by {tmp_path.name}"].data
+    assert [books.name, requested.name, code.name] == ["books", "books, requested", "code"]
+    assert list(requested.y) == [0.75, 0.75]
+    assert [books.y[0], code.y[0]] == pytest.approx([3000 / 3500, 500 / 3500])
+    assert [books.y[-1], code.y[-1]] == pytest.approx([2 / 3, 1 / 3])
 
 
-def test_validation_by_length_is_sorted_by_number_and_may_begin_later(tmp_path):
+def test_a_length_may_be_evaluated_later_than_others(tmp_path):
     write_run(tmp_path, 3)
     later = evaluation_record(2, 3.0, by_length={"1024": 2.5, "128": 3.0})
     _write(tmp_path / "evaluation.jsonl", [evaluation_record(0, 5.0), later])
-    curves = load_run(tmp_path).validation_by_length()
-    assert list(curves) == [128, 1024]
-    assert np.isnan(curves[128].values[0])
-    assert curves[128].finite().steps.tolist() == [2.0]
-    assert curves[128].finite().values.tolist() == [3.0]
+    run = load_run(tmp_path)
+    curves = parts(run.validation, "by_length")
+    assert [curve.tolist() for curve in curves["128"]] == [[2.0], [3.0]]
+    assert [curve.tolist() for curve in curves["1024"]] == [[0.0, 2.0], [5.0, 2.5]]
+    rows = [label for label in table(run) if label.startswith("Validation")]
+    assert rows == ["Validation loss at 128 tokens", "Validation loss at 1,024 tokens"]
