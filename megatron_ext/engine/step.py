@@ -40,7 +40,7 @@ from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.qk_clip import QKClip
 from megatron_ext.engine.update import update
 from megatron_ext.errors import DivergedError
-from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
+from megatron_ext.evaluation.by_position import BINS, sums_by_position
 from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, loss_terms
 from megatron_ext.token_weighting.weigher import Weigher
 
@@ -259,8 +259,8 @@ class Stepper:
         dist.all_reduce(by_head)
         return by_head
 
-    def evaluate(self, batches: Sequence[PackedBatch]) -> PositionLosses:
-        """Sum the unweighted losses of the trained tokens by position, in evaluation mode."""
+    def evaluate(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """Sum the unweighted losses of the trained tokens by position, in evaluation mode; float64 [2, BINS], host."""
 
         def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
@@ -277,7 +277,7 @@ class Stepper:
         if self.ranks.reports_loss:
             sums += torch.stack(by_batch).sum(dim=0)
         dist.all_reduce(sums)
-        return PositionLosses(sums.cpu())
+        return sums.cpu()
 
     def _forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor]:
         """Compute the global batch's gradients in their buffers.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,36 +35,22 @@ def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> 
     return sums
 
 
-@dataclass(frozen=True, eq=False)
-class PositionLosses:
-    """Summed losses of a validation set.
+def mean_loss(sums: Tensor) -> float | None:
+    """Return the mean over all tokens of `sums_by_position`; None if there are none."""
+    loss, count = sums.sum(dim=1).tolist()
+    return loss / count if count else None
 
-    Attributes:
-        sums: float64 [2, BINS], as returned by `sums_by_position`, on the host.
-    """
 
-    sums: Tensor
-
-    def __add__(self, other: PositionLosses) -> PositionLosses:
-        return PositionLosses(self.sums + other.sums)
-
-    @property
-    def lm_loss(self) -> float | None:
-        """Mean over all trained tokens; None if there are none."""
-        loss, count = self.sums.sum(dim=1).tolist()
-        return loss / count if count else None
-
-    @property
-    def by_position(self) -> dict[int, float]:
-        """Return the mean loss by number of keys n: over the tokens that see at least n and fewer than 2n tokens."""
-        pairs = enumerate(self.sums.T.tolist())
-        return {2**power: loss / count for power, (loss, count) in pairs if count}
+def losses_by_position(sums: Tensor) -> dict[int, float]:
+    """Return the mean loss by number of keys n: over the tokens that see at least n and fewer than 2n tokens."""
+    pairs = enumerate(sums.T.tolist())
+    return {2**power: loss / count for power, (loss, count) in pairs if count}
 
 
 def evaluation_record(
     step: int,
     tokens: int,
-    losses: Mapping[int, PositionLosses],
+    sums: Mapping[int, Tensor],
     *,
     document_mask: bool = False,
     stride: int | None = None,
@@ -75,13 +60,13 @@ def evaluation_record(
     Args:
         step: completed steps.
         tokens: number of tokens at each length.
-        losses: by context length.
+        sums: by context length, from `sums_by_position`.
         document_mask: whether attention stayed inside documents. Records are comparable only if this and `stride` are
             equal.
         stride: of sliding windows; None for blocks.
     """
-    longest = losses[max(losses)]
-    loss = longest.lm_loss
+    longest = sums[max(sums)]
+    loss = mean_loss(longest)
     return {
         "step": step,
         "valid_loss": loss,
@@ -89,6 +74,6 @@ def evaluation_record(
         "tokens": tokens,
         "document_mask": document_mask,
         "stride": stride,
-        "by_length": {str(length): at.lm_loss for length, at in losses.items()},
-        "by_position": {str(keys): mean for keys, mean in longest.by_position.items()},
+        "by_length": {str(length): mean_loss(at) for length, at in sums.items()},
+        "by_position": {str(keys): mean for keys, mean in losses_by_position(longest).items()},
     }

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from megatron_ext.arrays import Float64, Int64
-from megatron_ext.evaluation.by_position import PositionLosses
+from megatron_ext.arrays import Int64
+from megatron_ext.evaluation.by_position import losses_by_position, mean_loss
 from megatron_ext.evaluation.statistics import difference
 
 
@@ -102,50 +102,32 @@ def stream_chunks(all_streams: Sequence[Stream], tokens: int) -> Iterator[list[S
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
-    """Scores of a model at one window length. Scores of chunks and ranks can be added.
-
-    Attributes:
-        loss, count: float64 [documents], summed -log p(label) and number of labels.
-        by_position: float64 [sources, 2, BINS], from `sums_by_position`; positions count from the window's start.
-    """
-
-    loss: Float64
-    count: Float64
-    by_position: Float64
-
-    def __add__(self, other: Scores) -> Scores:
-        return Scores(self.loss + other.loss, self.count + other.count, self.by_position + other.by_position)
-
-
-@dataclass(frozen=True, eq=False)
 class Evaluated:
-    """Scores of a model on all documents.
+    """Losses of a model on all documents.
 
     Attributes:
-        sources: names, in the order of `Scores.by_position`.
-        source_of: int64 [documents], each one's source.
-        at: scores by window length.
+        sources: of each document.
+        at: by window length, float64 [2, documents, BINS]: for each document what `sums_by_position` returns; positions
+            count from the window's start.
     """
 
-    sources: tuple[str, ...]
-    source_of: Int64
-    at: dict[int, Scores]
+    sources: Sequence[str]
+    at: Mapping[int, Tensor]
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Yield the loss of all documents and of each source, overall and by position, at each window length."""
-        for length, scores in self.at.items():
-            groups = [("all", self.source_of >= 0, scores.by_position.sum(axis=0))]
-            for number, name in enumerate(self.sources):
-                groups.append((name, self.source_of == number, scores.by_position[number]))
-            for task, own, by_position in groups:
-                count = scores.count[own].sum()
-                loss = float(scores.loss[own].sum() / count)
-                perplexity = math.exp(min(loss, 700.0))  # avoid float overflow
-                at = {"task": task, "length": length, "count": int(count), "documents": int(own.sum())}
+        chosen = {"all": list(range(len(self.sources)))}
+        for number, source in enumerate(self.sources):
+            chosen.setdefault(source, []).append(number)
+        for length, sums in self.at.items():
+            for task, documents in chosen.items():
+                own = sums[:, documents].sum(dim=1)
+                loss = mean_loss(own)
+                assert loss is not None  # a document has at least 2 tokens
+                at = {"task": task, "length": length, "count": int(own[1].sum()), "documents": len(documents)}
                 yield at | {"metric": "loss", "value": loss}
-                yield at | {"metric": "perplexity", "value": perplexity}
-                for position, mean in PositionLosses(torch.from_numpy(by_position)).by_position.items():
+                yield at | {"metric": "perplexity", "value": math.exp(min(loss, 700.0))}  # avoid float overflow
+                for position, mean in losses_by_position(own).items():
                     yield {"task": task, "length": length, "metric": "loss", "position": position, "value": mean}
 
 
@@ -153,6 +135,7 @@ def loss_differences(models: Mapping[str, Evaluated]) -> Iterator[dict[str, Any]
     """Compare each model's loss with the first one's, on the same documents."""
     (first, base), *others = models.items()
     for second, other in others:
-        for length, scores in base.at.items():
-            found = difference(scores.loss, other.at[length].loss, scores.count)
+        for length, sums in base.at.items():
+            losses, counts = sums.sum(dim=2).numpy()
+            found = difference(losses, other.at[length][0].sum(dim=1).numpy(), counts)
             yield {"first": first, "second": second, "task": "all", "metric": "loss", "length": length, **found}

@@ -6,10 +6,8 @@ compared runs: independent of the training mask, only --eval-document-mask keeps
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import operator
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ from megatron_ext import heartbeat
 from megatron_ext.config import Config
 from megatron_ext.engine.step import Stepper
 from megatron_ext.errors import DivergedError
-from megatron_ext.evaluation.by_position import PositionLosses
+from megatron_ext.evaluation.by_position import BINS, mean_loss
 from megatron_ext.monitoring.early_stopping import EarlyStopping
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.records import RunRecords
@@ -66,7 +64,7 @@ class Validation:
         assert self.row_at is not None
         lengths = sorted(self.training.eval_lengths or (self.data.seq_length,))
         trained_window = self.window.window_at(max(step - 1, 0))
-        losses: dict[int, list[PositionLosses]] = {length: [] for length in lengths}
+        sums = {length: torch.zeros(2, BINS, dtype=torch.float64) for length in lengths}
         for length, number in itertools.product(lengths, range(self.training.eval_iters)):
             heartbeat.beat(f"validating after {step} steps")
             if request is not None:
@@ -77,11 +75,11 @@ class Validation:
                     return int(received)
             first_sample = number * self.data.global_batch_size
             batches = self.batches.evaluate(self.row_at, first_sample, length, trained_window)
-            losses[length].append(self.stepper.evaluate(batches))
-        sums = {length: functools.reduce(operator.add, parts) for length, parts in losses.items()}
+            sums[length] += self.stepper.evaluate(batches)
         for at_length in sums.values():
-            if at_length.lm_loss is not None and not math.isfinite(at_length.lm_loss):
-                raise DivergedError(VALIDATION_LOSS, at_length.lm_loss)
+            loss = mean_loss(at_length)
+            if loss is not None and not math.isfinite(loss):
+                raise DivergedError(VALIDATION_LOSS, loss)
         self.records.evaluation(step, sums)
-        self.early.note(step, sums[max(sums)].lm_loss)
+        self.early.note(step, mean_loss(sums[max(sums)]))
         return 0

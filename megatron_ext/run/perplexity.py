@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.batch import PackedBatch, Tokens
@@ -24,7 +23,6 @@ from megatron_ext.evaluation.perplexity import (
     Document,
     Evaluated,
     Limits,
-    Scores,
     Stream,
     stream_chunks,
     streams,
@@ -62,55 +60,42 @@ def evaluate_perplexity(
     Raises:
         UserError: the model does not fit the layout.
     """
-    sources = tuple(dict.fromkeys(document.source for document in documents))
-    numbers = {name: number for number, name in enumerate(sources)}
-    source_of = np.array([numbers[document.source] for document in documents], dtype=np.int64)
     all_streams = streams(documents, document_mask=document_mask)
     for window in windows:
         warn_beyond_training(pretrained, window.length)
-    # dynamic RoPE of a Hugging Face folder depends on the length: reload the model for each length
-    reload = pretrained.checkpoint is None and pretrained.model.rope_scaling == "dynamic"
-    at: dict[int, Scores] = {}
-    for together in [[window] for window in windows] if reload else [windows]:
-        with open_model(pretrained, processes, max(window.length for window in together), dtype) as model:
-            for window in together:
-                scorer = _Scorer(model, window, batch_tokens, source_of, len(sources))
-                at[window.length] = scorer.run(all_streams)
-    return Evaluated(sources, source_of, at)
+    with open_model(pretrained, processes, max(window.length for window in windows), dtype) as model:
+        at = {
+            window.length: _Scorer(model, window, batch_tokens, len(documents)).run(all_streams) for window in windows
+        }
+    return Evaluated([document.source for document in documents], at)
 
 
 class _Scorer:
     """Scores streams with windows of one length."""
 
-    def __init__(
-        self, model: InferenceModel, window: ShortContext, batch_tokens: int, source_of: np.ndarray, sources: int
-    ) -> None:
-        self.model, self.window, self.source_of, self.sources = model, window, source_of, sources
+    def __init__(self, model: InferenceModel, window: ShortContext, batch_tokens: int, documents: int) -> None:
+        self.model, self.window = model, window
         self.pipeline = Pipeline([in_precision(chunk, model.config) for chunk in model.chunks])
         self.group = parallel.context_group(model.config.parallel, model.ranks, model.platform)
         self.context = context_options(model.config, model.ranks, self.group)
         self.division = division(model.config, model.ranks, max(batch_tokens, window.length))
+        self.sums = np.zeros((2, documents, BINS))
 
-        self.scores = self._nothing()
-
-    def run(self, all_streams: Sequence[Stream]) -> Scores:
-        ranks = self.model.ranks
+    def run(self, all_streams: Sequence[Stream]) -> Tensor:
+        """Return float64 [2, documents, BINS], on the host of every process."""
+        ranks, device = self.model.ranks, self.model.platform.device
         label = f"windows of {self.window.length}"
         with tqdm(total=sum(map(len, all_streams)), unit="token", desc=label, disable=ranks.world != 0) as bar:
             for chunk in stream_chunks(all_streams, CHUNK_TOKENS):
                 self._score(chunk)
                 bar.update(sum(map(len, chunk)))
-        mine = self.scores if ranks.reports_loss and ranks.context == 0 else self._nothing()
-        shares: list[Scores] = [mine] * ranks.world_size
-        dist.all_gather_object(shares, mine)
-        return functools.reduce(operator.add, shares)
-
-    def _nothing(self) -> Scores:
-        documents = len(self.source_of)
-        return Scores(np.zeros(documents), np.zeros(documents), np.zeros((self.sources, 2, BINS)))
+        counted = ranks.reports_loss and ranks.context == 0
+        sums = torch.from_numpy(self.sums * counted).to(device)
+        dist.all_reduce(sums)
+        return sums.cpu()
 
     def _score(self, chunk: Sequence[Stream]) -> None:
-        """Add the scores of this data-parallel rank's windows of some streams."""
+        """Add the losses of this data-parallel rank's windows of some streams."""
         borders = np.cumsum([0, *map(len, chunk)])
         tokens = Tokens(
             tokens=np.concatenate([stream.tokens[:-1] for stream in chunk]),
@@ -132,16 +117,10 @@ class _Scorer:
                 continue
             loss_T = short_losses(self.group, on_device, losses, int(borders[-1]), self.model.platform.device)
             scored = chunks.scored_tokens()
-            loss = loss_T.cpu().double().numpy()[scored]
             document = np.concatenate([stream.document for stream in chunk])[scored]
             place = bin_of(torch.from_numpy(scored - np.repeat(chunks.start, chunks.end - chunks.scored))).numpy()
-            source = self.source_of[document]
-            for index, sums, counts in (
-                (document, self.scores.loss, self.scores.count),
-                ((source, place), self.scores.by_position[:, 0], self.scores.by_position[:, 1]),
-            ):
-                np.add.at(sums, index, loss)
-                np.add.at(counts, index, 1.0)
+            np.add.at(self.sums[0], (document, place), loss_T.cpu().double().numpy()[scored])
+            np.add.at(self.sums[1], (document, place), 1.0)
 
     def _batches(
         self, tokens: Tokens, borders: np.ndarray, chunks: Chunks

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.engine.step import StepResult
-from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
+from megatron_ext.evaluation.by_position import evaluation_record
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.monitoring.history import note_end, note_start
 from megatron_ext.monitoring.metrics import MetricsWriter
@@ -136,18 +137,18 @@ class RunRecords:
         if self.metrics is not None:
             self.metrics.step(record)
 
-    def evaluation(self, step: int, losses: Mapping[int, PositionLosses]) -> None:
-        """Record a validation after `step` steps: its losses by context length."""
+    def evaluation(self, step: int, sums: Mapping[int, Tensor]) -> None:
+        """Record a validation after `step` steps: its `sums_by_position` by context length."""
         training = self.config.training
         record = evaluation_record(
             step,
             training.eval_iters * self.tokens_per_step,
-            losses,
+            sums,
             document_mask=training.eval_document_mask,
             stride=training.eval_stride,
         )
         if record["valid_loss"] is not None:
-            self.note(f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(losses)}")
+            self.note(f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(sums)}")
         else:
             self._note_once(
                 "no validation loss",

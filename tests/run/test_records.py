@@ -12,7 +12,7 @@ import torch
 from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config, DataConfig, LoggingConfig, TrainingConfig, WeightingConfig
 from megatron_ext.engine.step import StepResult
-from megatron_ext.evaluation.by_position import BINS, PositionLosses
+from megatron_ext.evaluation.by_position import BINS
 from megatron_ext.loss import GlobalLoss, LossTerms
 from megatron_ext.monitoring.history import read_history
 from megatron_ext.monitoring.metrics import read_jsonl
@@ -106,7 +106,7 @@ def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
 
 def test_repeated_events_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = records(tmp_path)
-    empty = PositionLosses(torch.zeros(2, BINS, dtype=torch.float64))
+    empty = torch.zeros(2, BINS, dtype=torch.float64)
     for step in range(3):
         made.after_step(finished(step, skipped=True))
         made.evaluation(step + 1, {16: empty})
