@@ -71,10 +71,10 @@ def train_stages(stages: Sequence[Stage]) -> int:
 
 def _check_all(stages: Sequence[Stage]) -> None:
     """Check all stages before the first one starts, to avoid failing in a later stage."""
-    for stage in stages if len(stages) > 1 else ():  # a single stage is checked by `train` immediately
-        find_checkpoint(stage.config)
     for stage in stages:
-        if stage.before is not None:
+        if stage.before is None:
+            find_checkpoint(stage.config)
+        else:
             _check_before(stage, stage.before, will_run=stage.before in stages)
     for stage in stages[1:]:
         if _has_ended(stage):
@@ -93,17 +93,17 @@ def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
     It must have ended, unless this command runs it first (`will_run`); a stage that has steps already does not need its
     weights, but was not trained from those that a run would produce now.
     """
-    steps, (done, complete) = _steps(stage.config), _saved_steps(before.config)
-    if not complete and (steps > 0) == will_run:
+    steps, options = _steps(stage.config), before.config.checkpoint
+    saved = locate(Path(options.save), past_damaged=options.load_latest_complete) if options.save else None
+    done = saved.manifest.step if saved is not None else 0
+    if not _has_all_steps(before.config, done) and (steps > 0) == will_run:
         raise UserError(
             f"stage: {stage.name} has {steps} steps and begins with the weights of {before.name}, which has {done} of "
-            f"its {before.config.training.train_iters} steps in {before.config.checkpoint.save}; complete or restore "
+            f"its {before.config.training.train_iters} steps in {options.save}; complete or restore "
             f"{before.name}, or use --stage {stage.name} --init-from FOLDER"
         )
-    if steps or "samples" not in stage.keep or before.config.checkpoint.load is None:
-        return
-    end, first = end_of_samples(before.config, find_checkpoint(before.config)), stage.config.data.first_sample
-    if end != first:  # steps had another batch size
+    end, first = end_of_samples(before.config, saved), stage.config.data.first_sample
+    if not steps and "samples" in stage.keep and end != first:  # steps had another batch size
         raise UserError(
             f"stages: {stage.name}: keep: got samples, but {before.name} takes those up to {end:,} and not up to "
             f"{first:,}, because its batch size has changed; leave samples out and set first_sample {end}"
@@ -111,44 +111,31 @@ def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
 
 
 def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
-    """Return the message for a value that was not finite, with the flags that continue from before it.
-
-    The checkpoint of a step is written before its validation: if that diverged, the same checkpoint would diverge
-    again.
-    """
-    saved, good = ending.checkpoint, ending.checkpoint
-    at_validation = divergence.what == VALIDATION_LOSS
-    if at_validation and saved is not None:
-        good = next((checkpoint.folder for checkpoint in older(saved)), None)
-    flags = []
-    if stage.name is not None:  # --load names the run, and uses the stage's newest checkpoint
-        flags += [f"--stage {stage.name}"]
-        flags += [as_flag("load", stage.run), "--override lr clip_grad"] if saved is not None else []
-        flags += ["--load-latest-complete"] if at_validation else []
-    elif good is not None:
-        flags += [as_flag("load", good), "--override lr clip_grad"]
-    elif saved is not None:
-        flags += ["another --save"]
-    remedy = f"remove {saved} and " if stage.name is not None and at_validation and saved is not None else ""
-    remedy += f"start again with {' '.join([*flags, 'and '] if flags else [])}a lower --lr or --clip-grad"
-    if at_validation and not ending.step:
-        remedy = "check the initial weights and the validation data"
+    """Return the message for a value that was not finite, with the flags that continue from before it."""
+    good = ending.checkpoint
+    if divergence.what == VALIDATION_LOSS and good is not None:  # it was saved before this validation
+        good = next((checkpoint.folder for checkpoint in older(good)), None)
+    flags = ""
+    if good is not None:
+        source = as_flag("load", good) if stage.name is None else f"--stage {stage.name} {as_flag('load', stage.run)}"
+        flags = f"{source} --override lr clip_grad and "
     return (
-        f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs {divergence.needs}; "
-        f"{'there is no checkpoint' if saved is None else f'the newest checkpoint is {saved}'}; {remedy}"
+        f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs {divergence.needs}; the "
+        f"last good checkpoint is {good or 'none'}; start again with {flags}a lower --lr or --clip-grad"
     )
 
 
 def _has_ended(stage: Stage) -> bool:
     """Return whether a stage has completed all its steps, and the validation after them."""
-    training, save = stage.config.training, stage.config.checkpoint.save
-    steps = _steps(stage.config)
-    if stage.name is None or not _has_all_steps(stage.config, steps):
+    if stage.name is None:
         return False
-    if not training.eval_interval or save is None or stage.config.checkpoint.load != save:
+    config, steps = stage.config, _steps(stage.config)
+    if not _has_all_steps(config, steps):
+        return False
+    if not config.training.eval_interval:
         return True
-    # otherwise it was stopped between its last checkpoint and that validation
-    return early_stopping(stage.config, Path(save), steps).step == steps
+    # it may have been stopped between its last checkpoint and that validation
+    return early_stopping(config, Path(config.checkpoint.save or ""), steps).step == steps
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:
@@ -161,13 +148,5 @@ def _has_all_steps(config: Config, steps: int) -> bool:
 
 def _steps(config: Config) -> int:
     """Return the completed steps of the run that this one continues; 0 for a new run."""
-    checkpoint = find_checkpoint(config) if config.checkpoint.load is not None else None
+    checkpoint = find_checkpoint(config)
     return checkpoint.manifest.step if checkpoint is not None else 0
-
-
-def _saved_steps(config: Config) -> tuple[int, bool]:
-    """Return the steps in a run's folder, and whether they are all of its steps."""
-    save = config.checkpoint.save
-    checkpoint = locate(Path(save), past_damaged=config.checkpoint.load_latest_complete) if save else None
-    steps = checkpoint.manifest.step if checkpoint is not None else 0
-    return steps, _has_all_steps(config, steps)
