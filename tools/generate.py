@@ -4,8 +4,9 @@ python tools/generate.py MODEL --prompt "Once upon a time" --max-new-tokens 200
 python tools/generate.py MODEL --input prompts.jsonl --output answers.jsonl --batch-size 16
 python tools/generate.py MODEL --chat --temperature 0.7 --top-p 0.9
 
-Decoding is greedy unless --temperature is given. The trainer's parallel flags (--tensor-model-parallel-size, --device,
---attention-backend, ...) are accepted too; data- and context-parallel processes share the prompts.
+Decoding is greedy unless --temperature, --top-k or --top-p is given. The trainer's parallel flags
+(--tensor-model-parallel-size, --device, --attention-backend, ...) are accepted too; data- and context-parallel
+processes share the prompts.
 """
 
 from __future__ import annotations
