@@ -9,7 +9,7 @@
     final.safetensors         weights after the last
     config.json               the Hugging Face configuration
     optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names); rope_window_bases
-                              ([window, base]: for windows up to this); and options as in the configuration
+                              ([window, base]: for windows up to this); and the configuration's options by name
 
 The learning rate of each step is in metrics.jsonl. Every process calls every method; process 0 writes.
 """
@@ -28,12 +28,15 @@ from safetensors.torch import save_file
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.config import Config
+from megatron_ext.config.arguments import to_dict
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks, run_on_rank0
 from megatron_ext.engine.weights import gather
 from megatron_ext.run.inputs import Inputs
 from megatron_ext.run.records import StepRecord
 from megatron_ext.token_weighting.weigher import Weigher
+
+OPTIONS = ("model", "data", "window", "optimizer", "training")  # sections of the configuration in optimizer.json
 
 
 class Trajectory:
@@ -74,32 +77,20 @@ class Trajectory:
         full = gather(self.chunks, self.config.model, self.vocab_size, self.ranks)
         if full is None:
             return
-        config, model, training, options = self.config, self.config.model, self.config.training, self.config.optimizer
+        config, model, options = self.config, self.config.model, self.config.optimizer
         if not model.untie_embeddings_and_output_weights:
             full.pop("lm_head.weight", None)
         save_file(full, self.folder / f"{name}.safetensors", metadata={"format": "pt"})
         # an expert bias is a buffer, not a parameter
         vectors = [key for key, tensor in full.items() if tensor.ndim == 1 and "e_score_correction_bias" not in key]
+        sections = to_dict(config)
         optimizer = {
+            **{name: value for section in OPTIONS for name, value in sections[section].items()},
             "betas": [options.adam_beta1, options.adam_beta2],
             "eps": options.adam_eps,
-            "weight_decay": options.weight_decay,
             "clip_grad": options.clip_grad or None,
             "no_decay": [] if options.weight_decay_all else sorted(vectors),
-            "document_mask": config.window.document_mask,
-            "window_mask": config.window.window_mask,
-            "local_window": model.local_window,
-            "window_attn_skip_freq": model.window_attn_skip_freq,
-            "rotary_base_local": model.rotary_base_local,
-            "local_window_fixed": config.window.local_window_fixed,
             "rope_window_bases": model.window_bases(),
-            "no_rope_freq": model.no_rope_freq,
-            "z_loss": training.z_loss,
-            "qk_clip_threshold": options.qk_clip_threshold,
-            "moe_aux_loss_coeff": training.moe_aux_loss_coeff,
-            "moe_router_load_balancing_type": training.moe_router_load_balancing_type,
-            "moe_router_bias_update_rate": training.moe_router_bias_update_rate,
-            "micro_batch_size": config.data.micro_batch_size,
             "weighting": asdict(config.weighting) | {"strength": config.weighting.strength},
         }
         (self.folder / "optimizer.json").write_text(json.dumps(optimizer, indent=2) + "\n")
