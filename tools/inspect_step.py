@@ -41,16 +41,8 @@ def main(argv: list[str]) -> int:
 
     from megatron_ext.run.inspect_step import inspect_step  # importing Megatron takes seconds
 
-    found = inspect_step(options.run, options.step, config)
-    print(f"step {options.step}, window {found.window}, losses under {found.weights or 'the first weights of the run'}")
-    for name in ("lm_loss", "grad_norm", "learning_rate"):
-        print(f"{name} recorded: {found.recorded.get(name, 'nothing')}")
-    for passage in sorted(found.documents, key=lambda one: -one.loss):
-        text = repr(passage.text[: options.characters])
-        print(
-            f"loss {passage.loss:.4f} of {passage.trained} tokens, sample {passage.sample}, tokens "
-            f"{passage.first}..{passage.end - 1}: {text}"
-        )
+    for line in inspect_step(options.run, options.step, config, options.characters):
+        print(line)
     return 0
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.checkpoint.folders import folder_name, read_checkpoint, saved_steps
 from megatron_ext.config import CheckpointConfig, Config, LoggingConfig, ParallelConfig
@@ -22,35 +21,17 @@ from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.trainer import build
 
 
-@dataclass(frozen=True)
-class Passage:
-    """The model's loss on a document of a row: its tokens first..end-1."""
+def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterator[str]:
+    """Recompute the rows of a step and the losses of their tokens, on one process, and describe them in lines.
 
-    sample: int
-    first: int
-    end: int
-    trained: int  # number of labels that count in the loss
-    loss: float  # mean over these labels, in nats; 0 if there are none
-    text: str  # the decoded tokens, or token ids without a tokenizer
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """The training data of a step."""
-
-    window: int
-    recorded: dict[str, Any]  # the step's line in metrics.jsonl; empty if the run ended in this step
-    weights: Path | None  # checkpoint used for the losses; None: the run's initial weights
-    documents: list[Passage]  # of all rows, in order
-
-
-def inspect_step(run: Path, step: int, today: Config) -> StepRows:
-    """Recompute the rows of a step and the losses of their tokens, on one process.
+    After what was recorded follows a line for each document, the largest loss first: the mean over its trained tokens,
+    in nats, and its text, or its token ids without a tokenizer.
 
     Args:
         run: the run's folder.
         step: counted from 0.
         today: configuration in RUN/config.yaml. Options may have changed since then: the next checkpoint's are used.
+        characters: of each document's text.
 
     Raises:
         UserError: the run has no record of the step or the one before it; data or weights cannot be read.
@@ -77,11 +58,15 @@ def inspect_step(run: Path, step: int, today: Config) -> StepRows:
     )
     window = config.window_schedule().window_at(step)
     samples = range(config.data.first_sample + first, config.data.first_sample + end)
-    return StepRows(window, recorded, weights, list(_passages(config, samples, window)))
+    yield f"step {step}, window {window}, losses under {weights or 'the first weights of the run'}"
+    for name in ("lm_loss", "grad_norm", "learning_rate"):
+        yield f"{name} recorded: {recorded.get(name, 'nothing')}"
+    for loss, description in sorted(_documents(config, samples, window, characters), reverse=True):
+        yield f"loss {loss:.4f} {description}"
 
 
-def _passages(config: Config, samples: range, window: int) -> Iterator[Passage]:
-    """Yield the documents of some rows."""
+def _documents(config: Config, samples: range, window: int, characters: int) -> Iterator[tuple[float, str]]:
+    """Yield the loss of each document of some rows, and its description."""
     built = build(config)
     batches = BatchMaker(config, built.ranks, None)
     pipeline = Pipeline([in_precision(chunk, config) for chunk in built.chunks])
@@ -94,12 +79,9 @@ def _passages(config: Config, samples: range, window: int) -> Iterator[Passage]:
         ends = sorted({*(int(end) for end in row.document_ends if end < len(losses)), len(losses)})
         for first, end in itertools.pairwise([0, *ends]):
             tokens, trained = row.tokens[first:end].tolist(), losses[first:end][row.trained[first:end]]
-            yield Passage(
-                sample=sample,
-                first=first,
-                end=end,
-                trained=len(trained),
-                loss=math.fsum(trained) / max(len(trained), 1),
-                text=tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens)),
+            text = tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
+            yield (
+                math.fsum(trained) / max(len(trained), 1),
+                f"of {len(trained)} tokens, sample {sample}, tokens {first}..{end - 1}: {text[:characters]!r}",
             )
     parallel.stop()
