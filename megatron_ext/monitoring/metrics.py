@@ -18,7 +18,7 @@ import numpy as np
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import REMEDIES, UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.views import View, check_views, open_views
+from megatron_ext.monitoring.views import View, open_views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
@@ -102,14 +102,15 @@ class MetricsWriter:
         config: dict[str, Any] | None = None,
     ) -> None:
         assert resume_step >= 0, resume_step
-        check_views(logging)  # before anything is changed
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._next_step = resume_step
+        self._views: list[View] = open_views(
+            self.folder, logging, config, resume_step
+        )  # first: a package may be missing
         self._cut_files_back(resume_step)
         self._metrics = (self.folder / METRICS_FILE).open("ab")
         self._evaluation = (self.folder / EVALUATION_FILE).open("ab")
-        self._views: list[View] = open_views(self.folder, logging, config, resume_step)
         # a view hides everything from resume_step on, but the evaluation at that step is still valid
         for record in read_jsonl(self.folder / EVALUATION_FILE) if resume_step else ():
             if record["step"] == resume_step:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import UserError
+from megatron_ext.errors import missing_package
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_id.txt", "mlflow_id.txt"
@@ -30,35 +30,33 @@ class View(Protocol):
         """Flush and close."""
 
 
-def check_views(logging: LoggingConfig) -> None:
-    """Check that the packages of the requested views are installed.
-
-    Raises:
-        UserError: one is missing.
-    """
-    for field, package in (("wandb_project", "wandb"), ("mlflow_experiment", "mlflow")):
-        if getattr(logging, field) is not None:
-            try:
-                importlib.import_module(package)
-            except ImportError:
-                raise UserError(
-                    f"{field} is set but the package {package} is not installed: pip install {package}, or unset it"
-                ) from None
-
-
 def open_views(folder: Path, logging: LoggingConfig, config: dict[str, Any] | None, resume_step: int) -> list[View]:
     """Open the requested views; a resumed run continues in the same TensorBoard, W&B or MLflow run.
 
     TensorBoard hides older events from `resume_step`, the number of completed steps, on.
+
+    Raises:
+        UserError: the package of one is missing.
     """
     views: list[View] = []
-    if logging.tensorboard:
-        views.append(TensorBoard(folder, config, resume_step))
     if logging.wandb_project is not None:
         views.append(Wandb(folder, logging.wandb_project, logging.wandb_exp_name, config, resume_step))
     if logging.mlflow_experiment is not None:
         views.append(Mlflow(folder, logging.mlflow_experiment, logging.wandb_exp_name, config, resume_step))
+    if logging.tensorboard:
+        views.append(TensorBoard(folder, config, resume_step))
     return views
+
+
+def _package(field: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise missing_package(field, name) from None
+
+
+def _known_run(id_file: Path, resume_step: int) -> str | None:
+    return id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
 
 
 class TensorBoard:
@@ -88,9 +86,8 @@ class Wandb:
     def __init__(
         self, folder: Path, project: str, name: str | None, config: dict[str, Any] | None, resume_step: int
     ) -> None:
-        wandb = importlib.import_module("wandb")
-        id_file = folder / WANDB_ID_FILE
-        known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
+        wandb, id_file = _package("wandb_project", "wandb"), folder / WANDB_ID_FILE
+        known = _known_run(id_file, resume_step)
         resume = "allow" if known else None
         self._run = wandb.init(project=project, name=name, config=config, dir=str(folder), id=known, resume=resume)
         id_file.write_text(self._run.id + "\n")
@@ -110,9 +107,8 @@ class Mlflow:
     def __init__(
         self, folder: Path, experiment: str, name: str | None, config: dict[str, Any] | None, resume_step: int
     ) -> None:
-        self._mlflow = importlib.import_module("mlflow")
-        id_file = folder / MLFLOW_ID_FILE
-        known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
+        self._mlflow, id_file = _package("mlflow_experiment", "mlflow"), folder / MLFLOW_ID_FILE
+        known = _known_run(id_file, resume_step)
         self._mlflow.set_experiment(experiment)
         run = self._mlflow.start_run(run_id=known, run_name=name)
         id_file.write_text(run.info.run_id + "\n")

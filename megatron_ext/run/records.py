@@ -81,8 +81,7 @@ class RunRecords:
         """Write config.yaml and the start to the run's folder; open its metrics, without the steps to be repeated.
 
         Raises:
-            UserError: a damaged line of metrics, or a requested view that is not installed; the folder is unchanged
-                then.
+            UserError: a damaged line of metrics, or a requested view that is not installed.
             OSError: a file cannot be written.
         """
         self.metrics = MetricsWriter(

@@ -159,7 +159,7 @@ class TestWandb:
     def test_a_missing_package_is_refused_before_any_file_is_touched(self, tmp_path, monkeypatch):
         write_run(tmp_path, 3)
         monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
-        with pytest.raises(UserError, match=r"wandb_project is set .* pip install wandb"):
+        with pytest.raises(UserError, match=r"wandb_project needs the package wandb; pip install wandb"):
             MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(wandb_project="p"))
         assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
         MetricsWriter(tmp_path, resume_step=3, logging=LoggingConfig()).close()  # not asked for: not needed
