@@ -19,10 +19,11 @@ from pathlib import Path
 from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
-from megatron_ext.data.packing import POLICIES, build_plan, report
+from megatron_ext.data.packing import POLICIES, build_plan, describe, report
 from megatron_ext.data.rows.dataset import check_seed
 from megatron_ext.errors import UserError
-from megatron_ext.inspect.pack_view import describe, view_row
+from megatron_ext.inspect.pack_view import describe as describe_row
+from megatron_ext.inspect.pack_view import view_row
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -85,23 +86,17 @@ def compare(options: argparse.Namespace) -> str:
         raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")
     (split,) = splits(config_of(options), sys.maxsize, 0)
     every = options.policies == ["-"]
-    lines = [f"{'':<15} {'kept':>7} {'repeated':>9} {'truncated':>10} {'dropped':>8} {'padding':>8} {'mean keys':>10}"]
+    reports, refused = {}, []
     for name in [policy for policy in POLICIES if policy != "bm25"] if every else options.policies:
         try:
             plan = build_plan(name, split.source, split.documents, options.seq_length, split.seed)
         except UserError as error:
             if not every:
                 raise
-            lines.append(f"{name:<15} {error}")
+            refused.append(f"{name:<15} {error}")
             continue
-        made = report(plan, split.source, split.documents)
-        lines.append(
-            f"{name:<15} {made.kept_share:>7.1%} {made.repeated_tokens / made.tokens:>9.1%} "
-            f"{made.truncated_documents / made.documents:>10.1%} {made.dropped_documents / made.documents:>8.1%} "
-            f"{made.padding_share:>8.2%} {made.mean_context:>10,.0f}"
-        )
-    lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
-    return "\n".join(lines)
+        reports[name] = report(plan, split.source, split.documents)
+    return "\n".join([*refused, describe(reports)])
 
 
 @command
@@ -121,7 +116,7 @@ def main(argv: list[str]) -> int:
         policy=options.cp_policy,
         left_window=options.left_window,
     )
-    print(describe(view, texts))
+    print(describe_row(view, texts))
     if options.output is not None:
         from megatron_ext.inspect.pack_figure import write_pack
 

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING
 from megatron_ext.cli import command
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.data.packing import POLICIES, UNLIMITED, build_plan, describe, load_plan, report, save_plan
+from megatron_ext.data.packing import (
+    POLICIES,
+    UNLIMITED,
+    build_plan,
+    describe,
+    describe_contexts,
+    load_plan,
+    plan_folder,
+    report,
+    save_plan,
+)
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,17 +70,19 @@ def pack(configs: Sequence[Config]) -> None:
 def _make(split: Split, documents: str) -> None:
     """Make a plan if missing, and report on it; `documents` describes the documents."""
     began = time.perf_counter()
-    key, folder = split.plan_key(), split.plan_folder
+    key, prefix = split.plan_key(), split.part.prefix
     try:
-        plan = load_plan(folder, key)
+        plan = load_plan(prefix, key)
     except UserError:  # missing or damaged
         try:
             plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, split.part.options)
         except UserError as error:
-            raise UserError(f"{split.part.prefix}, {documents} documents: {error}") from None
-        save_plan(plan, folder)
-    print(f"{folder}  ({time.perf_counter() - began:.1f} s)")
-    print(describe(report(plan, split.source, split.documents)))
+            raise UserError(f"{prefix}, {documents} documents: {error}") from None
+        save_plan(plan, prefix)
+    print(f"{plan_folder(prefix, key)}  ({time.perf_counter() - began:.1f} s)")
+    made = report(plan, split.source, split.documents)
+    print(describe({key.policy: made}))
+    print(describe_contexts(made))
 
 
 if __name__ == "__main__":

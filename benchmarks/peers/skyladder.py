@@ -49,8 +49,8 @@ class Memory:
     def read_weights(self, document: int, offset: int, length: int) -> None:
         return None
 
-    def read_mask(self, document: int, offset: int, length: int) -> None:
-        return None
+    def read_mask(self, document: int, offset: int, length: int) -> bool:
+        return True
 
 
 def drawn(length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -119,10 +119,10 @@ class IndexedSource:
             )
         return weights
 
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Read whether each of these tokens is trained, bool [length]; None if the data set has no mask."""
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | bool:
+        """Read whether each of these tokens is trained, bool [length]; True if the data set has no mask."""
         if self._mask is None:
-            return None
+            return True
         start = int(self._starts[document]) + offset
         return np.asarray(self._mask[start : start + length]).astype(np.bool_)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from megatron_ext.cli import program
 from megatron_ext.config import Config
-from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
+from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_key
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
 from megatron_ext.data.rows.mixture import MixturePart, scaled
@@ -64,11 +62,6 @@ class Split:
     def plan_key(self) -> PlanKey:
         """Return the values that determine the packing plan of these documents; reads all their lengths."""
         return plan_key(self.part.packing, self.source, self.documents, self.length, self.seed, self.part.options)
-
-    @property
-    def plan_folder(self) -> Path:
-        """The folder in which tools/pack_data.py stores that plan."""
-        return plan_folder(self.part.prefix, self.plan_key())
 
 
 def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
@@ -152,14 +145,8 @@ def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
     mask_eod = config.data.eod_mask_loss
     if split.part.packing == "random":
         return RowDataset(split.source, split.documents, split.length, split.seed, mask_eod=mask_eod)
-    key = split.plan_key()
-    folder = plan_folder(split.part.prefix, key)
-    if not folder.exists():
-        raise UserError(
-            f"packing: {split.part.prefix} has no {split.part.packing} plan for seq_length {split.length} and seed "
-            f"{split.seed}; make it with {program('pack')} and the flags of this run"
-        )
-    return PackedRows(split.source, load_plan(folder, key), split.seed, mask_eod=mask_eod)
+    plan = load_plan(split.part.prefix, split.plan_key())
+    return PackedRows(split.source, plan, split.seed, mask_eod=mask_eod)
 
 
 def needed_tokens(config: Config, part: MixturePart, rows: int) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.config import Config, DataConfig, TrainingConfig, WindowConfig
-from megatron_ext.data.packing import build_plan, plan_folder, plan_key, save_plan
+from megatron_ext.data.packing import build_plan, save_plan
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 from megatron_ext.run.rows import open_rows
@@ -29,7 +29,7 @@ def test_validation_rows_do_not_depend_on_packing(tmp_path: Path) -> None:
         config = Config(data=data, training=training, window=WindowConfig(document_mask=True))
         if packing == "decomposition":
             arguments = (packing, source, range(300), LENGTH, config.training.seed)
-            save_plan(build_plan(*arguments), plan_folder(prefix, plan_key(*arguments)))
+            save_plan(build_plan(*arguments), prefix)
         rows = open_rows(config, 100)
         found = [rows.valid(sample).tokens.tolist() for sample in range(9)]
         if packing == "random":

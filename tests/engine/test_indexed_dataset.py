@@ -135,7 +135,8 @@ def test_the_metadata_of_another_dataset_is_refused(prefix: str, what: str, coun
 
 def test_weights_and_masks_are_read_with_the_tokens(prefix: str) -> None:
     plain = IndexedSource(prefix, 100)
-    assert plain.read_weights(0, 0, 5) is plain.read_mask(0, 0, 5) is None
+    assert plain.read_weights(0, 0, 5) is None
+    assert plain.read_mask(0, 0, 5) is True
     tokens = np.concatenate(DOCUMENTS)
     np.save(f"{prefix}.weights.npy", tokens.astype(np.float32) / 8)
     np.save(f"{prefix}.mask.npy", (tokens % 2).astype(np.uint8))

@@ -27,7 +27,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages, to_dict
 from megatron_ext.config.checks import check_stages
-from megatron_ext.data.packing.plan import PackingPlan, PlanKey, load_plan, save_plan
+from megatron_ext.data.packing.plan import PackingPlan, PlanKey, load_plan, plan_folder, save_plan
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
@@ -233,9 +233,9 @@ def spoilt_file(folder: Path) -> tuple[st.SearchStrategy[tuple[Path, bytes]], Ca
 def test_plans(effort: settings, tmp_path: Path) -> None:
     key = PlanKey("best_fit", 8, 1, {}, "f")
     plan = PackingPlan(key, np.array([0, 1, 3]), np.array([[0, 0, 8], [1, 0, 3], [2, 0, 5]]))
-    save_plan(plan, tmp_path / "plan")
-    assert load_plan(tmp_path / "plan", key).rows == 2
-    fuzz(effort, *spoilt_file(tmp_path / "plan"), lambda: load_plan(tmp_path / "plan", key))
+    save_plan(plan, tmp_path / "data")
+    assert load_plan(tmp_path / "data", key).rows == 2
+    fuzz(effort, *spoilt_file(plan_folder(tmp_path / "data", key)), lambda: load_plan(tmp_path / "data", key))
 
 
 @both("effort")

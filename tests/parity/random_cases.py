@@ -32,7 +32,7 @@ from megatron_ext.config.arguments import flag
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.data.build.indexed import MASK
-from megatron_ext.data.packing import build_plan, save_plan
+from megatron_ext.data.packing import build_plan, plan_folder, save_plan
 from megatron_ext.data.rows.identity import row_identity
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.run.rows import splits
@@ -482,12 +482,12 @@ def prepare(config: Config) -> None:
     plain = replace(config, weighting=WeightingConfig())
     for number in (0, 1) if config.training.eval_interval else (0,):
         for split in splits(plain, config.model.vocab_size, number):
-            if split.part.packing != "random" and not split.plan_folder.exists():
-                key = split.plan_key()
+            key, prefix = split.plan_key(), split.part.prefix
+            if key.policy != "random" and not plan_folder(prefix, key).exists():
                 plan = build_plan(
                     key.policy, split.source, split.documents, split.length, split.seed, split.part.options
                 )
-                save_plan(plan, split.plan_folder)
+                save_plan(plan, prefix)
     if config.weighting.score_store is None:
         return
     rows: Any = row_identity(config, config.model.vocab_size)

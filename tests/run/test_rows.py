@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.config import Config, DataConfig
-from megatron_ext.data.packing import build_plan, plan_folder, plan_key, save_plan
+from megatron_ext.data.packing import build_plan, save_plan
 from megatron_ext.data.rows.dataset import part_seed
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.engine.indexed_dataset import IndexedSource
@@ -42,7 +42,7 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     config = Config(data=DataConfig(mixture=mixture, seq_length=LENGTH, split="1,0,0"))
     source = IndexedSource(padded)
     arguments = ("best_fit", source, range(40), LENGTH, part_seed(config.training.seed, 1))
-    save_plan(build_plan(*arguments), plan_folder(padded, plan_key(*arguments)))
+    save_plan(build_plan(*arguments), padded)
     mixed = open_rows(config, 10).mixed
     assert [source.row_tokens for source in mixed.sources] == [16.0, 12.0]
     drawn = mixed.rows_of(range(700))

@@ -2,7 +2,7 @@
 
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, load_plan, plan_folder, save_plan
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan, plan_key
-from megatron_ext.data.packing.report import describe, report
+from megatron_ext.data.packing.report import describe, describe_contexts, report
 from megatron_ext.data.packing.rows import PackedRows
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "PlanKey",
     "build_plan",
     "describe",
+    "describe_contexts",
     "load_plan",
     "plan_folder",
     "plan_key",

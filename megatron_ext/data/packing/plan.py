@@ -26,13 +26,12 @@ from typing import Literal
 import numpy as np
 
 from megatron_ext.arrays import Int64
-from megatron_ext.data.rows.dataset import TokenSource, sources_of
+from megatron_ext.cli import program
+from megatron_ext.data.rows.dataset import TokenSource
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.files.json_file import read_object
 
 PLAN, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
-REMEDY = "build the plan again"
 
 
 # the policies are described in `policies`
@@ -116,8 +115,10 @@ class PackingPlan:
 def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
     """Return the SHA-256 of the documents of a split, and of all documents' lengths and sources (if known)."""
     digest = hashlib.sha256()
-    sources = sources_of(source)
-    for numbers in (source.document_lengths, documents, *(() if sources is None else (sources,))):
+    arrays = [source.document_lengths, documents]
+    if source.document_sources is not None:
+        arrays.append(source.document_sources)
+    for numbers in arrays:
         values = np.ascontiguousarray(numbers, dtype="<i8")
         digest.update(len(values).to_bytes(8, "little"))
         digest.update(values.tobytes())
@@ -131,29 +132,29 @@ def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
     return Path(f"{os.fspath(prefix)}.packing") / f"{key.policy}-{key.row_length}-{short}"
 
 
-def save_plan(plan: PackingPlan, folder: str | os.PathLike[str]) -> None:
-    """Write the plan to `folder` atomically."""
-    with atomic_folder(Path(folder)) as partial:
+def save_plan(plan: PackingPlan, prefix: str | os.PathLike[str]) -> None:
+    """Write the plan to its folder atomically."""
+    with atomic_folder(plan_folder(prefix, plan.key)) as partial:
         np.save(partial / OFFSETS, plan.row_offsets)
         np.save(partial / PIECES, plan.pieces)
         content = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces)}
         (partial / PLAN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
-    """Open the plan of `key` in its folder, memory-mapped.
+def load_plan(prefix: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
+    """Open the plan with this key, memory-mapped.
 
     Raises:
-        UserError: the plan is missing, damaged, or has another key.
+        UserError: the plan is missing or damaged.
     """
-    folder = Path(folder)
-    content = read_object(folder / PLAN, f"is no JSON object; {REMEDY}")
-    if content is None:
-        raise UserError(f"packing: there is no plan at {folder}; build it first, or check the path")
-    if any(content.get(name) != value for name, value in asdict(key).items()):
-        raise UserError(f"packing: the plan {folder} is of other documents or options than its name says; {REMEDY}")
+    folder = plan_folder(prefix, key)
     try:
         offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))
+    except FileNotFoundError:
+        raise UserError(
+            f"packing: {os.fspath(prefix)} has no {key.policy} plan for seq_length {key.row_length} and seed "
+            f"{key.seed}; make it with {program('pack')} and the flags of this run"
+        ) from None
     except Exception as error:  # numpy parses the header as Python literals
-        raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); {REMEDY}") from None
+        raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); build it again") from None
     return PackingPlan(key, offsets, pieces)

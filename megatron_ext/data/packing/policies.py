@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_ext.arrays import Int64
@@ -28,14 +27,7 @@ from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.bm25 import order_by_similarity
 from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share, full_pieces
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, fingerprint
-from megatron_ext.data.rows.dataset import (
-    Purpose,
-    TokenSource,
-    nonempty,
-    numbered_sources,
-    permutation,
-    random_words,
-)
+from megatron_ext.data.rows.dataset import Purpose, TokenSource, nonempty, permutation, random_words
 from megatron_ext.errors import UserError
 
 Options = Mapping[str, int | float]
@@ -63,12 +55,10 @@ class Corpus:
     row_length: int
     seed: int
 
-    def sources(self) -> list[npt.NDArray[np.bool_]]:
-        """Return for each source the mask, bool [n], of its documents; one mask if the data set has no sources."""
-        own = numbered_sources(self.source, self.documents)
-        if own is None:
-            return [np.ones(len(self.documents), dtype=np.bool_)]
-        return [own == number for number in range(own.max() + 1)]
+    def sources(self) -> Int64 | None:
+        """Return the source of each document, numbered from 0, int64 [n]; None if the data set has no sources."""
+        numbers = self.source.document_sources
+        return None if numbers is None else np.unique(np.asarray(numbers)[self.documents], return_inverse=True)[1]
 
     def shuffled(self, count: int, draw: int = 0) -> Int64:
         """Return a permutation int64 [count], a function of (seed, draw)."""
@@ -191,7 +181,7 @@ class WholeDocument(Policy):
 
     def pack(self, corpus: Corpus) -> Packed:
         if self.join_sources:
-            own = numbered_sources(corpus.source, corpus.documents)
+            own = corpus.sources()
             if own is None:
                 raise UserError(
                     "packing: join_sources joins the documents of a source, but the dataset names no sources; make it "
@@ -262,7 +252,9 @@ class UpsampleLong(Policy):
     long_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def pack(self, corpus: Corpus) -> Packed:
-        of_source = corpus.sources()
+        sources = corpus.sources()
+        own = np.zeros(len(corpus.documents), np.int64) if sources is None else sources
+        of_source = [own == number for number in range(own.max() + 1)]
         long = corpus.lengths > self.threshold
         tokens = np.array(
             [[corpus.lengths[mine & long].sum(), corpus.lengths[mine & ~long].sum()] for mine in of_source]

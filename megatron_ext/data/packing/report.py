@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,18 +83,24 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
     )
 
 
-def describe(report: PackingReport) -> str:
-    """Return the report as text, followed by the histogram of C_i."""
+def describe(reports: Mapping[str, PackingReport]) -> str:
+    """Return a table with a line for each named report."""
     lines = [
-        f"  rows                 {report.rows:>15,} of {report.row_tokens // report.rows:,} tokens",
-        f"  tokens kept          {report.kept_tokens:>15,} of {report.tokens:,}, {report.kept_share:.1%}",
-        f"  tokens left out      {report.dropped_tokens:>15,}",
-        f"  tokens repeated      {report.repeated_tokens:>15,}",
-        f"  documents truncated  {report.truncated_documents:>15,} of {report.documents:,}",
-        f"  documents dropped    {report.dropped_documents:>15,}",
-        f"  padding              {report.padding_tokens:>15,} tokens, {report.padding_share:.2%}",
-        f"  keys a token may see {report.mean_context:>15,.0f} on average",
+        f"{'':<15} {'kept':>7} {'repeated':>9} {'truncated':>10} {'dropped':>8} {'padding':>8} {'mean keys':>10} rows"
     ]
+    for name, made in reports.items():
+        lines.append(
+            f"{name:<15} {made.kept_share:>7.1%} {made.repeated_tokens / made.tokens:>9.1%} "
+            f"{made.truncated_documents / made.documents:>10.1%} {made.dropped_documents / made.documents:>8.1%} "
+            f"{made.padding_share:>8.2%} {made.mean_context:>10,.0f} {made.rows:,}"
+        )
+    lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
+    return "\n".join(lines)
+
+
+def describe_contexts(report: PackingReport) -> str:
+    """Return the histogram of C_i, the keys that a token may see, as lines."""
+    lines = ["keys of a token"]
     for power, count in enumerate(report.context_histogram):
         if count:
             low, share = 2**power, count / sum(report.context_histogram)

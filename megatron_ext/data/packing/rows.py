@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.rows.dataset import EPOCHS_KEPT, Purpose, TokenRow, TokenSource, fill, permutation
+from megatron_ext.data.rows.dataset import EPOCHS_KEPT, Purpose, TokenRow, TokenSource, permutation
 
 
 class PackedRows:
@@ -71,13 +71,15 @@ class PackedRows:
         for document, start, count in self.plan.row_pieces(row).tolist():
             if filled:  # the label after the previous piece
                 trained[filled - 1] = after_end and start == 0 and (joined or not self.mask_eod)
-            fill(tokens[filled : filled + count], mask[filled : filled + count], source, document, start)
+            tokens[filled : filled + count] = source.read(document, start, count)
+            mask[filled : filled + count] = source.read_mask(document, start, count)
             trained[filled : filled + count - 1] = True
             filled += count
             after_end = start + count == source.document_lengths[document]
             if after_end if filled == length else not joined:
                 ends.append(filled)
         if filled == length and not after_end:  # the last label is the document's next token
-            fill(tokens[length:], mask[length:], source, document, start + count)
+            tokens[length:] = source.read(document, start + count, 1)
+            mask[length:] = source.read_mask(document, start + count, 1)
             trained[length - 1] = True
         return TokenRow(tokens, np.array(ends, dtype=np.int64), trained & mask[1:])

@@ -26,13 +26,13 @@ EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders are cached
 class TokenSource(Protocol):
     """Random access to the tokens of documents.
 
-    It may also have the attribute `document_sources`; see `sources_of`.
-
     Attributes:
         document_lengths: int64 [documents], tokens of each document, including its end-of-document token (EOD).
+        document_sources: int32 [documents], the index of each document's source; None if the data set has no sources.
     """
 
     document_lengths: np.ndarray
+    document_sources: np.ndarray | None
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         """Return token ids, int64 [length], of `document` from its token `offset` on."""
@@ -42,8 +42,8 @@ class TokenSource(Protocol):
         """Return the weights of these tokens' losses, float32 [length]; None if the source has none."""
         ...
 
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Return whether each of these tokens is trained as a label, bool [length]; None if all are."""
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | bool:
+        """Return whether each of these tokens is trained as a label, bool [length]; True if all are."""
         ...
 
 
@@ -153,12 +153,13 @@ class RowDataset:
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
         length, source = self.row_length, self.source
-        tokens, mask = np.empty(length + 1, dtype=np.int64), np.ones(length + 1, dtype=np.bool_)
+        tokens, mask = np.empty(length + 1, dtype=np.int64), np.empty(length + 1, dtype=np.bool_)
         ends: list[int] = []
         weights: list[np.ndarray] = []
         filled = 0
         for document, offset, count in self._pieces(self.row_index(sample) * length, length + 1):
-            fill(tokens[filled : filled + count], mask[filled : filled + count], source, document, offset)
+            tokens[filled : filled + count] = source.read(document, offset, count)
+            mask[filled : filled + count] = source.read_mask(document, offset, count)
             if (of_tokens := source.read_weights(document, offset, count)) is not None:
                 weights.append(of_tokens)
             filled += count
@@ -200,25 +201,6 @@ class RowDataset:
     def _draw_document_order(self, epoch: int) -> _DocumentOrder:
         order = permutation(len(self._documents), self.seed, epoch, Purpose.DOCUMENTS)
         return _DocumentOrder(self._documents[order], np.cumsum(self._lengths[order]))
-
-
-def fill(tokens: np.ndarray, mask: np.ndarray, source: TokenSource, document: int, offset: int) -> None:
-    """Fill tokens int64 [n] and mask bool [n] in place from a document, from its token `offset` on."""
-    tokens[:] = source.read(document, offset, len(tokens))
-    if (of_tokens := source.read_mask(document, offset, len(tokens))) is not None:
-        mask[:] = of_tokens
-
-
-def sources_of(source: TokenSource) -> np.ndarray | None:
-    """Return the index of each document's source, int32 [documents]; None if the data set has no sources."""
-    numbers: np.ndarray | None = getattr(source, "document_sources", None)
-    return numbers
-
-
-def numbered_sources(source: TokenSource, documents: np.ndarray) -> np.ndarray | None:
-    """Return the sources of these documents, renumbered from 0, int64 [n]; None if the data set has none."""
-    numbers = sources_of(source)
-    return None if numbers is None else np.unique(np.asarray(numbers)[documents], return_inverse=True)[1]
 
 
 def check_seed(seed: int) -> None:

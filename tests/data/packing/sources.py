@@ -32,8 +32,8 @@ class ListedSource:
         self.reads.append((document, offset, length))
         return np.arange(offset, offset + length, dtype=np.int64) + document * STRIDE
 
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        return None
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | bool:
+        return True
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
         return None
@@ -42,8 +42,8 @@ class ListedSource:
 class MaskedSource(ListedSource):
     """Of even documents every third token is trained, of odd ones there is no mask."""
 
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        return None if document % 2 else self.read(document, offset, length) % 3 == 0
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | bool:
+        return True if document % 2 else self.read(document, offset, length) % 3 == 0
 
 
 class WrittenSource(ListedSource):
