@@ -91,7 +91,7 @@ class _Work:
     def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:
         """Score this data-parallel rank's share of the wanted rows that are missing."""
         missing = parallel.run_on_rank0(self.ranks, lambda: store.missing(wanted), store.path, reads=True)
-        mine = missing[self.ranks.data :: self.ranks.data_size].tolist()
+        mine = missing[self.ranks.data :: self.ranks.data_size]
         at_once = self.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline stages busy
         logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
         with tqdm(total=len(mine), unit="row", disable=self.ranks.world != 0) as bar:

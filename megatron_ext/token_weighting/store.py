@@ -7,8 +7,7 @@
       c.3.0                row 2 is missing: it reads as NaN, the fill value
 
 Row r holds -log p_short of the L labels of training sample r, in nats. Processes may write different rows at the same
-time. zarr writes files atomically, so a killed writer leaves a row complete or missing; a row whose checksum does not
-match counts as missing and can be written again.
+time. zarr writes files atomically, so a killed writer leaves a row complete or missing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import LocalStore
 
-from megatron_ext.arrays import Float32, Int64
+from megatron_ext.arrays import Float32
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
 
@@ -104,15 +103,10 @@ class ScoreStore:
         """
         store = _load(Path(path), mode="r")
         rows = int(expected.pop("rows", store.identity.rows))
-        remedy = "name the store of this run's rows, or score them into a new one"
-        store._compare("this run needs", remedy, expected)
         if rows > store.identity.rows:
-            raise UserError(
-                f"score store {store.path}: its rows are {store.identity.rows}, but this run needs at least {rows}; "
-                f"{remedy}"
-            )
-        files = set(os.listdir(store.path))  # decoding every row would take a millisecond each
-        missing = [row for row in range(first, rows) if f"c.{row}.0" not in files]
+            expected["rows"] = rows
+        store._compare("this run needs", "name the store of this run's rows, or score them into a new one", expected)
+        missing = store.missing(range(first, rows))
         if missing:
             raise UserError(
                 f"score store {store.path}: {len(missing)} of the {rows - first} rows that this run needs are missing, "
@@ -120,15 +114,10 @@ class ScoreStore:
             )
         return store
 
-    def missing(self, rows: Iterable[int]) -> Int64:
-        """Return those of the rows that are missing or damaged, int64 [m]."""
-        missing = []
-        for row in rows:
-            try:
-                self.read(row)
-            except UserError:
-                missing.append(row)
-        return np.array(missing, dtype=np.int64)
+    def missing(self, rows: Iterable[int]) -> list[int]:
+        """Return those of the rows that are missing."""
+        files = set(os.listdir(self.path))  # decoding every row would take a millisecond each
+        return [row for row in rows if _file(row) not in files]
 
     def write(self, row: int, losses: Float32) -> None:
         """Write a row atomically; an older one is replaced.
@@ -160,7 +149,9 @@ class ScoreStore:
         try:
             losses = np.asarray(self._array[row], dtype=np.float32)
         except (ValueError, RuntimeError) as error:  # crc32c, zstd
-            raise UserError(f"score store {self.path}: row {row} is damaged ({error}); {RESUME}") from None
+            raise UserError(
+                f"score store {self.path}: row {row} is damaged ({error}); delete {_file(row)} there, then {RESUME}"
+            ) from None
         if not np.isfinite(losses).all():
             raise UserError(f"score store {self.path}: row {row} is missing; {RESUME}")
         return losses
@@ -171,6 +162,10 @@ class ScoreStore:
             if stored != wanted:
                 text = f"its {name} is {stored!s:.200}, but {whose} {wanted!s:.200}; {remedy}"
                 raise UserError(f"score store {self.path}: {text}")
+
+
+def _file(row: int) -> str:
+    return f"c.{row}.0"
 
 
 def _create(folder: Path, identity: StoreIdentity) -> None:
@@ -195,13 +190,11 @@ def _load(folder: Path, *, mode: Any) -> ScoreStore:
     try:
         array = zarr.open_array(folder, mode=mode, zarr_format=3)  # format 2 can contain pickles
         attributes = dict(array.attrs)
-        ours = attributes.pop("kind", None) == KIND
-        identity = TypeAdapter(StoreIdentity).validate_json(json.dumps(attributes)) if ours else None
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        text = first_line(error)
-        raise UserError(f"score store {folder}: zarr.json cannot be read ({text}); score again") from None
-    if identity is None:
-        raise UserError(f"score store {folder}: this zarr array holds something else; check the path")
-    if (array.shape, array.chunks) != ((identity.rows, identity.row_length), (1, identity.row_length)):
+        kind = attributes.pop("kind", None)
+        identity = TypeAdapter(StoreIdentity).validate_json(json.dumps(attributes))  # strict
+    except Exception as error:  # zarr and its codecs raise many kinds
+        raise UserError(f"score store {folder}: zarr.json cannot be read ({first_line(error)}); score again") from None
+    shape = identity.rows, identity.row_length
+    if (kind, array.shape, array.chunks) != (KIND, shape, (1, identity.row_length)):
         raise UserError(f"score store {folder}: the array in zarr.json is not what scoring writes; score again")
     return ScoreStore(folder, array, identity)

@@ -83,20 +83,23 @@ def test_training_refuses_missing_rows_that_it_needs(tmp_path: Path) -> None:
         ScoreStore.open(tmp_path / "store")
     with pytest.raises(UserError, match="1 of the 2 rows"):
         ScoreStore.open(tmp_path / "store", first=3, rows=5)
-    assert ScoreStore.open(tmp_path / "store", rows=4).missing(range(7)).tolist() == [4, 6]
+    assert ScoreStore.open(tmp_path / "store", rows=4).missing(range(7)) == [4, 6]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_row_is_refused_found_and_rewritten(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_row_is_refused_and_can_be_rewritten(tmp_path: Path, damage: str) -> None:
     store = filled(tmp_path / "store", without=(1,))
     file = tmp_path / "store" / "c.4.0"
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
-    with pytest.raises(UserError, match=r"/store: row 4 is damaged \(.*\); run the scoring command again") as refused:
+    with pytest.raises(
+        UserError, match=r"/store: row 4 is damaged \(.*\); delete c\.4\.0 there, then run the"
+    ) as refused:
         store.read(4)
     assert "\n" not in str(refused.value)
-    assert store.missing([6, 4, 3, 1]).tolist() == [4, 1]
+    file.unlink()
+    assert store.missing([6, 4, 3, 1]) == [4, 1]
     store.write(4, losses_of(4))
-    assert store.missing(range(7)).tolist() == [1]
+    assert store.missing(range(7)) == [1]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -106,7 +109,7 @@ def test_losses_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> N
     losses[[17, 40]] = bad
     with pytest.raises(UserError, match=f"row 2 has 2 losses that are not finite, {bad} at token 17 the first"):
         store.write(2, losses)
-    assert store.missing([2]).tolist() == [2]
+    assert store.missing([2]) == [2]
 
 
 def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
@@ -115,9 +118,9 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "folder" / "note").write_text("mine")
     zarr.create_array(tmp_path / "array", shape=(7, 64), dtype="float32")
     for name in ("file", "folder", "array"):
-        with pytest.raises(UserError, match="something else"):
+        with pytest.raises(UserError, match=r"something else|cannot be read"):
             ScoreStore.create_or_resume(tmp_path / name, IDENTITY)
-    for name, text in (("file", "no store"), ("nothing", "no store"), ("array", "holds something else")):
+    for name, text in (("file", "no store"), ("nothing", "no store"), ("array", "cannot be read")):
         with pytest.raises(UserError, match=text):
             ScoreStore.open(tmp_path / name)
     assert (tmp_path / "folder" / "note").read_text() == (tmp_path / "file").read_text() == "mine"
@@ -127,7 +130,7 @@ def score(path: Path, identity: StoreIdentity, rows: list[int], start: Barrier, 
     """Act as a data-parallel rank: write the missing rows and send the number of each."""
     start.wait()
     store = ScoreStore.create_or_resume(path, identity)
-    for row in store.missing(rows).tolist():
+    for row in store.missing(rows):
         store.write(row, losses_of(row, identity.row_length))
         done.send(row)
 
@@ -172,7 +175,7 @@ def kill_a_writer(path: Path, identity: StoreIdentity, chance: random.Random) ->
     """SIGKILL a writer at a random moment; return how many rows were complete that it had not reported."""
     before = set(range(identity.rows))
     if path.exists():
-        before = set(ScoreStore.create_or_resume(path, identity).missing(range(identity.rows)).tolist())
+        before = set(ScoreStore.create_or_resume(path, identity).missing(range(identity.rows)))
     ((process, reader),) = start_scoring(path, identity, [list(range(identity.rows))])
     early = [reader.recv() for _ in range(chance.randint(1, 5))]
     time.sleep(chance.uniform(0, 0.03))
@@ -181,7 +184,7 @@ def kill_a_writer(path: Path, identity: StoreIdentity, chance: random.Random) ->
     process.join()
     assert process.exitcode == -9, "the writer ended before it was killed: give it more rows"
     store = ScoreStore.create_or_resume(path, identity)
-    after = set(store.missing(range(identity.rows)).tolist())
+    after = set(store.missing(range(identity.rows)))
     assert {row for row in range(identity.rows) if not (path / f"c.{row}.0").exists()} == after, "a row is half written"
     assert len(written) == len(set(written))
     assert set(written) <= before - after, "a row is lost"
@@ -193,7 +196,7 @@ def test_a_killed_writer_loses_and_doubles_nothing(tmp_path: Path) -> None:
     chance, identity = random.Random(3), replace(IDENTITY, rows=120, row_length=65_536)
     for _ in range(3):
         assert kill_a_writer(tmp_path / "store", identity, chance) in (0, 1)
-    rest = ScoreStore.create_or_resume(tmp_path / "store", identity).missing(range(identity.rows)).tolist()
+    rest = ScoreStore.create_or_resume(tmp_path / "store", identity).missing(range(identity.rows))
     ((process, reader),) = start_scoring(tmp_path / "store", identity, [list(range(identity.rows))])
     assert received(reader) == rest
     process.join()
