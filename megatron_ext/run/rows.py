@@ -9,7 +9,7 @@ from megatron_ext.config import Config
 from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_key
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
-from megatron_ext.data.rows.mixture import MixturePart, scaled
+from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.rows.splits import split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
@@ -19,34 +19,12 @@ TRAINING, VALIDATION = 0, 1  # indices into the shares of `--split`
 
 
 @dataclass(frozen=True)
-class Source:
-    """A dataset of the training mixture."""
-
-    label: str  # unique
-    share: float  # requested fraction of the tokens, 0..1
-    row_tokens: float  # average tokens of one of its rows, without padding
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """The datasets from which training rows are drawn, in the order of the mixture."""
-
-    sources: tuple[Source, ...]
-    drawn: Callable[[int], tuple[int, ...]]  # counts the rows of each source among the first n samples
-
-    def rows_of(self, samples: range) -> dict[str, int]:
-        """Count the rows of each source in a range of samples, by its label."""
-        counts = zip(self.drawn(samples.start), self.drawn(samples.stop), strict=True)
-        return {source.label: after - before for source, (before, after) in zip(self.sources, counts, strict=True)}
-
-
-@dataclass(frozen=True)
 class Rows:
     """Rows by sample index."""
 
     train: RowAt
     valid: RowAt | None  # None if the run never validates
-    mixed: Mixed | None = None  # None for a single dataset
+    mixed: BlendedRows | None = None  # of training; None for a single dataset
 
 
 @dataclass(frozen=True)
@@ -113,27 +91,19 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
             been made.
     """
 
-    def blend(share: int) -> tuple[RowAt, Mixed | None]:
-        row_length = config.data.seq_length
+    def blend(share: int) -> RowSource:
+        row_length, parts = config.data.seq_length, parts_of(config, share)
         sources: list[RowSource] = []
         for split in splits(config, vocab_size, share):
             sequences = open_split(split, config)
             sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
-        parts, row_at, mixed = parts_of(config, share), sources[0].row, None
-        if len(sources) > 1:
-            blended = BlendedRows(sources, [part.weight for part in parts])
-            labels = [part.label for part in parts]  # duplicates are numbered
-            unique = [
-                label if labels.count(label) == 1 else f"{label} ({labels[: number + 1].count(label)})"
-                for number, label in enumerate(labels)
-            ]
-            shares, tokens = scaled([part.weight for part in parts]), [own.row_tokens for own in sources]
-            described = tuple(map(Source, unique, shares, tokens))
-            row_at, mixed = blended.row, Mixed(described, blended.drawn)
-        return row_at, mixed
+        if len(sources) == 1:
+            return sources[0]
+        return BlendedRows(sources, [part.weight for part in parts], [part.label for part in parts])
 
-    train, mixed = blend(TRAINING)
-    return Rows(train, blend(VALIDATION)[0] if config.training.eval_interval else None, mixed)
+    train = blend(TRAINING)
+    valid = blend(VALIDATION).row if config.training.eval_interval else None
+    return Rows(train.row, valid, train if isinstance(train, BlendedRows) else None)
 
 
 def open_split(split: Split, config: Config) -> RowDataset | PackedRows:

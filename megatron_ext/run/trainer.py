@@ -168,7 +168,8 @@ def run_info(config: Config, built: Built, here: environment.Environment) -> Run
     }
     if mixed is not None:
         facts["sources"] = {
-            source.label: {"share": source.share, "row_tokens": source.row_tokens} for source in mixed.sources
+            label: {"share": share, "row_tokens": dataset.row_tokens}
+            for label, share, dataset in zip(mixed.labels, mixed.shares, mixed.datasets, strict=True)
         }
     return RunInfo(count_active_parameters(config.model, vocab_size), peak_flops, facts)
 

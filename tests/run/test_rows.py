@@ -27,9 +27,8 @@ def write_data(prefix: Path, token: int, length: int) -> str:
 def test_rows_are_counted_by_dataset(tmp_path: Path) -> None:
     parts = [write_data(tmp_path / folder / "x", token, 20) for token, folder in enumerate("ab", start=1)]
     rows = open_rows(Config(data=DataConfig(data_path=("7", parts[0], "3", parts[1]), seq_length=LENGTH)), 10)
-    first, second = rows.mixed.sources
-    assert [first.label, second.label] == ["x (1)", "x (2)"]
-    assert [first.share, second.share] == pytest.approx([0.7, 0.3])
+    assert rows.mixed.labels == ["x (1)", "x (2)"]
+    assert rows.mixed.shares == pytest.approx((0.7, 0.3))
     for samples in (range(8), range(5, 33), range(1000, 1001)):
         counted = Counter(int(rows.train(sample).tokens[0]) for sample in samples)
         assert rows.mixed.rows_of(samples) == {"x (1)": counted[1], "x (2)": counted[2]}
@@ -44,6 +43,6 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     arguments = ("best_fit", source, range(40), LENGTH, part_seed(config.training.seed, 1))
     save_plan(build_plan(*arguments), padded)
     mixed = open_rows(config, 10).mixed
-    assert [source.row_tokens for source in mixed.sources] == [16.0, 12.0]
+    assert [dataset.row_tokens for dataset in mixed.datasets] == [16.0, 12.0]
     drawn = mixed.rows_of(range(700))
     assert drawn == {"full": 300, "padded": 400}

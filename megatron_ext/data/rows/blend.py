@@ -25,10 +25,18 @@ class BlendedRows:
     Args:
         datasets: D data sets of the same row length.
         weights: D positive numbers, shares of the tokens (without padding); only their ratios matter.
+        labels: D names; equal ones are numbered.
+
+    Attributes:
+        shares: the weights, scaled to a sum of 1.
     """
 
-    def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float]) -> None:
-        self.datasets = tuple(datasets)
+    def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float], labels: Sequence[str] = ()) -> None:
+        self.datasets, self.shares = tuple(datasets), scaled(weights)
+        self.labels = [
+            label if labels.count(label) == 1 else f"{label} ({labels[: number + 1].count(label)})"
+            for number, label in enumerate(labels)
+        ]
         (self.row_length,) = {dataset.row_length for dataset in datasets}
         filled = [dataset.row_tokens / self.row_length for dataset in datasets]
         self.weights = scaled([weight / share for weight, share in zip(weights, filled, strict=True)])
@@ -48,6 +56,11 @@ class BlendedRows:
         """Return the number of rows of each data set among the first `samples` of the blend; O(D log D)."""
         counts = {d: count for _, d, count in self._queue(samples)}
         return tuple(counts[d] for d in range(len(self.datasets)))
+
+    def rows_of(self, samples: range) -> dict[str, int]:
+        """Return the number of rows of each data set in a range of samples, by its label."""
+        counts = zip(self.drawn(samples.start), self.drawn(samples.stop), strict=True)
+        return {label: after - before for label, (before, after) in zip(self.labels, counts, strict=True)}
 
     def _queue(self, sample: int) -> list[tuple[float, int, int]]:
         """Return a heap with each data set's next event after `sample` events: time, data set, its sample."""
