@@ -246,6 +246,8 @@ class TextStream:
         tokens    " caf"   0xC3   0xA9   "s"
         put       " caf"   ""     "é"    "s"        the two bytes of é are two tokens
 
+    tokenizers' DecodeStream refuses bytes that are no UTF-8, which young models write ("Invalid prefix encountered").
+
     Args:
         decode: converts token ids to text.
         before: token ids that precede the text; their own text is not returned.
@@ -253,34 +255,26 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._tokens = list(before[-CONTEXT:])
-        self._first, self._shown = 0, len(self._tokens)
+        self._shown, self._waiting = list(before[-CONTEXT:]), list[int]()
 
     def put(self, token: int) -> str:
         """Add the next token; return the text that is final and has not been returned yet."""
-        self._tokens.append(token)
-        text = self._new()
+        self._waiting.append(token)
+        text = self.end()
         if text.endswith(HALF_CHARACTER):
             return ""
-        self._first, self._shown = max(self._shown - CONTEXT, 0), len(self._tokens)
+        self._shown, self._waiting = [*self._shown, *self._waiting][-CONTEXT:], []
         return text
 
     def end(self) -> str:
-        """Return the remaining text, including an incomplete character."""
-        text = self._new()
-        self._first, self._shown = max(self._shown - CONTEXT, 0), len(self._tokens)
-        return text
-
-    def _new(self) -> str:
-        shown = self._decode(self._tokens[self._first : self._shown])
-        return self._decode(self._tokens[self._first :])[len(shown) :]
+        """Return the remaining text, an incomplete character."""
+        return self._decode([*self._shown, *self._waiting])[len(self._decode(self._shown)) :]
 
 
-def vocabulary_size(given: int | None, tokenizer: Tokenizer | str | None) -> int:
-    """Return V, the number of token ids of a model: `vocab_size` if given, else that of the tokenizer.
+def vocabulary_size(given: int | None, tokenizer: str | None) -> int:
+    """Return V, the number of token ids of a model: `vocab_size` if given, else that of the tokenizer at this path.
 
     A given size may exceed the tokenizer's; the tokenizer is not loaded then, as that of a finished run may be missing.
-    Pass a loaded `Tokenizer` to avoid loading it again.
 
     Raises:
         UserError: neither is given, or the tokenizer cannot be read.
@@ -289,4 +283,4 @@ def vocabulary_size(given: int | None, tokenizer: Tokenizer | str | None) -> int
         return given
     if tokenizer is None:
         raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
-    return (Tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer).vocab_size
+    return Tokenizer(tokenizer).vocab_size
