@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -29,39 +27,23 @@ def attend(
     assert sink_N is None
     (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens
     attention = _attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)
-    with _no_unfused_fallback():
-        # Transformer Engine compares only the strides of keys and values, and then reads all three as contiguous.
-        out: Tensor = attention(
-            query_tNH.contiguous(),
-            key_uGH.contiguous(),
-            value_uGW.contiguous(),
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_q,
-            max_seqlen_kv=max_kv,
-            attn_mask_type=_MASK,
-            window_size=call.window_size,
-        )
-    return out.view(query_tNH.shape)
-
-
-@contextmanager
-def _no_unfused_fallback() -> Iterator[None]:
-    """Set NVTE_UNFUSED_ATTN=0 for one call, whatever the user's value.
-
-    If no fused kernel fits, Transformer Engine would silently pad to [segments, longest, longest]; with this setting it
-    raises an error. It reads the variable in each forward call.
-    """
-    before = os.environ.get("NVTE_UNFUSED_ATTN")
+    # Otherwise, if no fused kernel fits, Transformer Engine silently pads to [segments, longest, longest]. It reads the
+    # variable in each forward call.
     os.environ["NVTE_UNFUSED_ATTN"] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["NVTE_UNFUSED_ATTN"]
-        else:
-            os.environ["NVTE_UNFUSED_ATTN"] = before
+    # Transformer Engine compares only the strides of keys and values, and then reads all three as contiguous.
+    out: Tensor = attention(
+        query_tNH.contiguous(),
+        key_uGH.contiguous(),
+        value_uGW.contiguous(),
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_q,
+        max_seqlen_kv=max_kv,
+        attn_mask_type=_MASK,
+        window_size=call.window_size,
+    )
+    return out.view(query_tNH.shape)
 
 
 def missing() -> str | None:

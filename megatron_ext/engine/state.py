@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
@@ -43,7 +44,7 @@ from megatron_ext.checkpoint.tensors import Shard, Stored, write
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.data.rows.identity import data_fingerprints
-from megatron_ext.engine import parallel, random_states
+from megatron_ext.engine import parallel
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 # Writing may take hours between two collectives of a checkpoint; a process that dies is detected at once.
 _PATIENCE = timedelta(days=1)
+_TRACKER = "tracker."
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,7 @@ class Checkpointer:
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         sync_params(self.model)
-        states = random_states.current()
-        shards = [shard for shard in self._shards(states) if shard.writes]
+        shards = [shard for shard in self._shards(_random_states()) if shard.writes]
         if self.options.async_save:
             shards = self._copied(shards)
         counters = self.optimizer.counters()
@@ -324,19 +325,26 @@ class Checkpointer:
 
     def _read(self, checkpoint: Checkpoint, *, randomness: bool) -> None:
         """Load the tensors; random states only on request, because they fit only the layout that wrote them."""
-        states = random_states.current() if randomness else {}
+        states = _random_states() if randomness else {}
         shards = self._shards(states)
         _read_together(lambda: Stored(checkpoint.folder).fill(shards))
         self.optimizer.load(checkpoint.manifest.optimizer)
         if randomness:
-            random_states.restore(states)
+            torch.set_rng_state(states.pop("cpu"))
+            if "cuda" in states:
+                torch.cuda.set_rng_state(states.pop("cuda"))
+            get_cuda_rng_tracker().set_states({name.removeprefix(_TRACKER): state for name, state in states.items()})
 
     def _shards(self, states: dict[str, Tensor]) -> list[Shard]:
-        """Return all shards of this process."""
+        """Return all shards of this process; of random states each process has one row."""
         chunks = list(unwrap(self.model))
         weights = list(saved_weights(chunks, self.config.model, self.ranks))
         shards = [shard for weight in weights for shard in weight.shards] + self.optimizer.shards(weights)
-        return shards + random_states.shards(states, self.ranks)
+        rank, ranks = self.ranks.world, self.ranks.world_size
+        return shards + [
+            Shard.of(f"random_states.{name}", state.view(1, -1), (ranks, len(state)), (rank, 0))
+            for name, state in states.items()
+        ]
 
     def _check_data(self, checkpoint: Checkpoint) -> None:
         """Raise UserError on rank 0 if data files have other contents under the same names."""
@@ -369,6 +377,15 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
     folder = undamaged(pretrained.checkpoint).folder
     shards = [shard for weight in saved_weights(chunks, pretrained.model, ranks) for shard in weight.shards]
     _read_together(lambda: Stored(folder).fill(shards, padded=True))
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Return a copy of each random generator's state, uint8 [bytes]."""
+    states = {_TRACKER + name: state for name, state in get_cuda_rng_tracker().get_states().items()}
+    states["cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: state.cpu().clone() for name, state in states.items()}
 
 
 def _read_together(action: Callable[[], None]) -> None:

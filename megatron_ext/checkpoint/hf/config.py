@@ -310,7 +310,8 @@ def _experts(entries: dict[str, Any], path: Path) -> dict[str, Any]:
     theirs = _EXPERTS.get(entries["model_type"])
     if theirs is None:
         return {}
-    missing = next((name for name in theirs if entries.get(name) is None), None)
+    needed = (*theirs, "n_shared_experts") if entries["model_type"] in _DEEPSEEK else theirs
+    missing = next((name for name in needed if entries.get(name) is None), None)
     if missing is not None:
         raise UserError(f"checkpoint: {path} has no {missing}; use another model")
     number, choices, width = (entries[name] for name in theirs)
@@ -318,13 +319,11 @@ def _experts(entries: dict[str, Any], path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint: {path} has {theirs[1]} {choices}, needs at most {theirs[0]} {number}")
     own_width = None if width == entries["intermediate_size"] else width
     experts = {"num_experts": number, "moe_router_topk": choices, "moe_ffn_hidden_size": own_width}
-    return _deepseek_experts(entries, experts, path) if entries["model_type"] in _DEEPSEEK else experts
+    return _deepseek_experts(entries, experts) if entries["model_type"] in _DEEPSEEK else experts
 
 
-def _deepseek_experts(entries: dict[str, Any], experts: dict[str, Any], path: Path) -> dict[str, Any]:
+def _deepseek_experts(entries: dict[str, Any], experts: dict[str, Any]) -> dict[str, Any]:
     """Return the options of DeepSeek-V3's experts; {} if all layers are dense."""
-    if "n_shared_experts" not in entries:
-        raise UserError(f"checkpoint: {path} has no n_shared_experts; use another model")
     layers, dense = entries["num_hidden_layers"], entries["first_k_dense_replace"]
     if dense >= layers:
         return {}
@@ -417,21 +416,24 @@ def family_of(model: ModelConfig) -> str:
         exclusive += [("num_experts", "window_attn_skip_freq")]
     if model.block not in ("gemma3", "olmo3"):
         exclusive += [("block", "rotary_base_local")]
+    if model.block != "gpt_oss" and model.softmax_type == "learnable":
+        exclusive += [("block", "softmax_type")]
     for one, other in exclusive:
         if getattr(model, other):
             raise UserError(
                 f"{one}: got {getattr(model, one)} with {other} {getattr(model, other)}, "
                 "transformers has no architecture with both; it cannot be converted"
             )
-    if model.has_sinks and model.block != "gpt_oss":
-        raise UserError(
-            f"softmax_type: got learnable with block {model.block}, transformers has attention sinks in gpt_oss alone; "
-            "it cannot be converted"
-        )
     sigmoid = model.moe_router_score_function == "sigmoid"
     if model.multi_latent_attention or sigmoid or model.moe_shared_expert_intermediate_size or model.moe_layer_freq:
-        _check_deepseek(model)
-        return "deepseek_v3" if model.multi_latent_attention else "dots1"
+        family = "deepseek_v3" if model.multi_latent_attention else "dots1"
+        if model.num_experts is not None and not _has_deepseek_experts(model):
+            raise UserError(
+                f"num_experts: got {model.num_experts}, {family} of transformers needs qk_layernorm or "
+                "multi_latent_attention, no local_window, sigmoid scores with an expert bias, shared experts of a "
+                "multiple of an expert's width, and dense layers before all others; it cannot be converted"
+            )
+        return family
     for family, block in _BLOCKS.items():
         if model.block == block:
             return family
@@ -448,33 +450,18 @@ def family_of(model: ModelConfig) -> str:
     return "llama" if model.hidden_size % model.num_attention_heads == 0 else "mistral"
 
 
-def _check_deepseek(model: ModelConfig) -> None:
-    """Raise UserError unless a model's experts, if any, are DeepSeek-V3's, in a family that has them."""
-    if model.num_experts is None:
-        return
-    latent = model.multi_latent_attention
+def _has_deepseek_experts(model: ModelConfig) -> bool:
+    """Return whether a model's experts are DeepSeek-V3's, in a family that has them."""
     shared = model.moe_shared_expert_intermediate_size or 0
-    for name, needs, fits in (
-        ("qk_layernorm", "true", model.qk_layernorm or latent),
-        ("local_window", "none", model.local_window is None),
-        ("moe_router_score_function", "sigmoid", model.moe_router_score_function == "sigmoid"),
-        ("moe_router_enable_expert_bias", "true", model.moe_router_enable_expert_bias),
-        (
-            "moe_shared_expert_intermediate_size",
-            f"a multiple of {model.expert_width}",
-            shared and shared % model.expert_width == 0,
-        ),
-        (
-            "moe_layer_freq",
-            "dense layers before all others",
-            list(model.moe_layer_freq) == sorted(model.moe_layer_freq),
-        ),
-    ):
-        if not fits:
-            raise UserError(
-                f"{name}: got {getattr(model, name)}, {'deepseek_v3' if latent else 'dots1'} of transformers needs "
-                f"{needs}; it cannot be converted"
-            )
+    return bool(
+        (model.qk_layernorm or model.multi_latent_attention)
+        and model.local_window is None
+        and model.moe_router_score_function == "sigmoid"
+        and model.moe_router_enable_expert_bias
+        and shared
+        and shared % model.expert_width == 0
+        and list(model.moe_layer_freq) == sorted(model.moe_layer_freq)
+    )
 
 
 def _deepseek_entries(model: ModelConfig) -> dict[str, Any]:
@@ -485,7 +472,7 @@ def _deepseek_entries(model: ModelConfig) -> dict[str, Any]:
         entries |= {"num_nextn_predict_layers": 0}
     if model.num_experts is None:
         return entries
-    assert model.moe_shared_expert_intermediate_size is not None  # `_check_deepseek`
+    assert model.moe_shared_expert_intermediate_size is not None  # `_has_deepseek_experts`
     return entries | {
         "topk_method": "noaux_tc",
         "n_routed_experts": model.num_experts,
