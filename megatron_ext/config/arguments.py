@@ -8,11 +8,10 @@ per section of `Config`, and may have `stages:` (config/stages.py) and `extends:
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -125,15 +124,8 @@ def dump_yaml(config: Config) -> str:
 
 def to_dict(config: Config) -> Values:
     """Return all values as plain YAML types, section by section."""
-    return {section: _plain(entries) for section, entries in asdict(config).items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, StrEnum):
-        return value.value
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+    values: Values = ADAPTER.dump_python(config, mode="json")
+    return values
 
 
 def from_dict(values: Values) -> Config:
@@ -173,7 +165,7 @@ def _without_init(layer: Values) -> Values:
 
 def _build(*layers: Values) -> Config:
     """Merge the layers over the preset that they name, read the mixture's file, and validate all values."""
-    values = _over({section: {} for section in SECTIONS}, *layers)
+    values: Values = functools.reduce(matrix.merge, layers, {section: {} for section in SECTIONS})
     preset = values["model"].get("model_preset")
     if preset is not None:
         if preset not in PRESETS:
@@ -189,15 +181,6 @@ def _build(*layers: Values) -> Config:
         else:
             raise UserError(f"mixture: got {len(mixture)} words, needs one YAML file")
     return _validate(values)
-
-
-def _over(*layers: Values) -> Values:
-    """Merge sections value by value; later layers win."""
-    merged: Values = {}
-    for layer in layers:
-        for section, entries in layer.items():
-            merged[section] = merged.get(section, {}) | entries if section in SECTIONS else entries
-    return merged
 
 
 def _validate(sections: Any, source: str = "") -> Config:
@@ -234,7 +217,11 @@ def _check_file(sections: Values, path: str) -> None:
 
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
     """Read a file's sections and stages, merged over those of the file that it extends."""
-    content = read_mapping(path)
+    content = read_file(path.partition(matrix.MARK)[0])
+    if "families" in content:
+        content = matrix.pick(content, path)
+    elif matrix.MARK in path:
+        raise UserError(f"--config: got {path}, but this file is a single run; leave out what follows {matrix.MARK}")
     content.pop("recipe", None)  # what a paper reports about this run; read by tools/recipes.py
     base = content.pop("extends", None)
     _check_file({section: entries for section, entries in content.items() if section != "stages"}, path)
@@ -245,21 +232,7 @@ def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
         raise UserError(
             f"{path}: extends: got {echo(base)}, needs the name of another file, which does not extend this one"
         )
-    return _over(_read_yaml(str(file), (*inner, Path(path).resolve())), content)
-
-
-def read_mapping(path: str) -> Values:
-    """Return the unchecked content of a configuration file, or of the run named by FILE#NAME in a file of many runs.
-
-    Raises:
-        UserError: as `read_file`; or the file has no such run.
-    """
-    content = read_file(path.partition(matrix.MARK)[0])
-    if "families" in content:
-        return matrix.pick(content, path)
-    if matrix.MARK in path:
-        raise UserError(f"--config: got {path}, but this file is a single run; leave out what follows {matrix.MARK}")
-    return content
+    return matrix.merge(_read_yaml(str(file), (*inner, Path(path).resolve())), content)
 
 
 def read_file(path: str) -> Values:
@@ -293,7 +266,7 @@ class _HelpAll(argparse.Action):
         raise SystemExit(0)
 
 
-@cache
+@functools.cache
 def _parser(everything: bool = False) -> Parser:
     width = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)  # noqa: E731
     parser = Parser(usage="%(prog)s --config FILE [--flag value ...]", description=_HELP, formatter_class=width)

@@ -379,7 +379,8 @@ PLATFORM: list[Rule] = [
 
 LONG = 10**8  # number of tokens for which a crash is costly: hours on a laptop even with a tiny model
 WARNINGS: list[Rule] = [
-    ("save", lambda o: not keeps_weights(o), ", so the weights are lost at the end of the run; add --save FOLDER"),
+    ("save", lambda o: o.save is None and o.dump_trajectory is None,
+     ", so the weights are lost at the end of the run; add --save FOLDER"),
     ("save_interval", lambda o: o.save and not (o.save_interval or o.save_seconds)
      and o.train_iters * o.global_batch_size * o.seq_length >= LONG,
      " and save_seconds 0, so a crash or a lost node costs up to all {train_iters:,} steps; add --save-seconds 1800"),
@@ -463,11 +464,6 @@ def platform_mistakes(config: Config, transformer_engine: bool) -> Iterator[str]
     yield from _broken(PLATFORM, o)
 
 
-def keeps_weights(checkpoint: Any) -> bool:
-    """Return whether the run's last weights are saved anywhere; `checkpoint` is its `CheckpointConfig`."""
-    return checkpoint.save is not None or checkpoint.dump_trajectory is not None
-
-
 def warnings_of(config: Config) -> Iterator[str]:
     """Yield one line for each probably unintended effect of a configuration that `check` accepts."""
     yield from _broken(WARNINGS, _options(config, 1))
@@ -488,22 +484,18 @@ def _raised(check: Callable[..., Any], *values: Any) -> Iterator[str]:
 
 def _window_bases(config: Config) -> Iterator[str]:
     model: ModelConfig = config.model
-    if wrong := list(_raised(model.window_bases)):
-        yield from wrong
+    try:
+        table = model.window_bases()
+    except UserError as error:
+        yield str(error)
         return
-    table, end = model.window_bases(), config.window_end
-    windows = [window for window, _ in table]
-    for window, base in table:
-        if window < 1 or not 0 < base < math.inf:
-            yield f"rope_window_bases: got {window}:{base:g}, needs a window and a base above 0"
-        elif windows.count(window) > 1:
-            yield f"rope_window_bases: got window {window} more than once; leave one base for it"
-            return
-        elif window >= end and base != model.rotary_base:
-            yield (
-                f"rope_window_bases: got {window}:{base:g}, needs windows below the last one, {end} tokens, whose base "
-                f"is rotary_base {model.rotary_base:g}; change rotary_base or leave {window} out"
-            )
+    end, windows = config.window_end, {window for window, _ in table}
+    possible = all(window > 0 and 0 < base < math.inf for window, base in table)
+    if not possible or len(windows) < len(table) or any(w >= end and base != model.rotary_base for w, base in table):
+        yield (
+            f"rope_window_bases: got {_shown(model.rope_window_bases)}, needs bases above 0 for different windows "
+            f"below the last one, {end} tokens, whose base is rotary_base {model.rotary_base:g}"
+        )
 
 
 def _parts(config: Config) -> Iterator[str]:

@@ -39,11 +39,11 @@ class _Family(BaseModel, extra="allow"):
             words = dict(zip(self.axes, (choice for choice, _ in chosen), strict=True))
             run = _filled(self.model_extra, words)
             for _, sections in chosen:
-                run = _over(run, _filled(sections, words))
+                run = merge(run, _filled(sections, words))
             name = _filled(self.name, words)
             if name in self.figures:
-                run = _over(run, {"recipe": {"published": self.figures[name]}})
-            yield name, _over({"checkpoint": {"save": f"runs/{name}"}}, run)
+                run = merge(run, {"recipe": {"published": self.figures[name]}})
+            yield name, merge({"checkpoint": {"save": f"runs/{name}"}}, run)
 
 
 _FAMILIES = TypeAdapter(list[_Family])
@@ -91,7 +91,7 @@ def pick(content: Mapping[str, Any], path: str) -> dict[str, Any]:
     return runs[name]
 
 
-def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge one run's sections over another's, value by value."""
     merged = dict(below)
     for section, entries in above.items():
