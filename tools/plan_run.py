@@ -4,7 +4,7 @@ python tools/plan_run.py --config FILE --gpus 64 --gpu H100 [--stage NAME] [--to
     [--output FILE.yaml] [flags]
 
 The time is estimated by a model (see docs/planning.md for its accuracy), the memory as in --dry-run. --output writes
-the first layout as a configuration.
+the first layout as a configuration. Without --stage, the first stage of a run with stages is planned.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpus", type=int, required=True, help="number of GPUs")
     add("--gpu", default="H100", help="kind of GPU, a name of --gpus-file")
     add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="GPUs, links and the shares that programs reach")
-    add("--stage", help="of a run with stages (default: the first)")
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=int, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
@@ -51,11 +50,7 @@ def main(argv: list[str]) -> int:
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
     if not rest:
         raise UserError("--config is required, for example: --config examples/configs/skyladder/skyladder_1b_8k.yaml")
-    stages = {stage.name: stage for stage in parse_stages(rest)}
-    if options.stage is not None and options.stage not in stages:
-        raise UserError(f"stage: got {options.stage!r}, needs one of {', '.join(map(str, stages))}")
-    stage = stages[options.stage] if options.stage is not None else next(iter(stages.values()))
-    config = stage.config
+    config = parse_stages(rest)[0].config
     if wrong := [line for section in vars(config).values() for line in out_of_range(section)]:
         raise UserError("\n".join(wrong))
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from megatron_ext.cli import Parser, command
-from megatron_ext.config.arguments import parse_stages
-from megatron_ext.config.checks import check_stages
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.checks import check
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.run.rehearsal.process import Request, in_process
@@ -45,11 +45,8 @@ def main(argv: list[str]) -> int:
     options, training = parser.parse_known_args(argv)
     if options.world_size < 1:
         raise UserError(f"world_size: got {options.world_size}, needs at least 1")
-    stages = parse_stages(training)
-    if len(stages) > 1:
-        raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
-    check_stages(stages, options.world_size)
-    config = stages[0].config
+    config = parse(training)
+    check(config, options.world_size)
     per_stage = options.world_size // config.parallel.pipeline_model_parallel_size
     stages_first = list(range(0, options.world_size, per_stage))
     ranks = numbers("ranks", options.ranks, 0, options.world_size - 1, "stages", stages_first)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.checkpoint.hf.names import count_active_parameters
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions
-from megatron_ext.schedule import WindowSchedule
+from megatron_ext.schedule import WindowSchedule, build_schedule
+
+_WINDOW_ALONE = MaskOptions(document_mask=False)
 
 
 def training_flops(
-    model: str | ModelConfig, schedule: WindowSchedule, row_length: int, steps: int, tokens_per_step: int
+    model: str | ModelConfig,
+    schedule: WindowSchedule,
+    row_length: int,
+    steps: int,
+    tokens_per_step: int,
+    *,
+    masks: MaskOptions = _WINDOW_ALONE,
 ) -> float:
     """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C; with
     latent attention, head size stands for the mean of those of keys and values.
@@ -30,6 +38,7 @@ def training_flops(
         row_length: L in tokens.
         steps: optimizer steps.
         tokens_per_step: tokens of a global batch.
+        masks: sliding windows and local layers count the keys that they see.
 
     Raises:
         UserError: no such preset, or a model without `vocab_size`.
@@ -40,11 +49,11 @@ def training_flops(
         model = ModelConfig(**PRESETS[model])
     if model.vocab_size is None:
         raise UserError("vocab_size: got nothing, the parameter count needs it; set it in the model's configuration")
-    parameters, options = count_active_parameters(model, model.vocab_size), MaskOptions(document_mask=False)
+    parameters = count_active_parameters(model, model.vocab_size)
     # thousands of steps share a window, and computing its context is linear in the row: count each window once
     windows = Counter(min(schedule.window_at(step), row_length) for step in range(steps))
     return sum(
-        count * step_flops(model, parameters, tokens_per_step, options.whole_row_context(row_length, window))
+        count * step_flops(model, parameters, tokens_per_step, masks.whole_row_context(row_length, window))
         for window, count in windows.items()
     )
 
@@ -91,22 +100,14 @@ class RunFlops:
 
 
 def run_flops(config: Config, vocab_size: int) -> RunFlops:
-    """Count the FLOPs of a configuration.
-
-    Sliding windows and local layers count the keys that they see. Documents are not counted: their lengths are unknown.
-    """
-    model, length, steps = config.model, config.data.seq_length, config.training.train_iters
-    schedule, options = config.window_schedule(), config.mask_options()
-    parameters = count_active_parameters(model, vocab_size)
-    tokens = length * config.data.global_batch_size
-
-    # thousands of steps share a window, and computing its context is linear in the row: count each window once
-    windows = Counter(min(schedule.window_at(step), length) for step in range(steps))
+    """Count the FLOPs of a configuration."""
+    model, data, schedule = replace(config.model, vocab_size=vocab_size), config.data, config.window_schedule()
+    tokens = data.seq_length * data.global_batch_size
     scheduled, constant = (
-        sum(n * step_flops(model, parameters, tokens, options.whole_row_context(length, w)) for w, n in counts.items())
-        for counts in (windows, {schedule.end: steps})
+        training_flops(model, each, data.seq_length, config.training.train_iters, tokens, masks=config.mask_options())
+        for each in (schedule, build_schedule("constant", end=schedule.end))
     )
-    return RunFlops(scheduled, constant, _scoring(config, parameters))
+    return RunFlops(scheduled, constant, _scoring(config, count_active_parameters(model, vocab_size)))
 
 
 def _scoring(config: Config, parameters: int) -> float:

@@ -98,26 +98,11 @@ def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
     return max(memories, key=lambda memory: memory.total)
 
 
-def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
-    """Return the index of the pipeline stage that needs most."""
-    stages = range(config.parallel.pipeline_model_parallel_size)
-    return max(stages, key=lambda stage: stage_memory(config, world_size, vocab_size, stage).total)
-
-
 def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int, window: int | None = None) -> Memory:
     """Return the memory of the fullest GPU of a pipeline stage under a window; None for the widest window."""
     ranks = attention_shapes(config, config.window_schedule().end if window is None else window)
     memories = (_memory(config, world_size, vocab_size, stage, shapes) for shapes in dict.fromkeys(ranks))
     return max(memories, key=lambda memory: memory.total)
-
-
-def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
-    """Return the lowest rank of those that need most under the widest window."""
-    stage, parallel = fullest_stage(config, world_size, vocab_size), config.parallel
-    ranks = attention_shapes(config, config.window_schedule().end)
-    totals = [_memory(config, world_size, vocab_size, stage, shapes).total for shapes in ranks]
-    first = stage * (world_size // parallel.pipeline_model_parallel_size)
-    return first + totals.index(max(totals)) * parallel.tensor_model_parallel_size
 
 
 def _memory(config: Config, world_size: int, vocab_size: int, stage: int, shapes: tuple[Shapes, ...]) -> Memory:

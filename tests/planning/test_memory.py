@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from fullest import fullest_stage
+
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
 from megatron_ext.planning.memory import (
     estimate,
-    fullest_stage,
     stage_memory,
     stage_parameters,
     uncounted,

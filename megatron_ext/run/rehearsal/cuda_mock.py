@@ -38,9 +38,8 @@ HOPPER = {
 }
 KERNELS = ("silu_backward", "silu_backward.grad_input", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 _KERNELS = torch.library.Library("aten", "IMPL")  # its registrations last as long as this object
-sync_observers: list[
-    Callable[[str], None]
-] = []  # called with the cause of each host synchronization in a function of torch
+# called with the cause of each host synchronization that has a function in torch
+sync_observers: list[Callable[[str], None]] = []
 
 
 def install() -> None:
@@ -140,18 +139,6 @@ def _random_states() -> None:
     for owner in (_cuda, _cuda.random):
         owner.get_rng_state = lambda device="cuda": torch.default_generator.get_state()
         owner.set_rng_state = lambda state, device="cuda": None
-
-
-def _type_names() -> None:
-    """Set the type names of fake CUDA tensors, which Megatron's optimizers compare with 'torch.cuda.FloatTensor'."""
-    original = torch.Tensor.type
-
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or self.device.type != "cuda":
-            return original(self, *args, **kwargs)
-        return original(torch.empty(0, dtype=self.dtype)).replace("torch.", "torch.cuda.")
-
-    _Tensor.type = type_
 
 
 def _processes() -> None:
@@ -297,7 +284,6 @@ PATCHES = (
     _device,
     _streams,
     _random_states,
-    _type_names,
     _processes,
     _objects,
     _lists,

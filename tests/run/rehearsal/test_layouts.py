@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from conftest import slow_but
+from planning.fullest import fullest_rank, fullest_stage
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
-from megatron_ext.planning.memory import fullest_rank, fullest_stage, stage_memory
+from megatron_ext.planning.memory import stage_memory
 from megatron_ext.run.rehearsal.process import Request, in_process
 
 SHAPE = (

@@ -16,6 +16,7 @@ import same_kernels
 from conftest import slow_but
 from launcher import Commands, call, free_port
 from mocked import TINY, mocked
+from planning.fullest import fullest_rank, fullest_stage
 from planning.rank_work import rank_work
 from planning.recipe_files import Recipe, known
 
@@ -23,7 +24,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.planning.attention_shapes import attention_shapes
-from megatron_ext.planning.memory import fullest_rank, fullest_stage, stage_memory
+from megatron_ext.planning.memory import stage_memory
 from megatron_ext.planning.step_time import work_of
 from megatron_ext.run.rehearsal.process import Request, in_process
 from tools.rehearse import main as rehearse
