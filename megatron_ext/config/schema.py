@@ -1,7 +1,11 @@
-"""The fields of `Config` by name, their types for pydantic, and the messages for its errors."""
+"""The fields of `Config` by name, their types for pydantic, and the JSON schema for editors.
+
+python -m megatron_ext.config.schema > examples/config.schema.json
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -83,3 +87,34 @@ def out_of_range(section: Any) -> Iterator[str]:
     except ValidationError as error:
         for one in error.errors():
             yield mistake({**one, "loc": ("", *one["loc"])})
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a configuration file, with the help of each option as its description."""
+    schema = ADAPTER.json_schema()
+    for options in SECTIONS.values():
+        for name, described in schema["$defs"][options.__name__]["properties"].items():
+            described["description"] = FIELDS[name].help
+    sections = dict(schema["properties"])
+    data = schema["$defs"]["DataConfig"]["properties"]
+    data["mixture"] = {"description": data["mixture"]["description"], "anyOf": [data["mixture"], {"type": "string"}]}
+    stage = {
+        "type": "object",
+        "properties": {
+            "name": {"type": ["string", "integer"], "description": "also the name of its folder"},
+            "keep": {"type": "array", "items": {"enum": ["optimizer", "learning_rate", "samples"]}},
+            **sections,
+        },
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    schema["properties"] |= {
+        "extends": {"type": "string", "description": "another file, which this one changes value by value"},
+        "stages": {"type": "array", "items": stage},
+        "recipe": {"type": "object", "description": "what a paper published of this run"},
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "megatron_ext run"}
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=1))

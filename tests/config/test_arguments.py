@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag, dump_yaml, flag, parse
-from megatron_ext.config.schema import FIELDS
+from megatron_ext.config.schema import FIELDS, json_schema
 from megatron_ext.errors import UserError
 from megatron_ext.schedule import ScheduleKind
 
@@ -185,6 +186,13 @@ def test_a_transient_system_error_is_not_bad_input(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(OSError, match="Stale file handle"):
         parse(file)
+
+
+def test_the_schema_for_editors_is_current() -> None:
+    """python -m megatron_ext.config.schema > examples/config.schema.json"""
+    written = json.loads((ROOT / "examples" / "config.schema.json").read_text(encoding="utf-8"))
+    assert written == json_schema()
+    assert written["$defs"]["ModelConfig"]["properties"]["num_layers"]["description"] == "transformer layers"
 
 
 def round_trip(config: Config) -> Config:
