@@ -133,9 +133,13 @@ def read_mixture(path: Path, share: float | None = None) -> list[dict[str, Any]]
         share: the sum to which weights are scaled; None: unscaled.
 
     Raises:
-        UserError: the file is missing, is not a list of mappings, or has a weight that is not a positive number.
+        UserError: the file is missing, is not a list of mappings, has a weight that is not a positive number, or
+            includes itself.
     """
-    return expand_mixture(read_yaml(path, "mixture"), path, share)
+    try:
+        return expand_mixture(read_yaml(path, "mixture"), path, share)
+    except RecursionError:
+        raise UserError(f"mixture: {path} includes itself; leave one of these parts out") from None
 
 
 def expand_mixture(entries: Any, path: Path | None = None, share: float | None = None) -> list[dict[str, Any]]:

@@ -58,6 +58,7 @@ def test_a_mixture_is_a_file_or_a_list_in_the_configuration(tmp_path: Path) -> N
         ([{"prefix": "a", "weight": 0}], "part 0 has weight 0"),
         ([{"mixture": "none.yaml"}], "none.yaml, needs a readable YAML file"),
         ([{"mixture": "other.yaml", "packing": "bm25"}], "packing beside `mixture`"),
+        ([{"mixture": "mixture.yaml"}], "includes itself"),
         ([{"weight": 1}], "mixture.0.prefix"),
         ([{"prefix": "a", "wieght": 1}], "mixture.0.wieght"),
     ],
