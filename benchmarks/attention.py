@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_ext.arrays import Int32
 from megatron_ext.attention.backends import BACKENDS, Backend
 from megatron_ext.attention.choice import PerCall, select
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.layout import build_layout
 
@@ -112,7 +113,7 @@ def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -
     leaves = [x.requires_grad_() for x in leaves]
     query = torch.cat([leaves[0]] * 2, dim=1).chunk(2, dim=1)[1] if case.strided else leaves[0]
     call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window).to(DEVICE)
-    out = backend.kernel(query, leaves[1], leaves[2], call, case.head_size**-0.5)
+    out = backend.kernel(Inputs(query, *leaves[1:]), call, case.head_size**-0.5)
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
@@ -253,7 +254,7 @@ def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
         if len(forwards) == 1:  # the first one compiles and allocates
             enough = time.perf_counter() + ENOUGH_SECONDS
         with timed(forwards):
-            out = backend.kernel(*leaves, call, scale)
+            out = backend.kernel(Inputs(*leaves), call, scale)
         with timed(backwards):
             torch.autograd.grad(out, leaves, grad)
     return statistics.median(forwards[1:]), statistics.median(backwards[1:])

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.attention.backends import BACKENDS, Backend, objections
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.errors import UserError
 
@@ -58,17 +59,9 @@ class PerCall:
     available: tuple[str, ...]
     logged: set[str] = field(default_factory=set)
 
-    def __call__(
-        self,
-        query_tNH: Tensor,
-        key_uGH: Tensor,
-        value_uGW: Tensor,
-        call: AttentionCall,
-        scale: float,
-        sink_N: Tensor | None = None,
-    ) -> Tensor:
-        """Return the attention output, [t, N, W]; W is at most H."""
-        name = call.once(self.choose, *query_tNH.shape[1:])
+    def __call__(self, inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+        """Return the attention output, [t, N, W]."""
+        name = call.once(self.choose, *inputs.query_tNH.shape[1:])
         if name not in self.logged:
             self.logged.add(name)
             queries, keys = call.max_seqlens
@@ -76,11 +69,12 @@ class PerCall:
                 "attention: %s (first call: %d segments of at most %d queries and %d keys)",
                 name, call.segments, queries, keys,
             )  # fmt: skip
-        backend, missing = BY_NAME[name], key_uGH.shape[-1] - value_uGW.shape[-1]
-        if not missing or (backend.narrow_values and value_uGW.shape[-1] % 8 == 0):
-            return backend.kernel(query_tNH, key_uGH, value_uGW, call, scale, sink_N)
-        out_tNH = backend.kernel(query_tNH, key_uGH, F.pad(value_uGW, (0, missing)), call, scale, sink_N)
-        return out_tNH[..., :-missing]
+        backend, width = BY_NAME[name], inputs.value_uGW.shape[-1]
+        missing = inputs.key_uGH.shape[-1] - width
+        if not missing or (backend.narrow_values and width % 8 == 0):
+            return backend.kernel(inputs, call, scale)
+        padded = inputs._replace(value_uGW=F.pad(inputs.value_uGW, (0, missing)))
+        return backend.kernel(padded, call, scale)[..., :width]
 
     def choose(self, call: AttentionCall, heads: int, head_size: int) -> str:
         """Return the name of the backend for a call.

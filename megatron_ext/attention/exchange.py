@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.arrays import Bool, Int64
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.reorder import reordered
 from megatron_ext.context_parallel import CPPlan, RankPlan
 from megatron_ext.device import moved, tensors_moved
 
-# (query [t, N, H], key [u, G, H], value [u, G, W], sink [N] or None) -> [t, N, W], on this rank alone
-LocalAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+LocalAttention = Callable[[Inputs], Tensor]  # returns [t, N, W], on this rank alone
 
 
 class Traffic:
@@ -217,30 +217,22 @@ class KeyExchange:
         sends, kv_picks = (tensors_moved(picks, device) for picks in (self.sends, self.kv_picks))
         return replace(self, sends=sends, kept_rows=moved(self.kept_rows, device), kv_picks=kv_picks)
 
-    def attend(
-        self,
-        query_tNH: Tensor,
-        key_tGH: Tensor,
-        value_tGW: Tensor,
-        attend_local: LocalAttention,
-        attend_remote: LocalAttention,
-        sink_N: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
         """Return the attention output of this rank's queries, [t, N, W].
 
         Args:
-            query_tNH, key_tGH, value_tGW: of this rank's tokens.
+            inputs: of this rank's tokens.
             attend_local, attend_remote: attention over the local and the remote pieces.
-            sink_N: the sinks of the query heads, if any.
         """
         if self.context is None:  # every rank holds whole segments
-            return attend_local(query_tNH, key_tGH, value_tGW, sink_N)
+            return attend_local(inputs)
+        query_tNH, key_tGH, value_tGW, sink_N = inputs
         parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
         # keys and values are sent as one tensor; all parts are started before anything is computed
         owns = torch.cat([key_tGH, value_tGW], dim=-1).chunk(parts, dim=1)
         transfers = [self.context.start(self.sends.of_rows(own), self.send_counts, self.receive_counts) for own in owns]
-        local_query, local_key, local_value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGW))
-        local = attend_local(local_query, local_key, local_value, sink_N) if len(local_query) else None
+        query, key, value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGW))
+        local = attend_local(Inputs(query, key, value, sink_N)) if len(query) else None
         outputs, sizes = [], (key_tGH.shape[-1], value_tGW.shape[-1])
         queries = self._runs_of(query_tNH, 1).chunk(parts, dim=1)
         sinks: Sequence[Tensor | None] = [None] * parts if sink_N is None else sink_N.chunk(parts)
@@ -249,7 +241,7 @@ class KeyExchange:
             kept_and_received = torch.cat([kept, transfer.wait()])
             if len(query):
                 key_u, value_u = self.kv_picks.of_rows(kept_and_received).split(sizes, dim=-1)
-                outputs.append(attend_remote(query, key_u, value_u, sink))
+                outputs.append(attend_remote(Inputs(query, key_u, value_u, sink)))
             else:  # nothing was received, but backward must still receive the gradients of the rows sent
                 assert local is not None
                 outputs.append(kept_and_received.reshape(*query.shape[:2], local.shape[-1]))
@@ -299,18 +291,12 @@ class HeadExchange:
         """Move the indices to `device`."""
         return tensors_moved(self, device)
 
-    def attend(
-        self,
-        query_tNH: Tensor,
-        key_tGH: Tensor,
-        value_tGW: Tensor,
-        attend: LocalAttention,
-        sink_N: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: Inputs, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""
-        query, key, value = (self._all_tokens(x) for x in (query_tNH, key_tGH, value_tGW))
+        sink_N = inputs.sink_N
         sink = None if sink_N is None else sink_N.chunk(self.context.size)[self.context.rank]
-        return self._own_tokens(attend(query, key, value, sink))
+        query, key, value = map(self._all_tokens, inputs[:3])
+        return self._own_tokens(attend(Inputs(query, key, value, sink)))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:
         """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""

@@ -7,26 +7,18 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 
 
-def attend(
-    query_tNH: Tensor,
-    key_uGH: Tensor,
-    value_uGW: Tensor,
-    call: AttentionCall,
-    scale: float,
-    sink_N: Tensor | None = None,
-) -> Tensor:
+def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, H]."""
     from flash_attn import flash_attn_varlen_func
 
     assert call.borders is not None
-    assert sink_N is None
+    assert inputs.sink_N is None
     out: Tensor = flash_attn_varlen_func(
-        query_tNH,
-        key_uGH,
-        value_uGW,
+        *inputs[:3],
         *call.borders,
         *call.max_seqlens,
         softmax_scale=scale,

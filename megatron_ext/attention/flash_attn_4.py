@@ -8,18 +8,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.errors import installed_version
 
 
-def attend(
-    query_tNH: Tensor,
-    key_uGH: Tensor,
-    value_uGW: Tensor,
-    call: AttentionCall,
-    scale: float,
-    sink_N: Tensor | None = None,
-) -> Tensor:
+def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, W]."""
     from flash_attn.cute import flash_attn_varlen_func
 
@@ -27,9 +21,9 @@ def attend(
     (cu_seqlens_q, cu_seqlens_k), (max_q, max_k) = call.borders, call.max_seqlens
     # Pass arguments by name: their order differs from FlashAttention 2. No limit is None, not -1.
     out, _ = flash_attn_varlen_func(
-        q=query_tNH,
-        k=key_uGH,
-        v=value_uGW,
+        q=inputs.query_tNH,
+        k=inputs.key_uGH,
+        v=inputs.value_uGW,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_q,
@@ -37,7 +31,7 @@ def attend(
         softmax_scale=scale,
         causal=True,
         window_size=(call.left_window, 0 if call.left_window is not None else None),
-        learnable_sink=sink_N,
+        learnable_sink=inputs.sink_N,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     assert isinstance(out, Tensor)

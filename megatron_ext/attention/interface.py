@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ext.arrays import Bool, Int32
 from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention, local_pieces
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.device import moved
 from megatron_ext.layout import PackedLayout
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 # Computes what a kernel takes, keys [u, G, H] and values [u, G, W], from two tensors with a row for each token
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# (inputs, which queries see which keys, the factor of the dot products before the softmax) -> output [t, N, W]
+Attend = Callable[[Inputs, "AttentionCall", float], Tensor]
 
 
 class Scheme(StrEnum):
@@ -117,60 +120,25 @@ class AttentionCall:
         """The largest number of queries and the largest number of keys of a segment."""
         return int(np.diff(self.cu_seqlens_q).max()), int(np.diff(self.cu_seqlens_kv).max())
 
-    def run(
-        self,
-        attend: Attend,
-        query_tNH: Tensor,
-        key_tGH: Tensor,
-        value_tGW: Tensor,
-        scale: float,
-        sink_N: Tensor | None = None,
-        expand: Expand | None = None,
-    ) -> Tensor:
-        """Return the attention output of this rank's queries, [t, N, W]; `sink_N` as in `Attend`.
+    def run(self, attend: Attend, inputs: Inputs, scale: float, expand: Expand | None = None) -> Tensor:
+        """Return the attention output of this rank's queries, [t, N, W].
 
         With `expand`, ranks exchange keys and values as they are given, and each expands those that its queries see.
         """
-        if expand is not None and isinstance(self.exchange, HeadExchange):  # it exchanges heads
-            (key_tGH, value_tGW), expand = expand(key_tGH, value_tGW), None
+
+        def expanded(inputs: Inputs) -> Inputs:
+            if expand is None:
+                return inputs
+            key, value = expand(inputs.key_uGH, inputs.value_uGW)
+            return inputs._replace(key_uGH=key, value_uGW=value)
 
         def by(call: AttentionCall) -> LocalAttention:
-            def local(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
-                if expand is not None:
-                    key, value = expand(key, value)
-                return attend(query, key, value, call, scale, sink)
-
-            return local
+            return lambda local: attend(expanded(local), call, scale)
 
         match self.exchange:
             case None:
-                return by(self)(query_tNH, key_tGH, value_tGW, sink_N)
+                return by(self)(inputs)
             case KeyExchange():
-                local, remote = by(self.local or self), by(self.remote or self)
-                return self.exchange.attend(query_tNH, key_tGH, value_tGW, local, remote, sink_N)
-            case HeadExchange():
-                return self.exchange.attend(query_tNH, key_tGH, value_tGW, by(self), sink_N)
-
-
-class Attend(Protocol):
-    """Computes packed attention."""
-
-    def __call__(
-        self,
-        query_tNH: Tensor,
-        key_uGH: Tensor,
-        value_uGW: Tensor,
-        call: AttentionCall,
-        scale: float,
-        sink_N: Tensor | None = None,
-    ) -> Tensor:
-        """Return the attention output, [t, N, W].
-
-        Args:
-            query_tNH, key_uGH, value_uGW: queries, keys and values; G divides N. `PerCall` makes W equal to H for
-                kernels that need it.
-            call: which queries see which keys.
-            scale: multiplies the dot products before the softmax.
-            sink_N: for each query head, the logit of one more softmax entry, which adds nothing to the output; None
-                for a plain softmax.
-        """
+                return self.exchange.attend(inputs, by(self.local or self), by(self.remote or self))
+            case HeadExchange():  # it exchanges heads, so keys and values are expanded first
+                return self.exchange.attend(expanded(inputs), lambda local: attend(local, self, scale))

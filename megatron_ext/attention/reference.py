@@ -14,26 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.arrays import Int32, Int64
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 
 MASKED_QUERIES = 128  # queries per block where a mask is needed; keys that no query of the block sees are skipped
 
 
-def attend(
-    query_tNH: Tensor,
-    key_uGH: Tensor,
-    value_uGW: Tensor,
-    call: AttentionCall,
-    scale: float,
-    sink_N: Tensor | None = None,
-) -> Tensor:
+def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, W], in the queries' dtype; segments may be empty."""
+    query_tNH, key_uGH, value_uGW, sink_N = inputs
     cu_seqlens_q, cu_seqlens_kv, left_window = call.cu_seqlens_q, call.cu_seqlens_kv, call.left_window
     lengths_q, lengths_kv = np.diff(cu_seqlens_q), np.diff(cu_seqlens_kv)
     shapes, member = np.unique(np.stack([lengths_q, lengths_kv], 1), axis=0, return_inverse=True)
     if len(shapes) == 1 and lengths_q[0]:  # all segments have one shape and are contiguous: no gather is needed
-        inputs = (query_tNH, key_uGH, value_uGW)
-        query, key, value = (x.unflatten(0, (len(member), -1)).transpose(1, 2) for x in inputs)
+        query, key, value = (x.unflatten(0, (len(member), -1)).transpose(1, 2) for x in inputs[:3])
         return _equal_segments(query, key, value, scale, left_window, sink_N)
     outputs, order = [], []
     for number, (q, kv) in enumerate(shapes.tolist()):
@@ -41,8 +35,8 @@ def attend(
             continue
         chosen = np.flatnonzero(member.reshape(-1) == number)
         rows_q, rows_kv = _rows(cu_seqlens_q[chosen], q), _rows(cu_seqlens_kv[chosen], kv)
-        inputs = _take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGW, rows_kv)
-        outputs.append(_equal_segments(*inputs, scale, left_window, sink_N))
+        taken = _take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGW, rows_kv)
+        outputs.append(_equal_segments(*taken, scale, left_window, sink_N))
         order.append(rows_q.reshape(-1))
     if not outputs:  # no queries: an empty output that still propagates (zero) gradients to every input
         return query_tNH[..., : value_uGW.shape[-1]] + 0 * (key_uGH.sum() + value_uGW.sum())

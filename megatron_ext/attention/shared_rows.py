@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_ext.attention.choice import select
 from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Traffic
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.context_parallel import CPPlan, Policy, plan
 from megatron_ext.errors import UserError
@@ -91,7 +92,7 @@ class SharedRows:
             )
         chosen = _select(backend, query_tNH.device, query_tNH.dtype, query_tNH.shape[-1])
         factor = query_tNH.shape[-1] ** -0.5 if scale is None else scale
-        return self.call.run(chosen, query_tNH, key_tGH, value_tGW, factor)
+        return self.call.run(chosen, Inputs(query_tNH, key_tGH, value_tGW), factor)
 
 
 def share_rows(

@@ -9,21 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 
 _MASK = "padding_causal_bottom_right"
 
 
-def attend(
-    query_tNH: Tensor,
-    key_uGH: Tensor,
-    value_uGW: Tensor,
-    call: AttentionCall,
-    scale: float,
-    sink_N: Tensor | None = None,
-) -> Tensor:
+def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, H]."""
     assert call.borders is not None
+    query_tNH, key_uGH, value_uGW, sink_N = inputs
     assert sink_N is None
     (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens
     attention = _attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)

@@ -13,24 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.sinks import attend_with_sink
 
 _NEEDED = {"scale", "window_size"}  # new in torch 2.11; the causal mask of 2.10 is always aligned to the top left
 
 
-def attend(
-    query_tNH: Tensor,
-    key_uGH: Tensor,
-    value_uGW: Tensor,
-    call: AttentionCall,
-    scale: float,
-    sink_N: Tensor | None = None,
-) -> Tensor:
+def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, H]; a window of (left, 0) is causal and aligned to the bottom right."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     assert call.borders is not None
+    query_tNH, key_uGH, value_uGW, sink_N = inputs
     borders, lengths = call.borders, call.max_seqlens
     # torch 2.11 needs no argument for grouped-query attention; 2.12 and newer need `enable_gqa`
     options: dict[str, Any] = {"scale": scale, "window_size": call.window_size}

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.sinks import attend_with_sink
 
@@ -114,18 +115,12 @@ def ranges(call: AttentionCall, own_keys: int) -> Ranges:
     return Ranges(low, high, first_query, end_query, full_query, full_end_query)
 
 
-def attend(
-    query_tNH: Tensor,
-    key_uGH: Tensor,
-    value_uGW: Tensor,
-    call: AttentionCall,
-    scale: float,
-    sink_N: Tensor | None = None,
-) -> Tensor:
+def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, H].
 
     Rows and heads may have any stride; a copy is made unless the elements of a head are contiguous.
     """
+    query_tNH, key_uGH, value_uGW, sink_N = inputs
     if not len(query_tNH):
         return query_tNH + 0 * (key_uGH.sum() + value_uGW.sum())
     found = call.once(ranges, tiles(query_tNH.shape[2]).backward_key.keys)

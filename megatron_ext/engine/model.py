@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron_ext import rope
 from megatron_ext.attention.cache import Appended
 from megatron_ext.attention.choice import select
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Attend, Expand
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config, ModelConfig
@@ -123,7 +124,8 @@ class PackedAttention(MegatronModule):
             key_tGH, value_tGW = packed_seq_params.appended.extend(self.layer_number, key_tGH, value_tGW)
         call = batch.local_attention if self.local else batch.attention
         assert call is not None
-        out_tNH = call.run(self.backend, query_tNH, key_tGH, value_tGW, self.scale, self.softmax_offset, expand)
+        inputs = Inputs(query_tNH, key_tGH, value_tGW, self.softmax_offset)
+        out_tNH = call.run(self.backend, inputs, self.scale, expand)
         return out_tNH.flatten(1).unsqueeze(1)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.attention.choice import select
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.run.rehearsal import cuda_mock
 
@@ -58,7 +59,7 @@ def compile_call(attend: Attend, case: benchmark.Case, *, sinks: bool = False) -
     call = replace(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), borders=borders)
     part = query.chunk(2, dim=1)[1] if case.strided else query
     sink = torch.empty(case.heads, dtype=torch.bfloat16, device=CUDA, requires_grad=True) if sinks else None
-    out = attend(part, key, value, call, case.head_size**-0.5, sink)
+    out = attend(Inputs(part, key, value, sink), call, case.head_size**-0.5)
     assert (out.shape, out.dtype) == ((*part.shape[:2], value_size), torch.bfloat16)
     leaves = [x for x in (query, key, value, sink) if x is not None]
     gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))

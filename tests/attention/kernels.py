@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention import reference
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def inputs_of(
 def results(attend: Attend, inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
     """The output and the gradients of queries, keys and values, and of the sinks if there is a fifth input."""
     leaves = [x.detach().requires_grad_() for x in (*inputs[:3], *inputs[4:])]
-    out = attend(*leaves[:3], call, inputs[0].shape[2] ** -0.5, *leaves[3:])
+    out = attend(Inputs(*leaves), call, inputs[0].shape[2] ** -0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
 

@@ -16,6 +16,7 @@ from torch.nn.attention import varlen
 
 from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import backends, flash_attn_4, reference, te_thd, torch_varlen
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 
 CUDA = torch.device("cuda")
@@ -25,7 +26,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor
     """What such a kernel computes with a window of (left, 0)."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     left_window = None if left == -1 else left
-    return reference.attend(query, key, value, AttentionCall(cu_q.numpy(), cu_k.numpy(), left_window), scale)
+    return reference.attend(Inputs(query, key, value), AttentionCall(cu_q.numpy(), cu_k.numpy(), left_window), scale)
 
 
 # varlen_attn with the signatures of torch 2.10, 2.11, and 2.12 and 2.13
@@ -136,7 +137,7 @@ def test_te_may_not_fall_back(users: str | None, monkeypatch: pytest.MonkeyPatch
     seen: list[str | None] = []
     monkeypatch.setattr(Dense, "raw", lambda self, x: seen.append(os.environ.get("NVTE_UNFUSED_ATTN")) or x)
     call = call_of([(3, 3), (2, 5)])
-    te_thd.attend(*inputs_of(call)[:3], call, 1.0)
+    te_thd.attend(Inputs(*inputs_of(call)[:3]), call, 1.0)
     assert set(seen) == {"0"}
 
 

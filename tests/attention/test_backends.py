@@ -13,6 +13,7 @@ from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import reference
 from megatron_ext.attention.backends import BACKENDS, Backend
 from megatron_ext.attention.choice import BY_NAME, PerCall, select
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.errors import UserError
 
@@ -24,8 +25,9 @@ def test_the_choice_on_a_cpu_attends(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(n, heads, 4, generator=generator) for n, heads in ((3, 4), (7, 2), (7, 2)))
     call = AttentionCall(np.array([0, 2, 2, 3], dtype=np.int32), np.array([0, 4, 6, 7], dtype=np.int32))
-    out = select(name, CPU, torch.float32, 4)(query, key, value, call, 0.3)
-    wanted = reference.attend(query, key, value, call, 0.3)
+    inputs = Inputs(query, key, value)
+    out = select(name, CPU, torch.float32, 4)(inputs, call, 0.3)
+    wanted = reference.attend(inputs, call, 0.3)
     torch.testing.assert_close(out, wanted, rtol=0, atol=0)
 
 
@@ -128,9 +130,9 @@ def test_kernels_for_equal_sizes_get_values_padded(
     query, key, value, grad = inputs_of(call)
     widths = []
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        widths.append(value.shape[-1])
-        return reference.attend(query, key, value, *rest)
+    def kernel(inputs: Inputs, *rest: Any) -> Tensor:
+        widths.append(inputs.value_uGW.shape[-1])
+        return reference.attend(inputs, *rest)
 
     monkeypatch.setitem(BY_NAME, "te_thd", Backend(name="te_thd", kernel=kernel, narrow_values=narrow_values))
     assert_right(PerCall(("te_thd",)), [query, key, value[..., :width], grad[..., :width]], call)

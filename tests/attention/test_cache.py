@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.attention.cache import KeyValueCache
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
 
@@ -34,14 +35,14 @@ def test_pieces_of_texts_see_what_whole_texts_see(left_window: int | None) -> No
         ]
         query, key, value = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         keys, values = appended.extend(1, key, value)
-        answers = attend(query, keys, values, appended.call(left_window), 0.3)
+        answers = attend(Inputs(query, keys, values), appended.call(left_window), 0.3)
         for (text, count), answer in zip(call.values(), answers.split([c for _, c in call.values()]), strict=True):
             out[text].append(answer)
             done[text] += count
     assert done == lengths
     for text, n in enumerate(lengths):
         borders = np.array([0, n], dtype=np.int32)
-        whole = attend(*texts[text], AttentionCall(borders, borders, left_window), 0.3)
+        whole = attend(Inputs(*texts[text]), AttentionCall(borders, borders, left_window), 0.3)
         torch.testing.assert_close(torch.cat(out[text]), whole)
 
 

@@ -12,6 +12,7 @@ from launcher import call
 from torch import Tensor
 
 from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, KeyExchange, RowPicks, Traffic
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.reference import attend
 from megatron_ext.context_parallel import plan
@@ -31,8 +32,9 @@ def test_without_moved_rows_no_process_group_is_needed() -> None:
         assert exchange.context is None
         query, key = torch.randn(6, 2, HEAD_SIZE), torch.randn(6, 1, HEAD_SIZE)
         call = AttentionCall.of_plan(share, ContextGroup(rank, 2, None, Traffic()), Scheme.EXCHANGE)
-        out = call.run(attend, query, key, key, SCALE)
-        assert torch.equal(out, attend(query, key, key, call, SCALE))
+        inputs = Inputs(query, key, key)
+        out = call.run(attend, inputs, SCALE)
+        assert torch.equal(out, attend(inputs, call, SCALE))
 
 
 def events_of(rank: int) -> list[str]:
@@ -52,15 +54,15 @@ def events_of(rank: int) -> list[str]:
     share = plan(build_layout(24, [1, 5, 6, 20, 24], 24), 2, "contiguous")
     call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, Traffic(), parts=2), Scheme.EXCHANGE)
 
-    def logged_attend(query: Tensor, key: Tensor, value: Tensor, part: AttentionCall, *rest: Any) -> Tensor:
-        seen.append(f"attend {len(query)}")
-        out = attend(query, key, value, part, *rest)
+    def logged_attend(inputs: Inputs, part: AttentionCall, scale: float) -> Tensor:
+        seen.append(f"attend {len(inputs.query_tNH)}")
+        out = attend(inputs, part, scale)
         out.register_hook(lambda grad: seen.append(f"back {len(grad)}"))
         return out
 
     shapes = [(12, heads, HEAD_SIZE) for heads in (8, 4, 4)]
     query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    call.run(logged_attend, query, key, value, SCALE).sum().backward()
+    call.run(logged_attend, Inputs(query, key, value), SCALE).sum().backward()
     return seen
 
 

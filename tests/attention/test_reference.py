@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_ext.attention import reference
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
 from megatron_ext.layout import build_layout
@@ -71,7 +72,7 @@ def test_equal_segments_in_place_equal_those_taken_out(count: int, queries: int,
     for empty in (0, 1):
         leaves = [each.clone().requires_grad_() for each in drawn]
         ends = (np.minimum(np.arange(count + 1 + empty), count) * length for length in (queries, keys))
-        out = attend(*leaves, AttentionCall(*(each.astype(np.int32) for each in ends)), scale=0.3)
+        out = attend(Inputs(*leaves), AttentionCall(*(each.astype(np.int32) for each in ends)), scale=0.3)
         out.backward(grad)
         found.append((out, *(leaf.grad for leaf in leaves)))
     for one, other in zip(*found, strict=True):
@@ -79,7 +80,7 @@ def test_equal_segments_in_place_equal_those_taken_out(count: int, queries: int,
 
 
 @dataclass
-class Inputs:
+class Drawn:
     query: Tensor
     key: Tensor
     value: Tensor
@@ -91,13 +92,13 @@ class Inputs:
 
 
 @st.composite
-def tensors(draw: st.DrawFn, t: int, u: int) -> Inputs:
+def tensors(draw: st.DrawFn, t: int, u: int) -> Drawn:
     groups, share = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     size = draw(st.sampled_from([1, 2, 4, 8]))
     scale = draw(st.sampled_from([size**-0.5, 1.0, 0.05]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     shapes = [(t, groups * share, size), (u, groups, size), (u, groups, size), (t, groups * share, size)]
-    return Inputs(*(torch.randn(shape, generator=generator) for shape in shapes), scale=scale)
+    return Drawn(*(torch.randn(shape, generator=generator) for shape in shapes), scale=scale)
 
 
 @st.composite
@@ -108,7 +109,7 @@ def rows(draw: st.DrawFn) -> tuple[int, list[int], int]:
 
 
 def assert_equals_dense(
-    inputs: Inputs,
+    inputs: Drawn,
     cu_q: np.ndarray,
     cu_kv: np.ndarray,
     mask: Tensor,
@@ -117,7 +118,7 @@ def assert_equals_dense(
     left_window: int | None = None,
 ) -> None:
     ours, exact = inputs.leaves(dtype), inputs.leaves(torch.float64)
-    out = attend(*ours, AttentionCall(cu_q, cu_kv, left_window), inputs.scale)
+    out = attend(Inputs(*ours), AttentionCall(cu_q, cu_kv, left_window), inputs.scale)
     wanted = dense_attention(*exact, mask, inputs.scale)
     assert out.dtype == dtype
     assert out.shape == inputs.query.shape
@@ -145,10 +146,10 @@ def test_mask_truth(row: tuple[int, list[int], int], data: st.DataObject | None)
     assert_equals_dense(inputs, borders, borders, mask, torch.float64, 1e-12)
 
 
-def fixed_inputs(length: int, seed: int = 0) -> Inputs:
+def fixed_inputs(length: int, seed: int = 0) -> Drawn:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(length, 4, 8), (length, 2, 8), (length, 2, 8), (length, 4, 8)]
-    return Inputs(*(torch.randn(shape, generator=generator) for shape in shapes), scale=8**-0.5)
+    return Drawn(*(torch.randn(shape, generator=generator) for shape in shapes), scale=8**-0.5)
 
 
 # queries and keys of each segment: 0 <= q <= k
@@ -181,7 +182,7 @@ def test_nan_stays_in_its_segment() -> None:
     inputs = fixed_inputs(10)
     inputs.key[5], inputs.value[5], inputs.query[5] = torch.nan, torch.nan, torch.nan
     borders = np.array([0, 4, 7, 10], dtype=np.int32)
-    out = attend(inputs.query, inputs.key, inputs.value, AttentionCall(borders, borders), inputs.scale)
+    out = attend(Inputs(inputs.query, inputs.key, inputs.value), AttentionCall(borders, borders), inputs.scale)
     assert torch.isfinite(out[:4]).all()
     assert torch.isnan(out[5:7]).all()
     assert torch.isfinite(out[7:]).all()
@@ -196,6 +197,6 @@ def test_bf16_error_is_at_most_twice_a_dense_bf16_softmax() -> None:
     )
     low = [x.bfloat16() for x in (inputs.query, inputs.key, inputs.value)]
     plain = dense_attention(*low, mask, inputs.scale)
-    out = attend(*low, AttentionCall(borders, borders), inputs.scale)
+    out = attend(Inputs(*low), AttentionCall(borders, borders), inputs.scale)
     assert out.dtype == torch.bfloat16
     assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max()

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention.kernels import CPU, assert_right, call_of, exact, inputs_of, results
 from megatron_ext.attention import reference, triton_packed
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.triton_packed import Tile, Tiles, ranges
 from megatron_ext.layout import build_layout
@@ -115,7 +116,7 @@ def test_places_beyond_two_to_the_31(axis: int) -> None:
 def test_no_queries() -> None:
     call = call_of([(0, 3)])
     query, key, value, _ = (x.requires_grad_() for x in inputs_of(call))
-    out = triton_packed.attend(query, key, value, call, 1.0)
+    out = triton_packed.attend(Inputs(query, key, value), call, 1.0)
     assert out.shape == (0, 4, 16)
     out.sum().backward()
     assert key.grad is not None
@@ -168,7 +169,7 @@ def test_it_runs_with_fake_tensors() -> None:
         query, key, value = (
             torch.empty(4096, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
         )
-        out = triton_packed.attend(query, key, value, call, 1.0)
+        out = triton_packed.attend(Inputs(query, key, value), call, 1.0)
         assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
         out.sum().backward()
         assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]  # type: ignore[union-attr]

@@ -22,6 +22,7 @@ from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, sync_params, unwrap, wrap
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import gather, initialise
+from megatron_ext.evaluation.by_position import mean_loss
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.token_weighting.weigher import Weigher
 
@@ -126,7 +127,7 @@ class Worker:
         calls = self.collectives.take()
         with self.collectives:
             other = maker.train(case.row_at, 0, VALIDATION, case.window)
-            valid = stepper.evaluate(other.train).lm_loss
+            valid = mean_loss(stepper.evaluate(other.train))
             assert valid is not None
         sync_params(model)
         chunks = list(unwrap(model))

@@ -19,6 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from megatron_ext import rope
 from megatron_ext.attention.cache import KeyValueCache
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, pack
 from megatron_ext.config import Config, ModelConfig, ParallelConfig
@@ -226,9 +227,9 @@ def test_generation_and_probes_get_keys_of_all_heads() -> None:
         attention = build(Layout()).eval()
         backend, seen, observed = attention.core_attention.backend, [], []
 
-        def noted(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
-            seen.append(key)
-            return backend(query, key, *rest)
+        def noted(inputs: Inputs, *rest: Any) -> Tensor:
+            seen.append(inputs.key_uGH)
+            return backend(inputs, *rest)
 
         attention.core_attention.backend = noted
         cache, outputs = KeyValueCache(slots=1, capacity=ENDS[0]), []

@@ -16,6 +16,7 @@ import torch
 from one_process import one_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, WeightingConfig
 from megatron_ext.data.rows.dataset import TokenRow
@@ -28,6 +29,7 @@ from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
 from megatron_ext.errors import DivergedError
+from megatron_ext.evaluation.by_position import mean_loss
 from megatron_ext.token_weighting.weigher import Weigher
 
 LENGTH, VOCABULARY = 16, 50
@@ -113,9 +115,9 @@ def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
     for layer in next(unwrap(process.model)).decoder.layers:
         attention = layer.self_attention.core_attention
 
-        def recorded(query: torch.Tensor, key: torch.Tensor, *rest: Any, attend: Any = attention.backend) -> Any:
-            given.append((query.detach().double(), key.detach().double()))
-            return attend(query, key, *rest)
+        def recorded(inputs: Inputs, *rest: Any, attend: Any = attention.backend) -> Any:
+            given.append((inputs.query_tNH.detach().double(), inputs.key_uGH.detach().double()))
+            return attend(inputs, *rest)
 
         monkeypatch.setattr(attention, "backend", recorded)
     rows, options = [row(0), row(1)], Config().mask_options()
@@ -172,11 +174,12 @@ def test_a_clip_brings_each_head_to_its_limit_and_leaves_the_others(
     first = next(unwrap(process.model)).decoder.layers[0].self_attention
     backend = first.core_attention.backend
 
-    def recorded(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> Any:
+    def recorded(inputs: Inputs, *rest: Any) -> Any:
+        query, key = inputs[:2]
         scores = torch.einsum("iNH,jNH->Nij", query, key.repeat_interleave(2, dim=1)) * query.shape[-1] ** -0.5
         seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         largest.append(scores.detach().masked_fill(~seen, -torch.inf).amax(dim=(1, 2)))
-        return backend(query, key, *rest)
+        return backend(inputs, *rest)
 
     monkeypatch.setattr(first.core_attention, "backend", recorded)
     with torch.no_grad():
@@ -233,7 +236,7 @@ def test_validation_does_not_change_training(process: OneProcess) -> None:
     process.reset()
     before = process.weights()
     losses = process.stepper.evaluate([batch(row(0))])
-    assert losses.lm_loss == pytest.approx(first.loss.lm_loss, rel=1e-6)
+    assert mean_loss(losses) == pytest.approx(first.loss.lm_loss, rel=1e-6)
     assert torch.equal(process.weights(), before)
     again = process.stepper.train(StepBatches([batch(row(0))]))
     assert replace(again, score_seconds=first.score_seconds) == first
