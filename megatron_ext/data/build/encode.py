@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -58,6 +58,12 @@ class PreprocessOptions:
     shard_bytes: int | None = None
     resume: bool = False
 
+    @property
+    def fields(self) -> Fields:
+        """The fields of a document; the chat template is added by `Encoder`."""
+        text = self.messages_field or self.text_field
+        return Fields(text, self.concat_by, self.max_document_bytes, source=self.source_field)
+
     def check(self) -> None:
         """Raise UserError if a number is out of range or options exclude each other."""
         for name in ("workers", "min_tokens", "max_tokens", "max_document_bytes", "shard_bytes"):
@@ -83,8 +89,7 @@ class Encoder:
         self.options = options
         self.tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
         chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
-        text_field = options.messages_field or options.text_field
-        self.fields = Fields(text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
+        self.fields = replace(options.fields, chat=chat)
         append_eod = chat is None if options.append_eod is None else options.append_eod
         self.eod_id = self.tokenizer.eod_id if append_eod else None
         self.bos_id = self.tokenizer.bos_id if options.prepend_bos else None
@@ -176,10 +181,14 @@ class Job:
     texts: bool = False
 
     def __call__(self) -> None:
-        own, report = encoder(self.options), Report()
-        documents = self.shard.read(own.fields, report.skip if self.options.skip_bad_lines else stop)
+        options, report = self.options, Report()
+        refuse = report.skip if options.skip_bad_lines else stop
         with atomic_write(self.part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
-            arrays = write_texts(documents, file) if self.texts else own.write_tokens(documents, file, report)
+            if self.texts:
+                arrays = write_texts(self.shard.read(options.fields, refuse), file)
+            else:
+                own = encoder(options)
+                arrays = own.write_tokens(self.shard.read(own.fields, refuse), file, report)
         with atomic_write(self.part.with_suffix(".npz")) as partial, partial.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         write_report(self.part, report, self.options.max_document_bytes)
