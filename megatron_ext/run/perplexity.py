@@ -14,10 +14,7 @@ from tqdm import tqdm
 from megatron_ext.batch import PackedBatch, Tokens
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
-from megatron_ext.engine import parallel
 from megatron_ext.engine.indexed_dataset import IndexedSource
-from megatron_ext.engine.optimizer import in_precision
-from megatron_ext.engine.pipeline import Pipeline
 from megatron_ext.evaluation.by_position import BINS, bin_of
 from megatron_ext.evaluation.perplexity import (
     Document,
@@ -28,11 +25,10 @@ from megatron_ext.evaluation.perplexity import (
     streams,
 )
 from megatron_ext.rope import dynamic_base
-from megatron_ext.run.batches import context_options, division
 from megatron_ext.run.inference import Dtype, InferenceModel, open_model, warn_beyond_training
+from megatron_ext.run.scoring import ChunkScorer
 from megatron_ext.short_context import Chunks, ShortContext, short_chunks
-from megatron_ext.token_weighting.short_pass import Division, chunk_batches
-from megatron_ext.token_weighting.weigher import short_losses
+from megatron_ext.token_weighting.short_pass import chunk_batches
 
 CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
 
@@ -75,10 +71,7 @@ class _Scorer:
 
     def __init__(self, model: InferenceModel, window: ShortContext, batch_tokens: int, documents: int) -> None:
         self.model, self.window = model, window
-        self.pipeline = Pipeline([in_precision(chunk, model.config) for chunk in model.chunks])
-        self.group = parallel.context_group(model.config.parallel, model.ranks, model.platform)
-        self.context = context_options(model.config, model.ranks, self.group)
-        self.division = division(model.config, model.ranks, max(batch_tokens, window.length))
+        self.scorer = ChunkScorer(model, max(batch_tokens, window.length))
         self.sums = np.zeros((2, documents, BINS))
 
     def run(self, all_streams: Sequence[Stream]) -> Tensor:
@@ -111,11 +104,9 @@ class _Scorer:
         ranks = self.model.ranks
         mine = everyones.chosen(np.arange(ranks.data, len(everyones.start), ranks.data_size))
         for chunks, batches in self._batches(tokens, borders, mine):
-            on_device = [batch.to(self.model.platform.device) for batch in batches]
-            losses = self.pipeline.token_losses(on_device)
-            if not ranks.last_stage:
+            loss_T = self.scorer.losses(batches, int(borders[-1]))
+            if loss_T is None:
                 continue
-            loss_T = short_losses(self.group, on_device, losses, int(borders[-1]), self.model.platform.device)
             scored = chunks.scored_tokens()
             document = np.concatenate([stream.document for stream in chunk])[scored]
             place = bin_of(torch.from_numpy(scored - np.repeat(chunks.start, chunks.end - chunks.scored))).numpy()
@@ -130,15 +121,16 @@ class _Scorer:
             return
         total = int(borders[-1])
         masks = self.model.config.mask_options().at(total, [borders[1:]], total)
+        division, context = self.scorer.division, self.scorer.context
         if not self.model.follows_text:
-            yield chunks, chunk_batches(tokens, masks, chunks, self.division, self.context)
+            yield chunks, chunk_batches(tokens, masks, chunks, division, context)
             return
         shape = self.model.pretrained.model
         for number in range(len(chunks.start)):
             alone = chunks.chosen(np.array([number]))
             length = int(alone.lengths[0])
-            whole = Division(length, self.division.unit, self.division.multiple)
-            batches = chunk_batches(tokens, masks, alone, whole, self.context)
+            whole = replace(division, capacity=length)
+            batches = chunk_batches(tokens, masks, alone, whole, context)
             yield alone, [replace(batch, rotary_base=dynamic_base(shape, length)) for batch in batches]
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.batch import lay_end_to_end
+from megatron_ext.batch import PackedBatch, lay_end_to_end
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import row_identity
@@ -72,46 +72,64 @@ def score_rows(
         processes = replace(processes, expert_model_parallel_size=1, moe_grouped_gemm=False)
     with open_model(scorer, processes, short.length, "bfloat16" if config.training.bf16 else "float32") as model:
         store = ScoreStore.create_or_resume(output, identity)
-        _Work(model, config, short).run(row_at, store, range(config.data.first_sample, end)[part])
+        score_missing(model, config, short, row_at, store, range(config.data.first_sample, end)[part])
     dist.destroy_process_group()
 
 
-class _Work:
-    """One process's part of the scoring."""
+def score_missing(
+    model: InferenceModel, run: Config, short: ShortContext, row_at: RowAt, store: ScoreStore, wanted: range
+) -> None:
+    """Score this data-parallel rank's share of the wanted rows that are missing in the store. Collective.
 
-    def __init__(self, model: InferenceModel, run: Config, short: ShortContext) -> None:
-        self.model, self.ranks, self.short, self.data = model, model.ranks, short, run.data
-        self.mask_options = replace(model.config.mask_options(), document_mask=run.window.document_mask)
+    Args:
+        model: the scorer.
+        run: the training run.
+        short: the chunks.
+        row_at: the run's rows.
+        store: where losses are written.
+        wanted: samples.
+    """
+    ranks, data, length = model.ranks, run.data, run.data.seq_length
+    options = replace(model.config.mask_options(), document_mask=run.window.document_mask)
+    scorer = ChunkScorer(model, data.micro_batch_size * length)
+    bos_id = bos_of(part.prefix for part in data.parts)
+    missing = parallel.run_on_rank0(ranks, lambda: store.missing(wanted), store.path, reads=True)
+    mine = missing[ranks.data :: ranks.data_size]
+    at_once = data.micro_batch_size * ranks.pipeline_size  # keeps the pipeline stages busy
+    logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
+    with tqdm(total=len(mine), unit="row", disable=ranks.world != 0) as bar:
+        for first in range(0, len(mine), at_once):
+            samples = mine[first : first + at_once]
+            rows = [row_at(sample) for sample in samples]
+            masks = options.at(length, [row.document_ends for row in rows], length)
+            work = short_pass([lay_end_to_end(rows)], [masks], short, scorer.division, scorer.context, bos_id=bos_id)
+            losses = scorer.losses(work.batches, length * len(rows))
+            if losses is not None and ranks.reports_loss and ranks.context == 0:
+                for sample, row in zip(samples, losses.view(len(rows), length).cpu().numpy(), strict=True):
+                    store.write(sample, row)
+            bar.update(len(samples))
+
+
+class ChunkScorer:
+    """Computes the losses of chunks with a loaded model, on all of its ranks.
+
+    Args:
+        model: the model.
+        tokens: approximate number of tokens of a micro-batch.
+    """
+
+    def __init__(self, model: InferenceModel, tokens: int) -> None:
+        self.model = model
         self.pipeline = Pipeline([in_precision(chunk, model.config) for chunk in model.chunks])
         self.group = parallel.context_group(model.config.parallel, model.ranks, model.platform)
         self.context = context_options(model.config, model.ranks, self.group)
-        self.bos_id = bos_of(part.prefix for part in run.data.parts)
-        self.division = division(model.config, model.ranks, run.data.micro_batch_size * run.data.seq_length)
+        self.division = division(model.config, model.ranks, tokens)
 
-    def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:
-        """Score this data-parallel rank's share of the wanted rows that are missing."""
-        missing = parallel.run_on_rank0(self.ranks, lambda: store.missing(wanted), store.path, reads=True)
-        mine = missing[self.ranks.data :: self.ranks.data_size]
-        at_once = self.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline stages busy
-        logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
-        with tqdm(total=len(mine), unit="row", disable=self.ranks.world != 0) as bar:
-            for first in range(0, len(mine), at_once):
-                samples = mine[first : first + at_once]
-                losses = self._losses(row_at, samples)
-                if losses is not None and self.ranks.reports_loss and self.ranks.context == 0:
-                    for sample, row in zip(samples, losses, strict=True):
-                        store.write(sample, row)
-                bar.update(len(samples))
-
-    def _losses(self, row_at: RowAt, samples: Sequence[int]) -> Sequence[np.ndarray] | None:
-        """Compute float32 [L] of each sample; None except on the last stage."""
-        rows, length, device = [row_at(sample) for sample in samples], self.data.seq_length, self.model.platform.device
-        masks = self.mask_options.at(length, [row.document_ends for row in rows], length)
-        tokens = [lay_end_to_end(rows)]
-        work = short_pass(tokens, [masks], self.short, self.division, self.context, bos_id=self.bos_id)
-        batches = [batch.to(device) for batch in work.batches]
-        losses = self.pipeline.token_losses(batches)
-        if not self.ranks.last_stage:
+    def losses(self, batches: Sequence[PackedBatch], tokens: int) -> Tensor | None:
+        """Return the losses of all `tokens` of the rows, float32, 0 if not scored; None except on the last stage."""
+        device = self.model.platform.device
+        on_device = [batch.to(device) for batch in batches]
+        losses = self.pipeline.token_losses(on_device)
+        if not self.model.ranks.last_stage:
             return None
-        whole = short_losses(self.group, batches, losses, length * len(rows), device)
-        return list(whole.view(len(rows), length).cpu().numpy())
+        return short_losses(self.group, on_device, losses, tokens, device)

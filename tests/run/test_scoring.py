@@ -25,7 +25,7 @@ from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.errors import UserError
 from megatron_ext.run.inference import inference_config, open_model
-from megatron_ext.run.scoring import _Work, score_rows
+from megatron_ext.run.scoring import score_missing, score_rows
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 
@@ -108,7 +108,7 @@ def score(rank: int, model: Path, store: Path, rows: int, wanted: range) -> None
     run = replace(RUN, parallel=ParallelConfig(device="cpu"))
     scorer = Pretrained.find(model)
     with open_model(scorer, run.parallel, CHUNK) as opened_model:
-        _Work(opened_model, run, WHOLE_CHUNKS).run(row_at, opened(store, rows), wanted)
+        score_missing(opened_model, run, WHOLE_CHUNKS, row_at, opened(store, rows), wanted)
     dist.destroy_process_group()
 
 
