@@ -2,6 +2,6 @@
 
 from megatron_ext.token_weighting.postprocess import Post
 from megatron_ext.token_weighting.scores import Score
-from megatron_ext.token_weighting.weigh import NotFiniteError, weigh, weigh_and_score
+from megatron_ext.token_weighting.weigh import weigh, weigh_and_score
 
-__all__ = ["NotFiniteError", "Post", "Score", "weigh", "weigh_and_score"]
+__all__ = ["Post", "Score", "weigh", "weigh_and_score"]

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import Enum
 from typing import TypeVar
 
 import numpy as np
@@ -43,7 +42,6 @@ from megatron_ext.token_weighting.scores import LONGCE_GAMMA, Score, score_token
 
 Given = Tensor | ArrayLike
 Array = TypeVar("Array", Tensor, np.ndarray)
-Option = TypeVar("Option", bound=Enum)
 
 POSTS = {score: tuple(Post) for score in Score} | {Score.LONGCE: (Post.NONE,), Score.RHO1: (Post.SPARSE,)}
 
@@ -81,8 +79,8 @@ def weigh(
         float32 [R, L]: a tensor on long_loss's device, or a numpy array if long_loss is not a tensor.
 
     Raises:
-        UserError: an option out of range or of another score; a shape or dtype that does not fit.
-        NotFiniteError: the score of a trained token is not finite; names the row and the position.
+        ValueError: an option out of range or of another score; a shape or dtype that does not fit; a trained token's
+            score that is not finite.
     """
     weights_RL, _ = weigh_and_score(
         long_loss,
@@ -98,10 +96,6 @@ def weigh(
         seed=seed,
     )
     return weights_RL if isinstance(long_loss, Tensor) else weights_RL.numpy()
-
-
-class NotFiniteError(ValueError):
-    """Raised if a trained token's score is not finite."""
 
 
 @torch.no_grad()
@@ -123,12 +117,12 @@ def weigh_and_score(
     """Compute the weights as `weigh` does, and the scores from which they were computed.
 
     With `checked` False nothing is read on the host; if the score of a trained token is not finite, all weights are NaN
-    instead of a NotFiniteError.
+    instead of an error.
 
     Returns:
         weights, float32 [R, L], and scores, float64 [R, L], 0 for untrained tokens.
     """
-    score, post = _option("score", Score, score), _option("post", Post, post)
+    score, post = Score(score), Post(post)
     _check(score, post, strength, clip, shift)
     given = {"long_loss": long_loss, "short_loss": short_loss, "entropy": entropy}
     for name, value, is_read in (
@@ -157,7 +151,7 @@ def weigh_and_score(
     if checked and bad_RL.any():
         row, position = bad_RL.nonzero()[0].tolist()
         got = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in losses.items())
-        raise NotFiniteError(
+        raise ValueError(
             f"score {score.value}: row {row}, position {position} got {got}, needs finite values and a finite "
             "score; find where they diverge, or leave the token out of trained"
         )
@@ -192,14 +186,6 @@ def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     if len(seeds) != rows or not all(0 <= each < 2**64 for each in seeds):
         raise UserError(f"seed: got {echo(seed)}, needs 0 <= seed < 2^64, one for all or one for each of {rows} rows")
     return seeds
-
-
-def _option(field: str, options: type[Option], value: str | Option) -> Option:
-    try:
-        return options(value)
-    except ValueError:
-        names = ", ".join(option.value for option in options)
-        raise UserError(f"{field}: got {value!r}, needs one of {names}") from None
 
 
 def _check(score: Score, post: Post, strength: float, clip: float | None, shift: float | None) -> None:

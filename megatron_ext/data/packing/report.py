@@ -43,11 +43,6 @@ class PackingReport:
     mean_context: float
 
     @property
-    def dropped_tokens(self) -> int:
-        """Tokens of the split that occur in no row."""
-        return self.tokens - self.kept_tokens
-
-    @property
     def kept_share(self) -> float:
         """The share of the split's tokens that is kept."""
         return self.kept_tokens / self.tokens

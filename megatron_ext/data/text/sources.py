@@ -49,11 +49,6 @@ class FileRange:
         """Its suffix, one of SUFFIXES."""
         return next(suffix for suffix in SUFFIXES if self.path.name.endswith(suffix))
 
-    @property
-    def is_stream(self) -> bool:
-        """Whether the file can only be read from the beginning, as lines of JSON."""
-        return self.ending in (".jsonl.gz", ".jsonl.zst")
-
     def check_unchanged(self) -> None:
         """Raise UserError if the file has changed."""
         status = self.path.stat()
