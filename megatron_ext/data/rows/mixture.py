@@ -125,24 +125,26 @@ def scaled(weights: Sequence[float]) -> tuple[float, ...]:
     return tuple(weight / largest / total for weight in weights)
 
 
-def read_mixture(path: Path, share: float | None = None) -> list[dict[str, Any]]:
+def read_mixture(path: Path, share: float | None = None, outer: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Read the parts of a YAML file, including those of nested files, as plain values.
 
     Args:
         path: the file; nested files are relative to its folder.
         share: the sum to which weights are scaled; None: unscaled.
+        outer: the files that this one is nested in.
 
     Raises:
         UserError: the file is missing, is not a list of mappings, has a weight that is not a positive number, or
             includes itself.
     """
-    try:
-        return expand_mixture(read_yaml(path, "mixture"), path, share)
-    except RecursionError:
-        raise UserError(f"mixture: {path} includes itself; leave one of these parts out") from None
+    if path.resolve() in outer:
+        raise UserError(f"mixture: {path} includes itself; leave one of these parts out")
+    return expand_mixture(read_yaml(path, "mixture"), path, share, (*outer, path.resolve()))
 
 
-def expand_mixture(entries: Any, path: Path | None = None, share: float | None = None) -> list[dict[str, Any]]:
+def expand_mixture(
+    entries: Any, path: Path | None = None, share: float | None = None, outer: tuple[Path, ...] = ()
+) -> list[dict[str, Any]]:
     """Expand the list in a file, or in a configuration, whose nested files are relative to the current folder.
 
     Args and Raises: as `read_mixture`.
@@ -168,6 +170,6 @@ def expand_mixture(entries: Any, path: Path | None = None, share: float | None =
             raise UserError(f"mixture: {where}: {unknown[0]} beside `mixture`, which brings its own; leave it out")
         # the weights of a nested file are shares of the weight of its entry
         folder = Path() if path is None else path.parent
-        parts = read_mixture(folder / str(entry["mixture"]), weight)
+        parts = read_mixture(folder / str(entry["mixture"]), weight, outer)
         expanded += [part | {"length": entry["length"]} if "length" in entry else part for part in parts]
     return expanded
