@@ -260,9 +260,8 @@ WEIGHTING: list[Rule] = [
      ", token_weighting frozen needs one; make it with {make_scores}"),
     ("weight_score", lambda o: o.token_weighting == "unfrozen" and o.weight_score == "rho1",
      ", which needs a reference model; use --token-weighting frozen with its score_store"),
-    *((name, lambda o, n=name: o.token_weighting == "unfrozen" and not o.needs_short_losses and _given(o, n),
-       ", which weight_score {weight_score} does not read; leave it out")
-      for name in ("short_context", "score_interval", "score_row_share")),
+    ("short_context", lambda o: o.token_weighting == "unfrozen" and not o.needs_short_losses and o.short_context,
+     ", which weight_score {weight_score} does not read; leave it out"),
     ("short_context", lambda o: o.scores and o.short_context is None,
      ", token_weighting unfrozen needs a number of tokens, such as seq_length / 4"),
     ("short_context", lambda o: o.scores and o.short_context is not None and o.short_context >= o.seq_length,
@@ -271,7 +270,6 @@ WEIGHTING: list[Rule] = [
      lambda o: o.scores and o.short_stride and o.short_stride > (o.short_context or o.short_stride)
      and o.short_context < o.seq_length,
      ", needs at most short_context {short_context}, or tokens between chunks would have no score"),
-    ("score_row_share", lambda o: o.scores and o.score_row_share > 1, ", needs at most 1"),
 ]  # fmt: skip
 
 OPTIMIZER: list[Rule] = [

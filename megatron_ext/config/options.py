@@ -489,8 +489,6 @@ class WeightingConfig(_Section):
     weight_shift: float | None = _option(None, "ppmi and npmi: k; ln k is subtracted from scores")
     short_context: PositiveInt | None = _option(None, "unfrozen: n, tokens of the short context")
     short_stride: PositiveInt | None = _option(None, "unfrozen: s, tokens that each chunk of n scores (default 3n/4)")
-    score_interval: PositiveInt = _option(1, "unfrozen: score every k-th step; the other steps have uniform weights")
-    score_row_share: PositiveFloat = _option(1.0, "unfrozen: share of the rows that are scored, drawn by sample index")
     score_store: str | None = _option(None, "frozen: zarr store written by tools/score_tokens.py", "STORE")
     loss_denominator: Literal["tokens", "weights"] = _option("tokens", "divisor of the weighted sum of losses")
 

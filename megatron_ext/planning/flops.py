@@ -118,6 +118,6 @@ def _scoring(config: Config, parameters: int) -> float:
     short = weighting.short()
     # The first chunk is also the beginning of the long pass: only the later chunks add cost.
     chunks = max(-(-(length - short.length) // short.stride), 0)
-    rows = config.training.train_iters * config.data.global_batch_size * weighting.score_row_share
+    rows = config.training.train_iters * config.data.global_batch_size
     per_token = 2.0 * parameters + 2.0 * model.num_layers * _pair_width(model) * short.length
-    return rows / weighting.score_interval * chunks * short.length * per_token
+    return rows * chunks * short.length * per_token

@@ -90,7 +90,7 @@ class BatchMaker:
             case "frozen":
                 scores = [self._frozen(group, own) for group, own in zip(samples, tokens, strict=True)]
             case "unfrozen":
-                scores, short = self._unfrozen(samples, tokens, masks, step)
+                scores, short = self._unfrozen(samples, tokens, masks)
         measured, sampled = self._sampled(step, len(tokens[0].tokens))
         balanced = self.config.training.moe_aux_loss_coeff > 0 and self.config.balances_rows
         batches = [
@@ -172,22 +172,18 @@ class BatchMaker:
         return self._scores(samples, tokens, short_loss_T=torch.from_numpy(short))
 
     def _unfrozen(
-        self, samples: list[list[int]], tokens: list[Tokens], masks: list[LayerMasks], step: int
+        self, samples: list[list[int]], tokens: list[Tokens], masks: list[LayerMasks]
     ) -> tuple[list[RowScores | None], list[PackedBatch]]:
         """Prepare the step's own short-context pass: the scores known before it, and its batches."""
-        weighting, seed = self.config.weighting, self.config.training.seed
+        weighting = self.config.weighting
         if not weighting.needs_short_losses:
             return [self._scores(group, own) for group, own in zip(samples, tokens, strict=True)], []
-        flat = [sample for group in samples for sample in group]
-        scored_step = step % weighting.score_interval == 0
-        chosen = [scored_step and draw(seed, sample) < weighting.score_row_share for sample in flat]
         work = short_pass(
             tokens,
             masks,
             weighting.short(),
             division(self.config, self.ranks, len(tokens[0].tokens)),
             self.context,
-            rows_scored=np.array(chosen, dtype=np.bool_),
             bos_id=self.bos_id,
         )
         # tokens that the pass does not score have the same context in both passes: their score is 0
@@ -219,8 +215,3 @@ class BatchMaker:
 def row_seed(seed: int, sample: int) -> int:
     """Return a seed for the row of a sample, 0 .. 2^64-1."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{sample}:row".encode()).digest()[:8], "big")
-
-
-def draw(seed: int, sample: int) -> float:
-    """Return a random number in [0, 1) that decides whether the row is scored."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{sample}:scored".encode()).digest()[:6], "big") / 2**48

@@ -49,7 +49,6 @@ def short_pass(
     short: ShortContext,
     division: Division,
     context: ContextOptions | None,
-    rows_scored: Bool | None = None,
     bos_id: int | None = None,
 ) -> ShortPass:
     """Lay out the chunks of micro-batches as new micro-batches.
@@ -65,14 +64,11 @@ def short_pass(
         short: the chunks.
         division: how chunks are packed into micro-batches.
         context: how micro-batches are split over context-parallel ranks.
-        rows_scored: bool [rows of all micro-batches]; None for all.
         bos_id: the token that rows may begin with; None if they do not.
     """
     flat, joined = _concatenate(tokens), _concatenate_masks(masks)
     length, first_dependencies = joined.widest.row_length, joined.first_dependencies()
     chunks = short_chunks(length, first_dependencies, short)
-    if rows_scored is not None:
-        chunks = chunks.chosen(rows_scored[chunks.start // length])
     scored = np.zeros(joined.widest.tokens, dtype=np.bool_)
     scored[chunks.scored_tokens()] = True
     bos_starts = None

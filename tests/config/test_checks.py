@@ -154,7 +154,6 @@ CASES = """
 ## --token-weighting unfrozen --short-context 128
 --score-store s | score_store |
 --short-stride 129 | short_stride | --short-stride 128
---score-row-share 1.1 | score_row_share | --score-row-share 1
 --weight-score longce | weight_post | --weight-score longce --weight-post none
 --weight-post dense --weight-strength -0.01 | weight_strength | --weight-post dense --weight-strength 0
 --weight-post sparse --weight-strength 0 | weight_strength | --weight-post sparse --weight-strength 1e-9

@@ -27,7 +27,7 @@ def unfrozen(**options: Any) -> WeightingConfig:
 
 
 def dense_cases() -> Iterator[Case]:
-    """The short pass in all its shapes: masks, windows, micro-batches, rows that are not scored, pieces of chunks."""
+    """The short pass in all its shapes: masks, windows, micro-batches, pieces of chunks."""
     for document_mask in (True, False):
         for size in (1, 2):
             yield Case(132, document_mask, "zigzag", micro_batch=size, rows=2 * size, weighting=UNFROZEN)
@@ -42,8 +42,6 @@ def dense_cases() -> Iterator[Case]:
     ):  # what a chunk scores is 24 tokens from its start: two layers of left_window 24 look beyond it
         yield Case(window, False, window_mask="sliding", weighting=REACH)
     yield Case(4, False, window_mask="sliding", local_window=21, weighting=REACH)
-    yield Case(132, False, weighting=unfrozen(score_row_share=0.5), rows=8)
-    yield Case(132, False, weighting=unfrozen(score_interval=2))
     yield Case(132, False, trained="uneven", weighting=unfrozen(loss_denominator="weights"), z_loss=1e-3)
     yield Case(132, True, trained="none", weighting=UNFROZEN)
     yield Case(40, False, "zigzag", window_mask="sliding", local_window=60, weighting=UNFROZEN)

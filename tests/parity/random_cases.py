@@ -390,8 +390,6 @@ def _weighting(chance: random.Random, length: int) -> WeightingConfig:
         weight_shift=chance.choice((None, 1.2)) if score in ("ppmi", "npmi") else None,
         short_context=chance.choice((6, 16, length // 2)) if short else None,
         short_stride=chance.choice((None, 1, 5)) if short else None,
-        score_interval=chance.choice((1, 1, 2)) if short else 1,
-        score_row_share=chance.choice((1.0, 1.0, 0.6)) if short else 1.0,
         score_store="scores" if kind == "frozen" else None,
         loss_denominator=denominator,
     )

@@ -168,7 +168,7 @@ SLOW = {
     "dots1 tp2 sp ep2 token weights": Layout(f"{TP2} --sequence-parallel {EP2}", 4, (*DOTS1, *WEIGHTED)),
     # ranks that share experts have different numbers of short contexts
     "qwen3-moe token weights ep2 balanced batches": Layout(
-        f"{EP2} --balance-batches", 2, (*QWEN3_MOE, *WEIGHTED, "--score-row-share", "0.4")
+        f"{EP2} --balance-batches", 2, (*QWEN3_MOE, *WEIGHTED, "--document-mask")
     ),
     "token weights dp2 distributed overlaps": Layout(OVERLAPS, 2, WEIGHTED),
     "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),

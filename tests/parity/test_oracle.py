@@ -179,14 +179,13 @@ SHARED = [
 def test_dumped_token_weights_repeat_a_run_of_any_layout(
     small_data: SmallData, tmp_path: Path, layout: str, processes: int
 ) -> None:
-    """Weights that the outsider cannot compute, of half the rows: the dump is whole, one process's, and enough."""
+    """Weights that the outsider cannot compute, of some tokens: the dump is whole, one process's, and enough."""
     flags = [*small_data.flags, *WEIGHTED, "--document-mask", "--eod-mask-loss", "--weight-score", "npmi"]
-    flags += ["--score-row-share", "0.5", "--loss-denominator", "weights", "--weight-strength", "0.2"]
+    flags += ["--loss-denominator", "weights", "--weight-strength", "0.2"]
     flags += ["--seq-length", "128", "--train-iters", "3", "--lr-warmup-iters", "1"]
     flags += ["--window-start", "50", "--window-rate", "39"]
     run = launch([*flags, *layout.split()], processes, tmp_path / "run")
     alone = launch(flags, 1, tmp_path / "alone")
-    unscored = 0
     for step in range(3):
         ours, theirs = (dict(np.load(one.trajectory / f"step_{step:06d}.npz")) for one in (run, alone))
         assert ours.keys() == theirs.keys() >= {"weights", "short_loss"}
@@ -196,8 +195,7 @@ def test_dumped_token_weights_repeat_a_run_of_any_layout(
         assert ours["weights"].dtype == ours["short_loss"].dtype == np.float32
         assert not ours["weights"][~ours["loss_mask"]].any()
         assert run.metrics[step]["weight_max"] == ours["weights"].max() > 1.5
-        unscored += np.isnan(ours["short_loss"]).all(axis=1).sum()
-    assert 0 < unscored < 3 * len(ours["tokens"])
+        assert 0 < np.isnan(ours["short_loss"]).mean() < 1
     # large weights make few tokens decide: Adam turns the rounding of their gradients into as much as 1.3e-5
     assert_repeated(run, repeat(run.trajectory, run.series("learning_rate")), weights_apart=2e-5)
 

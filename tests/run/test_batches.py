@@ -6,13 +6,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig, WeightingConfig, WindowConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
-from megatron_ext.run.batches import BatchMaker, division
+from megatron_ext.run.batches import BatchMaker, division, row_seed
 
 LENGTH = 8
 
@@ -55,13 +54,9 @@ def test_balanced_ranks_share_the_expensive_rows() -> None:
     assert [sum(sample % 4 == 0 for sample in own) for own in assigned] == [1, 1]
 
 
-@pytest.mark.parametrize(("step", "scored"), [(0, True), (1, False), (2, True)])
-def test_a_step_between_two_scored_ones_has_no_short_pass(step: int, scored: bool) -> None:
-    weighting = WeightingConfig(token_weighting="unfrozen", short_context=4, score_interval=2)
-    made = BatchMaker(replace(config(), weighting=weighting), ranks(), None).train(row_at, step, 0, LENGTH)
-    assert bool(made.short) == scored
-    for batch in made.train:
-        assert batch.scores.same_context_T.tolist() == [True] * 4 + [not scored] * 4
+def test_the_seeds_of_rows_are_those_of_earlier_runs() -> None:
+    assert row_seed(1234, 5) == 4021649082500149864
+    assert len({row_seed(seed, sample) for seed in range(30) for sample in range(30)}) == 900
 
 
 def test_a_frozen_scorer_gives_the_losses_of_each_row() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,13 +28,11 @@ class Case:
         masks: of each micro-batch.
         length: L.
         short: the chunks.
-        rows_scored: bool [rows of all micro-batches], or None.
     """
 
     masks: list[LayerMasks]
     length: int
     short: ShortContext
-    rows_scored: np.ndarray | None
 
     @property
     def tokens(self) -> list[Tokens]:
@@ -47,7 +44,7 @@ class Case:
         return sum(mask.widest.tokens for mask in self.masks)
 
     def run(self, division: Division, context: ContextOptions | None = None) -> ShortPass:
-        return short_pass(self.tokens, self.masks, self.short, division, context, self.rows_scored)
+        return short_pass(self.tokens, self.masks, self.short, division, context)
 
     def first_seen(self, token: int, kind: str) -> int:
         """The first token of the segment of `token` in the long context of a kind of layers."""
@@ -66,9 +63,7 @@ class Case:
         return max(start, self.first_dependency(scores))  # nothing before it is needed
 
     def is_scored(self, token: int) -> bool:
-        """Whether its row is, and (if not every token is) whether its contexts differ."""
-        if self.rows_scored is not None and not self.rows_scored[token // self.length]:
-            return False
+        """Whether its contexts differ, unless every token is scored."""
         return self.short.every_token or self.first_dependency(token) < self.chunk_start(token)
 
     def first_dependency(self, token: int) -> int:
@@ -95,9 +90,8 @@ def cases(draw: st.DrawFn) -> Case:
     ends = st.lists(st.integers(0, length), max_size=4).map(lambda found: np.array(sorted(found), dtype=np.int64))
     masks = [options.at(length, [draw(ends) for _ in range(rows)], window) for _ in range(batches)]
     n = draw(st.integers(1, 14))
-    some = st.lists(st.booleans(), min_size=rows * batches, max_size=rows * batches).map(np.array)
     short = ShortContext(n, draw(st.integers(1, n)), draw(st.booleans()))
-    return Case(masks, length, short, draw(st.none() | some))
+    return Case(masks, length, short)
 
 
 divisions = st.builds(
@@ -203,16 +197,15 @@ def test_context_parallel_ranks_share_the_same_batches(
             np.testing.assert_array_equal(share.labels_t.numpy()[places], LABEL + share.tokens_t.numpy()[places])
 
 
-@pytest.mark.parametrize("every_token", [False, True])
-def test_rows_that_are_not_scored_cost_nothing(every_token: bool) -> None:
-    masks = [MaskOptions(document_mask=False).at(16, [np.array([], dtype=np.int64)] * 2, 16)]
-    short = ShortContext(4, 3, every_token)
-    none = Case(masks, 16, short, np.array([False, False])).run(Division(32))
+def test_rows_whose_contexts_do_not_differ_cost_nothing() -> None:
+    options, short = MaskOptions(document_mask=True), ShortContext(4, 3)
+    documents, whole = np.array([3, 6, 9, 12, 15]), np.array([], dtype=np.int64)
+    none = Case([options.at(16, [documents] * 2, 16)], 16, short).run(Division(32))
     assert none.batches == []
     assert not none.scored.any()
-    second = Case(masks, 16, short, np.array([False, True])).run(Division(32))
+    second = Case([options.at(16, [documents, whole], 16)], 16, short).run(Division(32))
     assert all((batch.tokens_t >= 16).all() for batch in second.batches)
-    assert second.scored.sum() == (16 if every_token else 12)
+    assert second.scored.sum() == 12
 
 
 BOS = 999
