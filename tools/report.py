@@ -1,6 +1,6 @@
 """Write a report on a training run, or compare several runs.
 
-python tools/report.py RUN                                    writes report.png and report.html into it, or its stages
+python tools/report.py RUN                                    writes report.html into it, or into its stages
 python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table
 python tools/report.py RUN ... --evaluations DIR              adds the tables of tools/evaluate.py
 python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's four stability figures of these steps
@@ -13,8 +13,7 @@ from pathlib import Path
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.monitoring.report import write_report
-from megatron_ext.monitoring.runs import Run, load_run, load_runs, stage_folders
-from megatron_ext.monitoring.stability import stability_between
+from megatron_ext.monitoring.runs import Run, load_run, load_runs, stability_between, stage_folders
 
 
 def headline(run: Run) -> str:
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
-    add("--output", type=Path, metavar="FILE", help="comparison, an .html and a .png; for several folders")
+    add("--output", type=Path, metavar="FILE", help="the page, an .html; for several folders")
     add("--evaluations", nargs="+", type=Path, default=[], metavar="DIR", help="folders that tools/evaluate.py wrote")
     add(
         "--stability-steps", nargs=2, type=int, metavar=("FIRST", "END"), help="print figures of steps FIRST to END - 1"

@@ -8,8 +8,6 @@ from pathlib import Path
 from megatron_ext.config import Config
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
 
-STOPPED_EARLY = "stopped early"
-
 
 class EarlyStopping:
     """Counts the validations since the lowest loss; training stops after `patience` of them.
@@ -30,11 +28,9 @@ class EarlyStopping:
     def note(self, step: int, loss: float | None) -> None:
         """Record the loss of the validation after `step` steps; None (no trained tokens) is not counted."""
         self.step = step
-        if loss is None:
-            return
-        if loss < self._lowest - self.delta:
+        if loss is not None and loss < self._lowest - self.delta:
             self._lowest, self._at, self._without = loss, step, 0
-        else:
+        elif loss is not None:
             self._without += 1
 
     @property
@@ -43,7 +39,7 @@ class EarlyStopping:
         if not self.patience or self._without < self.patience:
             return None
         return (
-            f"{STOPPED_EARLY}: the validation loss was lowest after {self._at} steps, {self._lowest:.4f}, and the "
+            f"stopped early: the validation loss was lowest after {self._at} steps, {self._lowest:.4f}, and the "
             f"{self._without} validations since were not lower by more than {self.delta:g}"
         )
 
@@ -53,9 +49,6 @@ def early_stopping(config: Config, run: Path | None, step: int) -> EarlyStopping
 
     A checkpoint is saved before the validation of the same step, so it does not contain that validation's loss. `run`
     is the run's folder; None for a new run, or one that continues another run in a folder of its own.
-
-    Raises:
-        UserError: a line of evaluation.jsonl is damaged.
     """
     counted = EarlyStopping(config.training.early_stopping_patience, config.training.early_stopping_delta)
     if run is not None and (run / EVALUATION_FILE).exists():

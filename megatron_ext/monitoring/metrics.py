@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import REMEDIES, UserError
+from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.views import View, open_views
+from megatron_ext.monitoring.views import open_views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
@@ -105,14 +105,15 @@ class MetricsWriter:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._next_step = resume_step
-        self._views: list[View] = open_views(
-            self.folder, logging, config, resume_step
-        )  # first: a package may be missing
-        self._cut_files_back(resume_step)
-        self._metrics = (self.folder / METRICS_FILE).open("ab")
-        self._evaluation = (self.folder / EVALUATION_FILE).open("ab")
+        self._views = open_views(self.folder, logging, config, resume_step)  # first: a package may be missing
+        metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
+        if resume_step:
+            cut_back(evaluation, lambda step: step <= resume_step)
+            cut_back(metrics, lambda step: step < resume_step)
+        mode = "ab" if resume_step else "wb"
+        self._metrics, self._evaluation = metrics.open(mode), evaluation.open(mode)
         # a view hides everything from resume_step on, but the evaluation at that step is still valid
-        for record in read_jsonl(self.folder / EVALUATION_FILE) if resume_step else ():
+        for record in read_jsonl(evaluation):
             if record["step"] == resume_step:
                 self._show("validation", record)
 
@@ -135,15 +136,6 @@ class MetricsWriter:
         for view in self._views:
             view.close()
 
-    def _cut_files_back(self, resume_step: int) -> None:
-        metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
-        if resume_step == 0:
-            metrics.write_bytes(b"")
-            evaluation.write_bytes(b"")
-            return
-        cut_back(evaluation, lambda step: step <= resume_step)
-        cut_back(metrics, lambda step: step < resume_step)
-
     def _show(self, group: str, record: Record) -> None:
         named = {f"{group}/{name}": value for name, value in scalars(record)}
         for view in self._views:
@@ -155,12 +147,7 @@ def _append(file: Any, record: Record) -> None:
     try:
         file.write(line.encode() + b"\n")
         file.flush()  # survives a crash of this process, but not a power failure
-    except OSError as error:
-        if error.errno in REMEDIES:
-            raise UserError(
-                f"save: {file.name} cannot be written ({error.strerror}); make room or choose another folder, and "
-                "start again"
-            ) from None
+    except OSError as error:  # a write does not tell which file it is; the command line prints the name and a remedy
         raise OSError(error.errno, error.strerror, file.name) from None
 
 

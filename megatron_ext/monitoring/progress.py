@@ -10,7 +10,6 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 _BAR = "{desc} |{bar:8}| {percentage:3.0f}% {postfix} [{elapsed} < {remaining}]"
-_SMOOTHING = 0.1  # weight of the newest step's time; steps slow down as the window grows, so old times must decay
 
 
 class Progress:
@@ -33,12 +32,9 @@ class Progress:
     ) -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._enabled = enabled
-        self._total = total_steps
-        self._every_steps, self._every_seconds = every_steps, every_seconds
-        self._done = first_step
-        self._line_done: int | None = None  # completed steps when the last plain line was written
-        self._line_time = self._step_end = time.monotonic()
-        self._seconds_per_step: float | None = None
+        self._total, self._every_steps, self._every_seconds = total_steps, every_steps, every_seconds
+        self._line_step, self._line_time = first_step, time.monotonic()  # of the last plain line
+        self._next_line = first_step + 1
         self._bar: tqdm[Any] | None = None
         if enabled and self._stream.isatty():
             self._bar = tqdm(
@@ -46,7 +42,7 @@ class Progress:
                 initial=first_step,
                 file=self._stream,
                 bar_format=_BAR,
-                smoothing=_SMOOTHING,
+                smoothing=0.1,  # steps slow down as the window grows, so old times must decay
                 dynamic_ncols=True,
                 desc=f"step {first_step:,}/{total_steps:,}",
             )
@@ -55,18 +51,20 @@ class Progress:
         """Show a step's `step` (0-based), `lm_loss`, `grad_norm`, `learning_rate`, `window` and `tokens_per_s`."""
         if not self._enabled:
             return
-        done = int(record["step"]) + 1
-        now = time.monotonic()
-        newest = (now - self._step_end) / max(1, done - self._done)
-        old = self._seconds_per_step
-        self._seconds_per_step = newest if old is None else old + _SMOOTHING * (newest - old)
-        self._step_end, self._done = now, done
-        if self._bar is None:
-            self._plain_line(record)
+        done = record["step"] + 1
+        step = f"step {done:,}/{self._total:,}"
+        figures = "loss {lm_loss:.4f} | norm {grad_norm:.3g} | lr {learning_rate:.1e} | window {window:,} | "
+        figures = (figures + "{tokens_per_s:,.0f} tokens/s").format_map(record)
+        if self._bar is not None:
+            self._bar.set_description_str(step, refresh=False)
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(done - self._bar.n)
             return
-        self._bar.set_description_str(f"step {done:,}/{self._total:,}", refresh=False)
-        self._bar.set_postfix_str(_figures(record), refresh=False)
-        self._bar.update(done - self._bar.n)
+        now = time.monotonic()
+        if done >= min(self._next_line, self._total) or now - self._line_time >= self._every_seconds:
+            left = (self._total - done) * (now - self._line_time) / (done - self._line_step)
+            print(f"{step} | {figures} | {tqdm.format_interval(round(left))} left", file=self._stream, flush=True)
+            self._line_step, self._line_time, self._next_line = done, now, done + self._every_steps
 
     def note(self, text: str) -> None:
         """Print a separate line above the bar."""
@@ -81,25 +79,3 @@ class Progress:
         """End the bar's line; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
-
-    def _plain_line(self, record: Mapping[str, Any]) -> None:
-        """Print a line if one is due; one line per step would make a log file unreadable."""
-        now, done = self._step_end, self._done
-        due = (
-            self._line_done is None
-            or done >= self._total
-            or done - self._line_done >= self._every_steps
-            or now - self._line_time >= self._every_seconds
-        )
-        if not due:
-            return
-        self._line_done, self._line_time = done, now
-        left = (self._seconds_per_step or 0.0) * max(0, self._total - done)
-        text = f"step {done:,}/{self._total:,} | {_figures(record)} | {tqdm.format_interval(round(left))} left"
-        print(text, file=self._stream, flush=True)
-
-
-def _figures(record: Mapping[str, Any]) -> str:
-    loss, norm, rate = record["lm_loss"], record["grad_norm"], record["learning_rate"]
-    window, speed = record["window"], record["tokens_per_s"]
-    return f"loss {loss:.4f} | norm {norm:.3g} | lr {rate:.1e} | window {window:,} | {speed:,.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""Write a report on one run or several: an HTML page with interactive charts, and a PNG beside it.
+"""Write a report on one run or several: an HTML page with interactive charts.
 
 The page is one file: plotly.js is part of it, nothing is loaded from the network.
 """
@@ -16,17 +16,18 @@ from typing import Any
 import jinja2
 import numpy as np
 import plotly.graph_objects as go
-from matplotlib.figure import Figure
 from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
+from megatron_ext.arrays import Float64
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.runs import Column, Curve, Run, loss_difference, parts
+from megatron_ext.monitoring.runs import Curve, Run, loss_difference, parts
 
 RUN_COLORS = ("#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f", "#3aa6c9", "#5b5f66")
-PICTURE = ("lm_loss", "window", "tokens_per_s", "effective_context")  # panels of the PNG
 METRICS = (  # metrics of training steps: key, title, unit
+    ("lm_loss", "Training loss", "nats / token"),
+    ("train_loss", "Weighted training loss", "nats / token"),
     ("window", "Context window", "tokens"),
     ("effective_context", "Effective context", "Σ length² / row (tokens)"),
     ("tokens_per_s", "Throughput", "tokens / s"),
@@ -42,6 +43,11 @@ METRICS = (  # metrics of training steps: key, title, unit
     ("score_mean", "Mean score", "score"),
 )
 LOG_AXES = ("window", "effective_context", "grad_norm", "weight_max")
+CLOCKS: dict[str, tuple[str, Callable[[Float64], Float64]]] = {  # other x axes of the training loss, from a metric
+    "tokens": ("consumed_tokens", lambda tokens: tokens),
+    "FLOPs": ("flops", np.cumsum),
+    "hours of training steps": ("step_time_s", lambda seconds: np.cumsum(seconds) / 3600),
+}
 ATTENTION = (  # measured every --attention-health-interval steps: key, title, unit
     ("attention_entropy", "Attention entropy", "nats"),
     ("attention_sink_share", "Attention sinks", "share of heads"),
@@ -49,7 +55,6 @@ ATTENTION = (  # measured every --attention-health-interval steps: key, title, u
     ("attention_distance", "Attended distance", "tokens"),
     ("attention_clipped", "Heads clipped", "heads"),
 )
-CLOCKS = {"tokens": "consumed_tokens", "FLOPs": "flops", "hours": "step_time_s"}  # axes of the loss beside steps
 MOST_POINTS = 200  # of a trace; longer curves are averaged
 _THEME = go.layout.Template(  # legible on light and dark pages
     layout={
@@ -67,7 +72,7 @@ _THEME = go.layout.Template(  # legible on light and dark pages
 
 
 def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] = ()) -> Path:
-    """Write a page on the runs and a PNG, `output` with the suffixes .html and .png; return the path of the page.
+    """Write a page on the runs to `output`, with the suffix .html; return its path.
 
     Args:
         runs: of any state, also of a run that trains.
@@ -78,32 +83,15 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
         UserError: a folder contains no evaluation.
     """
     page, text = output.with_suffix(".html"), _page(runs, evaluations)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(output.with_suffix(".png")) as aside:
-        draw(runs).savefig(aside, dpi=160, format="png")
+    page.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(page) as aside:
         aside.write_text(text, encoding="utf-8")
     return page
 
 
-def draw(runs: Sequence[Run]) -> Figure:
-    """Draw the most important metrics."""
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    for axis, key in zip(figure.subplots(2, 2).flat, PICTURE, strict=True):
-        for number, run in enumerate(runs):
-            axis.plot(*run.curve(key), color=_color(number))
-        axis.set(title=key, xlabel="optimizer step")
-        axis.grid(color="#e5e7eb")
-    return figure
-
-
 def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
     columns = [table(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
@@ -112,11 +100,7 @@ def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
         starts = [f"{start['time']}, after {start['step']:,} steps: {start['command']}" for start in run.history.starts]
         details.append((f"Starts of {run.name}", "\n".join(starts) or "This run folder has no history.jsonl."))
         details.append((f"Configuration of {run.name}", run.config or "This run folder has no config.yaml."))
-    config = {"responsive": True, "displayModeBar": False}
-    figures = {
-        title: figure.to_html(full_html=False, include_plotlyjs=False, config=config)
-        for title, figure in charts(runs).items()
-    }
+    config = {"responsive": True, "displaylogo": False}
     return environment.get_template("report.html.jinja").render(
         title=runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs",
         plotly=get_plotlyjs(),
@@ -124,7 +108,10 @@ def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
         colors=RUN_COLORS,
         rows=[(label, [column.get(label, "\N{EN DASH}") for column in columns]) for label in labels],
         notes=list(_notes(runs)),
-        charts=figures,
+        charts={
+            title: figure.to_html(config=config, full_html=False, include_plotlyjs=False)
+            for title, figure in charts(runs).items()
+        },
         evaluations=list(_evaluations(runs, evaluations)),
         passages=[run.passage.html() for run in runs if run.passage is not None],
         details=details,
@@ -133,15 +120,12 @@ def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
 
 def _notes(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs[1:]:
-        found = loss_difference(runs[0], run)
-        if found is None:
-            continue
-        mean, spread = found
-        yield (
-            f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
-            f"mean {mean:+.4f} nats, standard deviation over steps {spread:.4f}. One seed each: this describes these "
-            "two runs and says nothing about others."
-        )
+        if (found := loss_difference(runs[0], run)) is not None:
+            yield (
+                f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
+                f"mean {found[0]:+.4f} nats, standard deviation over steps {found[1]:.4f}. One seed each: this "
+                "describes these two runs and says nothing about others."
+            )
 
 
 def _evaluations(runs: Sequence[Run], given: Sequence[Path]) -> Iterator[tuple[str, str]]:
@@ -154,7 +138,7 @@ def _evaluations(runs: Sequence[Run], given: Sequence[Path]) -> Iterator[tuple[s
             yield str(path), path.read_text(encoding="utf-8", errors="replace")
 
 
-def _flops_saved(flops: Column) -> float:
+def _flops_saved(flops: Float64) -> float:
     """Return the share of FLOPs saved against all steps being like the last tenth."""
     return float(1 - flops.mean() / flops[-max(len(flops) // 10, 1) :].mean())
 
@@ -163,7 +147,7 @@ def _local_time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
-_SUMMARY: tuple[tuple[str, str, Callable[[Column], float], Callable[[float], str]], ...] = (
+_SUMMARY: tuple[tuple[str, str, Callable[[Float64], float], Callable[[float], str]], ...] = (
     ("Last recorded step", "time", itemgetter(-1), _local_time),
     ("Last training loss", "lm_loss", itemgetter(-1), "{:.4f}".format),
     ("Tokens", "consumed_tokens", itemgetter(-1), "{:,.0f}".format),
@@ -218,66 +202,36 @@ def _by_length(run: Run) -> dict[int, Curve]:
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Return the charts of one or several runs by title, one color for each run; empty charts are omitted."""
-    found = {"Training loss": _losses(runs), **_validations(runs)}
+    found = _validations(runs)
+    for axis, (key, sum_up) in CLOCKS.items():
+        traces = []
+        for number, run in enumerate(runs):
+            if key in run.train:
+                (trace,) = _steps(run.curve("lm_loss"), run.name, number)
+                steps, values = run.curve(key)
+                traces.append(trace.update(x=np.interp(trace.x, steps, sum_up(values))))
+        found[f"Training loss by {axis}"] = _figure(traces, "nats / token", x=axis, without_first=True)
     for key, title, unit in METRICS:
         traces = []
         for number, run in enumerate(runs):
-            if run.curve(key).values.any():
+            if run.curve(key).values.any() and (key != "train_loss" or "weight_std" in run.train):
                 traces += _steps(run.curve(key), run.name, number, extremes=len(runs) == 1)
-        found[title] = _figure(traces, unit, log=key in LOG_AXES)
+        is_loss = key in ("lm_loss", "train_loss")
+        found[title] = _figure(traces, unit, log=key in LOG_AXES, without_first=is_loss)
     for key, title, unit in ATTENTION:
         traces = []
         for number, run in enumerate(runs):
             layers = parts(run.train, key)
-            if len(runs) == 1:
-                for layer, (name, curve) in enumerate(layers.items(), start=1):
-                    thin = {"opacity": layer / len(layers), "line_width": 1, "showlegend": False}
-                    traces.append(_trace(*curve, name, number, **thin))
+            for layer, (name, curve) in enumerate(layers.items() if len(runs) == 1 else (), start=1):
+                thin = {"opacity": layer / len(layers), "line_width": 1, "showlegend": False}
+                traces.append(_trace(*curve, name, number, **thin))
             if layers:
-                steps = next(iter(layers.values())).steps
                 means = np.mean([curve.values for curve in layers.values()], axis=0)
-                traces.append(_trace(steps, means, f"{run.name}, mean of layers", number))
+                traces.append(_trace(layers["layer_1"].steps, means, f"{run.name}, mean of layers", number))
         found[title] = _figure(traces, unit)
     for run in runs:
         found[f"Mixture as drawn by {run.name}"] = _figure(list(_mixture(run)), "share of tokens drawn so far")
     return {title: figure for title, figure in found.items() if figure.data}
-
-
-def _losses(runs: Sequence[Run]) -> go.Figure:
-    """Draw the training loss of each run, with buttons for the x axis: steps, tokens, FLOPs or hours."""
-    traces: list[go.Scatter] = []
-    owners: list[Run] = []
-    for number, run in enumerate(runs):
-        own = _steps(run.curve("lm_loss"), run.name, number, extremes=len(runs) == 1)
-        if len(runs) == 1 and "weight_std" in run.train:
-            own += _steps(run.curve("train_loss"), f"{run.name}, weighted", number + 1)
-        traces += own
-        owners += [run] * len(own)
-    figure = _figure(traces, "nats / token")
-    losses = np.concatenate([run.curve("lm_loss").values for run in runs])
-    if losses.size > 50:  # the high first steps would flatten the curve; double-click shows them
-        low, high = np.quantile(losses, [0, 0.97])
-        margin = (high - low) / 20
-        figure.update_yaxes(range=[low - margin, high + margin])
-    axes = {"steps": [trace.x for trace in figure.data]}
-    for axis, key in CLOCKS.items():
-        if all(key in run.train for run in runs):
-            axes[axis] = [np.interp(trace.x, *_clock(run, axis)) for trace, run in zip(traces, owners, strict=True)]
-    buttons = [
-        {"label": axis, "method": "update", "args": [{"x": columns}, {"xaxis.title.text": ""}]}
-        for axis, columns in axes.items()
-    ]
-    menu = {"type": "buttons", "direction": "right", "x": 1, "y": 1.14, "showactive": False, "buttons": buttons}
-    figure.update_layout(updatemenus=[menu], margin={"t": 40})
-    return figure
-
-
-def _clock(run: Run, axis: str) -> Curve:
-    """Return the tokens, FLOPs or hours (in steps) up to the end of each step."""
-    steps, values = run.curve(CLOCKS[axis])
-    if axis == "tokens":
-        return Curve(steps, values)
-    return Curve(steps, np.cumsum(values) / (3600 if axis == "hours" else 1))
 
 
 def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
@@ -342,10 +296,30 @@ def _color(number: int) -> str:
     return RUN_COLORS[number % len(RUN_COLORS)]
 
 
-def _figure(traces: Sequence[go.Scatter], unit: str, *, x: str = "optimizer step", log: bool = False) -> go.Figure:
+def _figure(
+    traces: Sequence[go.Scatter],
+    unit: str,
+    *,
+    x: str = "optimizer step",
+    log: bool = False,
+    without_first: bool = False,
+) -> go.Figure:
+    """Draw the traces.
+
+    Args:
+        traces, unit: the curves, and the unit of their values.
+        x: title of the x axis.
+        log: whether the y axis is logarithmic.
+        without_first: leave the high losses of the first steps above the y axis, where double-click shows them.
+    """
     figure = go.Figure(traces, {"template": _THEME, "showlegend": len(traces) > 1})
     figure.update_xaxes(title=x)
     figure.update_yaxes(title=unit + (", log scale" if log else ""))
     if log:
         figure.update_yaxes(type="log", dtick="D2")
+    values = np.concatenate([np.empty(0), *(trace.y for trace in traces)])
+    if without_first and values.size > 50:
+        low, high = np.quantile(values, [0, 0.97])
+        margin = (high - low) / 20
+        figure.update_yaxes(range=[low - margin, high + margin])
     return figure

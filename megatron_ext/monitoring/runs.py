@@ -1,4 +1,4 @@
-"""Read the metrics of a finished, running or killed run from its folder."""
+"""Read the metrics of a finished, running or killed run from its folder, and compute figures from them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.arrays import Float64
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.history import History, read_history
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step, scalars
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
 CONFIG_FILE = "config.yaml"
-
-Column = npt.NDArray[np.float64]
+VOLATILITY_SPAN = 10  # SkyLadder's L[t-9..t]
 
 
 class Curve(NamedTuple):
     """The finite values [n] of a metric at increasing steps [n]."""
 
-    steps: Column
-    values: Column
+    steps: Float64
+    values: Float64
 
 
 Curves = Mapping[str, Curve]
@@ -70,7 +70,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     """Read a run folder; a half-written last line is ignored, and the last record of each step counts.
 
     Raises:
-        UserError: `metrics.jsonl` is missing, empty or corrupt, or `passage.json` is damaged.
+        UserError: `metrics.jsonl` is missing, empty or corrupt.
     """
     folder = Path(folder)
     path = folder / METRICS_FILE
@@ -103,11 +103,11 @@ def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     return {name: Curve(*np.array(own, dtype=np.float64).T) for name, own in points.items()}
 
 
-def load_runs(folders: Sequence[Path | str]) -> list[Run]:
+def load_runs(folders: Sequence[Path]) -> list[Run]:
     """Read several run folders; each is named by its path from the folder that they have in common."""
-    paths = [Path(folder).resolve() for folder in folders]
-    if len(paths) == 1:
-        return [load_run(paths[0])]
+    if len(folders) == 1:
+        return [load_run(folders[0])]
+    paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath(paths)
     return [load_run(path, str(path.relative_to(common))) for path in paths]
 
@@ -123,7 +123,7 @@ def stage_folders(run: Path) -> list[Path]:
     return sorted(started, key=lambda folder: (started[folder], folder.name))
 
 
-def at_common_steps(first: Curve, second: Curve) -> tuple[Column, Column, Column]:
+def _at_common_steps(first: Curve, second: Curve) -> tuple[Float64, Float64, Float64]:
     """Return the steps that both curves have, and the values of each at these steps."""
     steps, at_first, at_second = np.intersect1d(first.steps, second.steps, return_indices=True)
     return steps, first.values[at_first], second.values[at_second]
@@ -136,8 +136,43 @@ def loss_difference(first: Run, second: Run) -> tuple[float, float] | None:
     removes the variation that both share because they read the same rows in the same order. Steps are correlated, so
     this is no confidence interval.
     """
-    steps, base, other = at_common_steps(first.curve("lm_loss"), second.curve("lm_loss"))
+    steps, base, other = _at_common_steps(first.curve("lm_loss"), second.curve("lm_loss"))
     if len(steps) < 20:
         return None
     last = (other - base)[-max(len(steps) // 10, 10) :]
     return float(np.mean(last)), float(np.std(last, ddof=1))
+
+
+def stability(losses: npt.ArrayLike, gradient_norms: npt.ArrayLike) -> dict[str, float]:
+    """Compute SkyLadder's four stability figures of at least 10 consecutive steps; lower is steadier.
+
+    L_t is the training loss in nats and G_t the gradient norm before clipping, t = 1..n:
+
+        volatility       mean over t >= 10 of Std(L[t-9..t]), the population standard deviation
+        smoothness       mean over t >= 2 of |L_t - L_{t-1}|
+        loss ratio       mean over t >= 2 of L_t / min(L_1..L_{t-1}); below 1 if the loss falls at every step
+        min(norm, 1)     mean of min(G_t, 1)
+    """
+    loss = np.asarray(losses, dtype=np.float64)
+    return {
+        "volatility": np.lib.stride_tricks.sliding_window_view(loss, VOLATILITY_SPAN).std(axis=1).mean(),
+        "smoothness": np.abs(np.diff(loss)).mean(),
+        "loss ratio": (loss[1:] / np.minimum.accumulate(loss)[:-1]).mean(),
+        "min(norm, 1)": np.minimum(gradient_norms, 1.0).mean(),
+    }
+
+
+def stability_between(run: Run, first: int, end: int) -> dict[str, float]:
+    """Compute the stability figures of steps `first` to `end` - 1, ignoring steps that are not finite.
+
+    Raises:
+        UserError: fewer than 10 of these steps are recorded.
+    """
+    steps, losses, norms = _at_common_steps(run.curve("lm_loss"), run.curve("grad_norm"))
+    chosen = (steps >= first) & (steps < end)
+    if np.count_nonzero(chosen) < VOLATILITY_SPAN:
+        raise UserError(
+            f"stability_steps: got {first} {end}, of which {run.folder} has {np.count_nonzero(chosen)} finite steps, "
+            f"needs {VOLATILITY_SPAN}; its last step is {run.steps - 1}"
+        )
+    return stability(losses[chosen], norms[chosen])

@@ -16,7 +16,6 @@ RUN = [
     "config.yaml",
     "metrics.jsonl",
     "evaluation.jsonl",
-    "report.png",
     "report.html",
     "tensorboard/events.out.tfevents.1",
 ]

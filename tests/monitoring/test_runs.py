@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.monitoring.history import note_start
 from megatron_ext.monitoring.report import charts, table
-from megatron_ext.monitoring.runs import load_run, load_runs, loss_difference, parts, stage_folders
+from megatron_ext.monitoring.runs import load_run, load_runs, loss_difference, parts, stability, stage_folders
 
 from .records import evaluation_record, step_record, write_run
 
@@ -45,6 +45,13 @@ def test_differences_are_effect_sizes_with_their_spread_over_steps(tmp_path):
     found = loss_difference(*load_runs(runs))
     assert found == pytest.approx((-0.05 + 0.02 * last.mean(), 0.02 * last.std(ddof=1)))
     assert loss_difference(*load_runs([runs[0], write_run(tmp_path / "short", 19)])) is None
+
+
+def test_the_four_stability_figures():
+    ratio = (5 * 3.0 + 4 * 1.0) / 9
+    assert list(stability([1.0, 3.0] * 5, [0.5, 2.0]).values()) == [1.0, 2.0, ratio, 0.75]
+    # t = 10: nine 0 and a 1 -> sqrt(0.1 * 0.9) = 0.3; t = 11: eight 0 and two 1 -> sqrt(0.2 * 0.8) = 0.4.
+    assert stability([1.0] * 9 + [2.0, 2.0], [1.0])["volatility"] == pytest.approx((0.3 + 0.4) / 2)
 
 
 def test_stages_are_ordered_by_the_recorded_time(tmp_path):
