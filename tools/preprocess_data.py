@@ -69,7 +69,7 @@ def print_report(prefix: str, report: Report) -> None:
     for problem in report.problems:
         print(f"skipped {problem}")
     metadata = read_metadata(prefix)
-    print(describe_lengths(metadata["lengths"], metadata["length_statistics"]))
+    print(describe_lengths(metadata["lengths"]))
     if report.reused:
         print(f"resumed: {report.reused:,} shards were finished before")
     if report.too_short or report.too_long:

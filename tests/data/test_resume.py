@@ -62,7 +62,7 @@ def parts(options: PreprocessOptions) -> Path:
 
 
 def finished(options: PreprocessOptions) -> int:
-    return len(list(parts(options).glob("*.json")))
+    return len(list(parts(options).glob("*.npz")))
 
 
 def spoil(options: PreprocessOptions, line: str = "nonsense\n") -> Path:

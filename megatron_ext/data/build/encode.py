@@ -16,14 +16,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_ext.data.build.indexed import dtype_of
-from megatron_ext.data.build.parts import Report, write_report
-from megatron_ext.data.build.shards import Shard, write_texts
+from megatron_ext.data.build.parts import Report, finish_part
+from megatron_ext.data.build.shards import FileShard, Shard, write_texts
 from megatron_ext.data.text.chat import ChatTemplate, Spans
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Document, Fields, stop
-from megatron_ext.data.text.sentences import check_splitter, split
 from megatron_ext.data.text.sources import BLOCK
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
 from megatron_ext.files.atomic import atomic_write
 
 
@@ -79,7 +78,7 @@ class PreprocessOptions:
         if self.bos_token is not None and not self.prepend_bos:
             raise UserError(f"bos_token: got {self.bos_token!r} without prepend_bos, which uses it; add --prepend-bos")
         if self.split_sentences:
-            check_splitter(self.language)
+            _sentence_splitter(self.language)
 
 
 class Encoder:
@@ -158,7 +157,7 @@ class Encoder:
             ids, offsets = self.tokenizer.encode_spelled(document.text)
             return [ids] if ids else [], assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
         text, options = document.text, self.options
-        sentences = split(text, options.language) if options.split_sentences else [text]
+        sentences = split_sentences(text, options.language) if options.split_sentences else [text]
         return [ids for sentence in sentences if (ids := self.tokenizer.encode(sentence))], None
 
 
@@ -167,39 +166,31 @@ encoder = lru_cache(maxsize=1)(Encoder)  # once per process
 
 @dataclass(frozen=True)
 class Job:
-    """Creates the part of a shard when called.
+    """Creates the part of a shard when called: token ids, or with `concat_by` the texts of files, to be grouped.
 
-    Attributes:
-        part: the part's path, without a suffix.
-        options: hashable, without the inputs.
-        texts: write texts, to be grouped, instead of token ids.
+    `part` is a path without a suffix; `options` are hashable, without the inputs.
     """
 
     part: Path
     options: PreprocessOptions
     shard: Shard
-    texts: bool = False
 
     def __call__(self) -> None:
         options, report = self.options, Report()
         refuse = report.skip if options.skip_bad_lines else stop
         with atomic_write(self.part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
-            if self.texts:
+            if options.concat_by is not None and isinstance(self.shard, FileShard):
                 arrays = write_texts(self.shard.read(options.fields, refuse), file)
             else:
                 own = encoder(options)
                 arrays = own.write_tokens(self.shard.read(own.fields, refuse), file, report)
-        with atomic_write(self.part.with_suffix(".npz")) as partial, partial.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        write_report(self.part, report, self.options.max_document_bytes)
+        finish_part(self.part, arrays, report, options.max_document_bytes)
 
 
 def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """Return a mask, uint8 [n], that is 1 from the first to the last token that overlaps each span.
 
-    Args:
-        offsets: int64 [n, 2], the characters [start, end) of each token.
-        spans: pairs of characters [start, end).
+    `offsets` are the characters [start, end) of each token, int64 [n, 2]; so are the spans.
     """
     mask = np.zeros(len(offsets), np.uint8)
     for start, end in spans:
@@ -207,3 +198,24 @@ def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
         if touched.size:
             mask[touched[0] : touched[-1] + 1] = 1
     return mask
+
+
+def split_sentences(text: str, language: str) -> list[str]:
+    """Split a text into sentences whose concatenation is the text; a space between two belongs to the second."""
+    ends = [end for _, end in _sentence_splitter(language).span_tokenize(text)][:-1]
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@lru_cache(maxsize=1)
+def _sentence_splitter(language: str) -> Any:
+    try:
+        from nltk.tokenize.punkt import PunktTokenizer
+    except ImportError:
+        raise missing_package("split_sentences", "nltk") from None
+    try:
+        return PunktTokenizer(language)
+    except (LookupError, ValueError):
+        raise UserError(
+            f"split_sentences: nltk's punkt_tab data for {language!r} is not on this machine; "
+            "run: python -m nltk.downloader punkt_tab (NLTK_DATA may name the folder that holds it)"
+        ) from None

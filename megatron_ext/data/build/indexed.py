@@ -45,7 +45,7 @@ def join_arrays(parts: Sequence[Path]) -> tuple[dict[str, np.ndarray], list[str]
     numbers: dict[str, int] = {}
     for part in parts:
         with np.load(part.with_suffix(".npz")) as file:
-            arrays = dict(file)
+            arrays = {name: file[name] for name in file.files if name != "about"}
         own = [numbers.setdefault(name, len(numbers)) for name in arrays.pop("source_names").tolist()]
         arrays["sources"] = np.array(own, "<i4")[arrays["sources"]]
         loaded.append(arrays)
@@ -64,14 +64,7 @@ def write_dataset(
     """Join the parts, in order, into one data set, first in `folder`, then renamed.
 
     The .idx file, without which the data set cannot be read, is removed first if an old one exists, and is created
-    last. So PREFIX is always the old data set, none, or the new one.
-
-    Args:
-        prefix: of the data set.
-        folder: of the parts.
-        parts: in order.
-        arrays: of all parts.
-        metadata: the content of PREFIX.json, of which `suffixes` and `dtype_of` read the settings.
+    last. So PREFIX is always the old data set, none, or the new one. `metadata` is the content of PREFIX.json.
     """
     partial = {suffix: folder / f"dataset{suffix}" for suffix in suffixes(metadata)}
     dtype, lengths, counts = dtype_of(metadata["vocab_size"]), arrays["lengths"], arrays["counts"]

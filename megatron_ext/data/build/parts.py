@@ -1,25 +1,24 @@
 """Manage the folder PREFIX.parts, which has the finished parts of a data set that is being built.
 
-A part is named by a digest of its inputs and settings: NAME.bin (token ids, or texts to be grouped), NAME.npz (index of
-the content) and NAME.json (its report, written last). So `--resume` reuses exactly the parts that the run
-would create again. In the code a part is the path of its files, without a suffix.
+A part is named by a digest of its inputs and settings, so `--resume` reuses exactly the parts that the run would create
+again. NAME.bin has its content (token ids, or texts to be grouped), NAME.npz the index of the content and its report;
+it is written last. In the code a part is the path of its files, without a suffix.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.files.json_file import read_json
 
 PROBLEMS_KEPT = 10
 LOCK_FILE = "lock"
@@ -59,22 +58,19 @@ class Report:
         """Count a bad document."""
         self.add(Report(skipped=1, problems=[problem]))
 
-    def counts(self) -> dict[str, Any]:
-        """Return what the metadata has of the report."""
-        counts = asdict(self)
-        del counts["reused"]
-        return counts
+
+def finish_part(part: Path, arrays: Mapping[str, np.ndarray], report: Report, limit: int) -> None:
+    """Write the index and the report of a part; `limit` is the maximum length of a document, in bytes."""
+    about = json.dumps({"limit": limit, "report": asdict(report)})
+    with atomic_write(part.with_suffix(".npz")) as partial, partial.open("wb") as file:
+        np.savez(file, about=np.array(about), **arrays)  # type: ignore[arg-type]
 
 
-def write_report(part: Path, report: Report, limit: int) -> None:
-    """Write the report of a part whose other files are written, and the maximum length of a document, in bytes."""
-    with atomic_write(part.with_suffix(".json")) as partial:
-        partial.write_text(json.dumps({"limit": limit, "report": asdict(report)}), encoding="utf-8")
-
-
-def read_report(part: Path) -> Report:
-    """Read the report of a finished part."""
-    return Report(**read_json(part.with_suffix(".json"))["report"])
+def read_report(part: Path) -> tuple[Report, int]:
+    """Read the report of a finished part, and its limit."""
+    with np.load(part.with_suffix(".npz")) as arrays:
+        about = json.loads(arrays["about"].item())
+    return Report(**about["report"]), about["limit"]
 
 
 def usable(part: Path, limit: int, skip: bool) -> bool:
@@ -82,29 +78,19 @@ def usable(part: Path, limit: int, skip: bool) -> bool:
 
     A document that was omitted as too long may be accepted with another limit.
     """
-    path = part.with_suffix(".json")
-    if not path.is_file():
+    if not part.with_suffix(".npz").is_file():
         return False
-    made_with = read_json(path)["limit"]
-    return skip and limit == made_with if read_report(part).skipped else limit >= made_with
-
-
-def finished_parts(folder: Path) -> int:
-    """Return the number of finished parts in a work folder."""
-    return len(list(folder.glob("*.json")))
+    report, made_with = read_report(part)
+    return skip and limit == made_with if report.skipped else limit >= made_with
 
 
 @contextmanager
 def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """Yield the folder PREFIX.parts, locked, and remove it at the end; after an exception finished parts are kept.
 
-    Args:
-        prefix: prefix of the data set.
-        resume: use finished parts of an earlier run.
-        overwrite: remove the parts of an earlier run.
-
     Raises:
-        UserError: another run uses the folder, an earlier one left parts that may not be used, or it has other files.
+        UserError: another run uses the folder, an earlier one left parts and neither `resume` (use them) nor
+            `overwrite` (remove them) is given, or it has other files.
     """
     folder = Path(f"{prefix}.parts")
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,10 +101,9 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder}: another run is writing this dataset; wait for it, or stop it") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
-                raise
-        if finished_parts(folder) and not (resume or overwrite):
+        except OSError:
+            pass  # a file system without locks
+        if any(folder.glob("*.npz")) and not (resume or overwrite):
             raise UserError(
                 f"{folder} holds an unfinished run; pass --resume to continue it, or --overwrite to start again"
             )
@@ -130,7 +115,7 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
         except BaseException as error:
             for path in folder.glob("dataset.*"):
                 path.unlink()
-            finished = finished_parts(folder)
+            finished = len(list(folder.glob("*.npz")))
             if not finished:
                 shutil.rmtree(folder)
             elif isinstance(error, UserError):

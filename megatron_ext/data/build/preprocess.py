@@ -1,8 +1,8 @@
 """Convert documents to Megatron's indexed data set; the implementation of tools/preprocess_data.py.
 
-    cut       options, files   --find_files, cut--> shards
-              --concat-by: shards --Job(texts=True), in worker processes--> texts on disk --group--> shards of groups
-    encode    shards           --Job, in worker processes--> parts in PREFIX.parts, each written atomically
+    cut       options, files   --find_files, cut--> shards of files
+              --concat-by: shards --Job, in worker processes--> texts in PREFIX.parts --group--> shards of groups
+    encode    shards           --Job, in worker processes--> token ids in PREFIX.parts, each part written atomically
     join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .sources.npy, .json, .idx in PREFIX.parts
     publish                    renamed to PREFIX.*, .idx last: the data set cannot be read without it
 
@@ -22,7 +22,6 @@ Alternatives that were rejected:
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 import signal
@@ -30,7 +29,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,7 +37,7 @@ from tqdm import tqdm
 
 from megatron_ext.data.build.encode import Encoder, Job, PreprocessOptions
 from megatron_ext.data.build.indexed import MASK, SOURCES, document_lengths, join_arrays, suffixes, write_dataset
-from megatron_ext.data.build.lengths import length_statistics, length_table
+from megatron_ext.data.build.lengths import length_table
 from megatron_ext.data.build.parts import Report, read_report, usable, work_folder
 from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes, group
 from megatron_ext.data.text.metadata import read_metadata
@@ -54,66 +53,61 @@ def preprocess(options: PreprocessOptions) -> Report:
     needs `if __name__ == "__main__":`, because its workers import it.
 
     Raises:
-        UserError: an existing output (before any work), bad inputs or options, a bad document, or no token. Finished
-            shards are then kept for `resume`.
+        UserError: an existing output, bad inputs or options, a bad document, or no token. Finished shards are then kept
+            for `resume`.
     """
     options.check()
-    if not options.resume:
-        _refuse_existing(options)
+    prefix = options.output_prefix
     encoder = Encoder(options)
     files = [FileRange.of(path) for path in find_files(options.inputs)]
     for file in files if options.messages_field is not None else []:
         if file.ending in (".txt", ".parquet"):
             raise UserError(f"input: {file.path} holds no lines of JSON, which messages_field needs; convert it")
-    made_of = {
-        **encoder.settings(),
-        "max_document_bytes": options.max_document_bytes,
-        "sources": [{"path": str(file.path), "bytes": file.size} for file in files],
-    }
-    if options.resume and (earlier := _complete(options.output_prefix, made_of)):
-        return earlier  # a job restarted after completion must not repeat the work
-    _refuse_existing(options)
-    with work_folder(options.output_prefix, resume=options.resume, overwrite=options.overwrite) as folder:
+    sources = [{"path": str(file.path), "bytes": file.size} for file in files]
+    made_of = {**encoder.settings(), "max_document_bytes": options.max_document_bytes, "sources": sources}
+    if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(made_of)):
+        earlier = read_metadata(prefix)
+        if made_of.items() <= earlier.items():  # a job restarted after completion must not repeat the work
+            return Report(**{name: earlier[name] for name in _counts(Report())})
+    for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
+        if (path := Path(prefix + suffix)).exists():
+            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
+    with work_folder(prefix, resume=options.resume, overwrite=options.overwrite) as folder:
         return _make(options, encoder, files, folder, made_of)
 
 
-def _refuse_existing(options: PreprocessOptions) -> None:
-    for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
-        if (path := Path(options.output_prefix + suffix)).exists():
-            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
-
-
-def _complete(prefix: str, made_of: dict[str, Any]) -> Report | None:
-    """Return the report of an earlier run with the same inputs and settings; None if it did not finish."""
-    if not all(Path(prefix + suffix).is_file() for suffix in suffixes(made_of)):
-        return None
-    metadata = read_metadata(prefix)
-    if any(metadata.get(name) != value for name, value in made_of.items()):
-        return None
-    return Report(**{name: metadata[name] for name in Report().counts()})
+def _counts(report: Report) -> dict[str, Any]:
+    """Return what the metadata has of a report."""
+    return {name: count for name, count in asdict(report).items() if name != "reused"}
 
 
 def _make(
     options: PreprocessOptions, encoder: Encoder, files: list[FileRange], folder: Path, made_of: dict[str, Any]
 ) -> Report:
     """Cut, (group,) encode, join and publish; the options have been checked."""
-    settings, hashable = encoder.settings(), replace(options, inputs=())
+    report, settings = Report(), encoder.settings()
 
-    def job(shard: Shard, content: str) -> Job:
-        identity = json.dumps([settings, content, shard.identity])
-        part = folder / hashlib.sha256(identity.encode()).hexdigest()[:32]
-        return Job(part, hashable, shard, texts=content == "texts")
+    def make_parts(shards: Sequence[Shard], what: str) -> list[Path]:
+        """Make the parts of the shards that have no finished ones, and return all, in order."""
+        digests = [hashlib.sha256(repr((settings, shard)).encode()).hexdigest() for shard in shards]
+        hashable = replace(options, inputs=())
+        jobs = [Job(folder / digest[:32], hashable, shard) for digest, shard in zip(digests, shards, strict=True)]
+        missing = [job for job in jobs if not usable(job.part, options.max_document_bytes, options.skip_bad_lines)]
+        report.reused += len(jobs) - len(missing)
+        total = sum(job.shard.size for job in missing)
+        bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
+        with bar:
+            for job in in_processes(missing, options.workers):
+                bar.update(job.shard.size)
+        for job in jobs:
+            report.add(read_report(job.part)[0])
+        return [job.part for job in jobs]
 
     shard_bytes = options.shard_bytes or default_shard_bytes(files)
     shards = cut(files, encoder.fields, shard_bytes)
-    report, texts = Report(), list[Path]()
     if options.concat_by is not None:
-        texts = _run([job(shard, "texts") for shard in shards], "group", options, report)
-        shards = group(texts, shard_bytes)
-    parts = _run([job(shard, "token ids") for shard in shards], "tokenize", options, report)
-
-    for part in (*texts, *parts):
-        report.add(read_report(part))
+        shards = group(make_parts(shards, "group"), shard_bytes)
+    parts = make_parts(shards, "tokenize")
     if not report.tokens:
         raise UserError(
             f"input: nothing is left to write ({report.skipped} bad documents, {report.too_short} with too few "
@@ -121,29 +115,15 @@ def _make(
             "--input, --min-tokens and --max-tokens"
         )
     arrays, source_names = join_arrays(parts)
-    lengths = document_lengths(arrays["lengths"], arrays["counts"])
     metadata: dict[str, Any] = {
         "tokenizer": options.tokenizer,
         **made_of,
-        **report.counts(),
-        "lengths": length_table(lengths),
-        "length_statistics": length_statistics(lengths),
+        **_counts(report),
+        "lengths": length_table(document_lengths(arrays["lengths"], arrays["counts"])),
         "document_sources": source_names,
     }
     write_dataset(options.output_prefix, folder, parts, arrays, metadata)
     return report
-
-
-def _run(jobs: Sequence[Job], what: str, options: PreprocessOptions, report: Report) -> list[Path]:
-    """Run the jobs without finished parts and return all parts, in order; count those that were finished before."""
-    missing = [job for job in jobs if not usable(job.part, options.max_document_bytes, options.skip_bad_lines)]
-    report.reused += len(jobs) - len(missing)
-    total = sum(job.shard.size for job in missing)
-    bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
-    with bar:
-        for job in in_processes(missing, options.workers):
-            bar.update(job.shard.size)
-    return [job.part for job in jobs]
 
 
 def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Job]:

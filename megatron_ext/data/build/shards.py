@@ -25,30 +25,20 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron_ext.data.text.documents import Document, Fields, Refuse, read_range, too_long
-from megatron_ext.data.text.parquet import row_group_sizes
-from megatron_ext.data.text.sources import FileRange
+from megatron_ext.data.text.sources import FileRange, row_group_sizes
 
 SMALLEST, LARGEST, SHARDS = 1 << 20, 64 << 20, 1024
-BUCKETS = 4096  # number of hash ranges, the finest division into GroupShards: the upper 12 bits of a hash
-# hash (two halves, most significant first), file offset, and byte lengths of key, source and text
-ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<i8"), ("key", "<i8"), ("source", "<i8"), ("text", "<i8")])
+BUCKETS = 1 << 16  # number of hash ranges, the finest division into GroupShards
+# of a text: the first 2 bytes of its group's hash, the first 16, and its position in the part's file
+ROW = np.dtype([("bucket", "<u2"), ("hash", "S16"), ("offset", "<i8")])
 
 
 @dataclass(frozen=True)
 class FileShard:
-    """Files, or parts of them.
-
-    Attributes:
-        size: approximate bytes of the inputs.
-    """
+    """Files, or parts of them; `size` is approximate, in bytes."""
 
     files: tuple[FileRange, ...]
     size: int
-
-    @property
-    def identity(self) -> str:
-        """Equal for equal documents."""
-        return json.dumps([[str(f.path), f.size, f.mtime_ns, f.start, f.end] for f in self.files])
 
     def read(self, fields: Fields, refuse: Refuse) -> Iterator[Document]:
         """Yield the documents, in order; call `refuse` with a line of text for each bad one."""
@@ -59,53 +49,47 @@ class FileShard:
 
 @dataclass(frozen=True)
 class GroupShard:
-    """The groups whose hashes are in buckets [first, last), from all parts with texts.
-
-    Attributes:
-        size: approximate bytes of the texts.
-    """
+    """The groups in buckets [first, last), from all parts with texts; `size` is approximate, in bytes."""
 
     parts: tuple[Path, ...]
     first: int
     last: int
     size: int
 
-    @property
-    def identity(self) -> str:
-        """Equal for equal documents."""
-        return json.dumps([[part.name for part in self.parts], self.first, self.last])
-
     def read(self, fields: Fields, refuse: Refuse) -> Iterator[Document]:
         """Yield the joined texts of each group; call `refuse` with a line of text for each bad one."""
-        of_parts = [_rows(part, self.first, self.last) for part in self.parts]
+        of_parts = []
+        for part in self.parts:
+            with np.load(part.with_suffix(".npz")) as arrays:
+                rows = arrays["rows"]
+            start, end = np.searchsorted(rows["bucket"], (self.first, self.last))
+            of_parts.append(rows[start:end].copy())
         rows = np.concatenate(of_parts)
         files = np.repeat(np.arange(len(of_parts)), [len(part) for part in of_parts])
-        order = np.lexsort((rows["low"], rows["high"]))
-        rows, files = rows[order], files[order]
-        new = (rows["high"][1:] != rows["high"][:-1]) | (rows["low"][1:] != rows["low"][:-1])
-        borders = [0, *(np.flatnonzero(new) + 1).tolist(), len(rows)]
-        for start, end in pairwise(borders):
-            if start < end:
-                yield from self._group(rows[start:end], files[start:end], fields, refuse)
+        order = np.argsort(rows["hash"], kind="stable")
+        hashes, offsets, files = rows["hash"][order], rows["offset"][order], files[order]
+        borders = np.flatnonzero(hashes[1:] != hashes[:-1]) + 1
+        for start, end in pairwise([0, *borders.tolist(), len(rows)] if len(rows) else []):
+            yield from self._group(files[start:end].tolist(), offsets[start:end].tolist(), fields, refuse)
 
-    def _group(self, rows: np.ndarray, files: np.ndarray, fields: Fields, refuse: Refuse) -> Iterator[Document]:
-        size = int(rows["text"].sum()) + len(rows) - 1
-        texts, key, sources = [], "", set()
-        for row, number in zip(rows, files, strict=True):
+    def _group(self, files: list[int], offsets: list[int], fields: Fields, refuse: Refuse) -> Iterator[Document]:
+        texts, sources, size = list[str](), set[str | None](), -1
+        for number, offset in zip(files, offsets, strict=True):
             with self.parts[number].with_suffix(".bin").open("rb") as file:
-                file.seek(row["offset"])
-                key = file.read(row["key"]).decode()
-                sources.add(file.read(row["source"]).decode())
-                if size <= fields.limit:
-                    texts.append(file.read(row["text"]).decode())
-        place = f"{fields.key} = {key!r}, {len(rows)} texts"
+                file.seek(offset)
+                key, source, text = json.loads(file.readline())
+            texts.append(text)
+            sources.add(source)
+            size += len(text.encode()) + 1
+            if size > fields.limit:
+                break
+        place = f"{fields.key} = {key!r}, {len(files)} texts"
         if size > fields.limit:
             refuse(f"{place}: {too_long(fields.limit)}")
         elif len(sources) > 1:
-            one, other, *_ = sorted(sources)
+            one, other, *_ = sorted(map(str, sources))
             refuse(f"{place}: are of sources {one!r} and {other!r}, needs one source for each {fields.key}")
         else:
-            source = None if fields.source is None else sources.pop()
             yield Document("\n".join(texts), self.parts[0].parent, key, source)
 
 
@@ -154,25 +138,15 @@ def _parts(file: FileRange, fields: Fields, shard_bytes: int) -> Iterator[tuple[
 
 
 def write_texts(documents: Iterator[Document], file: BinaryIO) -> dict[str, np.ndarray]:
-    """Write texts to be grouped, and return their list, ROW [n], ordered by hash."""
-    listed: list[tuple[int, int, int, int, int, int]] = []
+    """Write texts to be grouped, one a line, and return their list, ROW [n], ordered by hash."""
+    listed = []
     for document in documents:
         assert document.key is not None
-        values = document.key.encode(), (document.source_name or "").encode(), document.text.encode()
-        high, low = np.frombuffer(hashlib.sha256(values[0]).digest(), ">u8", 2).tolist()
-        key, source, text = map(len, values)
-        listed.append((high, low, file.tell(), key, source, text))
-        file.writelines(values)
+        digest = hashlib.sha256(document.key.encode()).digest()
+        listed.append((int.from_bytes(digest[:2], "big"), digest[:16], file.tell()))
+        file.write(json.dumps([document.key, document.source_name, document.text]).encode() + b"\n")
     rows = np.array(listed, ROW)
-    return {"rows": rows[np.lexsort((rows["low"], rows["high"]))]}  # stable, so a group keeps the order of the input
-
-
-def _rows(part: Path, first: int, last: int) -> np.ndarray:
-    """Return the rows of a part's texts in buckets [first, last)."""
-    with np.load(part.with_suffix(".npz")) as arrays:
-        rows = arrays["rows"]
-    start, end = np.searchsorted(rows["high"] >> np.uint64(52), (first, last))
-    return rows[start:end].copy()
+    return {"rows": rows[np.argsort(rows["hash"], kind="stable")]}  # stable: a group keeps the order of the input
 
 
 def group(parts: Sequence[Path], shard_bytes: int) -> list[Shard]:

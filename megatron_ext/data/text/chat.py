@@ -34,12 +34,7 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as text.
-
-    Attributes:
-        text: rendered by the template.
-        spans: [start, end) of the characters of the assistant's messages.
-    """
+    """A conversation as text, and the characters [start, end) of each of the assistant's messages."""
 
     text: str
     spans: Spans
@@ -64,8 +59,7 @@ class ChatTemplate:
         """Read the template from a Hugging Face tokenizer's folder.
 
         Raises:
-            UserError: another kind of tokenizer, no template, a template that uses the date, or transformers is
-                missing.
+            UserError: no template, one that uses the date, or transformers is missing.
         """
         file = Tokenizer(tokenizer).file
         if file.name != HF_FILE:
@@ -120,11 +114,7 @@ class ChatTemplate:
         return Conversation(text, marked)
 
     def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
-        """Render a conversation up to the assistant's next turn, including the generation prompt.
-
-        Raises:
-            ChatError: invalid messages or tools, or the template rejects them.
-        """
+        """Render a conversation up to the assistant's next turn, with the generation prompt; errors as `render`."""
         _check(messages, tools, self.special)
         return self._render(messages, tools, prompt=True)[0]
 
@@ -185,12 +175,7 @@ class ChatTemplate:
 
 
 def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
-    """Check messages and tools that a template might render incorrectly.
-
-    Raises:
-        ChatError: not a list of messages with known roles and texts, not a list of tools, or a text with a special
-            token.
-    """
+    """Raise ChatError for messages and tools that a template might render incorrectly."""
     if not messages:
         raise ChatError("the conversation is empty")
     for number, message in enumerate(messages, start=1):

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
-from megatron_ext.data.text.parquet import read_rows
-from megatron_ext.data.text.sources import FileRange, count_lines, find_files, open_lines, read_lines
+from megatron_ext.data.text.sources import FileRange, count_lines, find_files, open_lines, read_lines, read_rows
 from megatron_ext.errors import UserError
 
 MAX_DOCUMENT_BYTES = 64 << 20  # a text is tokenized as a whole, in up to 130 bytes of memory per byte [measured]
@@ -24,12 +23,9 @@ Refuse = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its origin.
+    """A text, its file, and the values of `Fields.key` and `Fields.source`, as text.
 
-    Attributes:
-        key: the value of `Fields.key`, as text.
-        source_name: the value of `Fields.source`, as text.
-        spans: for a conversation, the characters of the assistant's messages.
+    `spans` are the characters of the assistant's messages in a conversation.
     """
 
     text: str
@@ -69,12 +65,8 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield each document of the files, in order: a line of .jsonl, a row of .parquet, or a .txt file.
 
-    Blank lines of a .jsonl file are ignored, and byte-order marks are removed.
-
-    Args:
-        paths: files, folders and patterns, see `find_files`.
-        text_field: the field with the text.
-        key_field: the field with the group, if needed.
+    `paths` are files, folders and patterns, see `find_files`. Blank lines of a .jsonl file are ignored, and byte-order
+    marks are removed.
 
     Raises:
         UserError: a bad document (invalid JSON or UTF-8, a missing or non-string field, an empty text, or more than
@@ -94,9 +86,10 @@ def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Docu
     number = 0
     for number, raw in _items(file, fields):
         try:
-            record = raw if isinstance(raw, dict) else _record(raw, file.ending == ".txt", fields)
-            if record is not None:
-                yield _document(record, file.path, fields)
+            if isinstance(raw, dict):
+                yield _document(raw, file.path, fields)
+            elif file.ending == ".txt" or raw.strip():  # a blank line is no document
+                yield _document(_record(raw, file.ending == ".txt", fields), file.path, fields)
         except (_BadDocumentError, ChatError) as bad:
             # Counting the lines before a range means reading the file up to it, so it is done only for a bad line.
             before = count_lines(file.path, file.start) if file.ending == ".jsonl" else 0
@@ -118,10 +111,8 @@ def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[
                 yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 and not file.start else line
 
 
-def _record(raw: bytes, is_text: bool, fields: Fields) -> dict[str, Any] | None:
-    """Return the JSON object of a line, or of a text the object that has it; None for a blank line."""
-    if not is_text and not raw.strip():
-        return None
+def _record(raw: bytes, is_text: bool, fields: Fields) -> dict[str, Any]:
+    """Return the JSON object of a line, or of a text the object that has it."""
     if len(raw) > fields.limit:
         raise _BadDocumentError(too_long(fields.limit))
     try:

@@ -1,4 +1,4 @@
-"""Find the files of documents: by suffix, in folders and by patterns; and read their lines."""
+"""Find the files of documents: by suffix, in folders and by patterns; and read their lines or rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, first_line, missing_package
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 BLOCK = 1 << 20
+ROWS_AT_ONCE = 64  # of a .parquet file
 EVERYTHING = 2**63  # larger than any file
 
 
@@ -76,17 +77,14 @@ def _files_of(given: str) -> list[Path]:
     path = Path(given)
     if path.is_file() and path.name.endswith(SUFFIXES):
         return [path]
-    if path.exists():
-        found = _inside(path) if path.is_dir() else []
-    elif glob.has_magic(given):
-        matches = map(Path, glob.glob(given, recursive=True))
-        found = [file for match in matches for file in (_inside(match) if match.is_dir() else [match])]
-    else:
+    matches = [path] if path.exists() else [Path(match) for match in glob.glob(given, recursive=True)]
+    found = {file for match in matches for file in (_inside(match) if match.is_dir() else [match])}
+    known = [file for file in found if file.name.endswith(SUFFIXES) and file.is_file()]
+    if known:
+        return sorted(known, key=lambda file: file.parts)
+    if not (path.exists() or glob.has_magic(given)):
         raise UserError(f"input: {path} does not exist; check the path")
-    known = {file for file in found if file.name.endswith(SUFFIXES) and file.is_file()}
-    if not known:
-        raise UserError(f"input: got {given}, needs a {', '.join(SUFFIXES)} file, or a folder or pattern of them")
-    return sorted(known, key=lambda file: file.parts)
+    raise UserError(f"input: got {given}, needs a {', '.join(SUFFIXES)} file, or a folder or pattern of them")
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -120,7 +118,7 @@ def open_lines(file: FileRange) -> Iterator[BinaryIO]:
             with gzip.open(file.path, "rb") as stream:
                 yield cast(BinaryIO, stream)
         else:
-            pyarrow = import_pyarrow(str(file.path))  # unlike zstandard's own reader it detects truncated data
+            pyarrow = _import_pyarrow(file.path)  # unlike zstandard's own reader it detects truncated data
             with (
                 pyarrow.CompressedInputStream(pyarrow.OSFile(str(file.path)), "zstd") as compressed,
                 io.BufferedReader(compressed, BLOCK) as lines,
@@ -130,15 +128,6 @@ def open_lines(file: FileRange) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.errno:  # a disk error; those about the data have no errno
             raise
         raise UserError(f"{file.path}: damaged or cut off ({error}); make it again") from None
-
-
-def import_pyarrow(name: str) -> Any:
-    """Return the package pyarrow; raise UserError if it is missing, which the file `name` needs."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_package(name, "pyarrow") from None
-    return pyarrow
 
 
 def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[bytes]:
@@ -181,3 +170,54 @@ def count_lines(path: Path, end: int) -> int:
             newlines += block.count(b"\n")
             left -= len(block)
     return newlines + 1
+
+
+def row_group_sizes(file: FileRange, columns: Sequence[str]) -> list[int]:
+    """Return the uncompressed bytes of each row group of a .parquet file.
+
+    Raises:
+        UserError: one of the columns is missing; there is no row; a damaged file.
+    """
+    with _open_table(file, columns) as table:
+        return [table.metadata.row_group(group).total_byte_size for group in range(table.metadata.num_row_groups)]
+
+
+def read_rows(file: FileRange, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (1-based row of the .parquet file, its values by column) of the range's row groups.
+
+    Raises:
+        UserError: as `row_group_sizes`, or a text is not UTF-8.
+    """
+    with _open_table(file, columns) as table:
+        groups = list(range(file.start, min(file.end, table.metadata.num_row_groups)))
+        row = sum(table.metadata.row_group(group).num_rows for group in range(file.start))
+        for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False):
+            yield from enumerate(batch.to_pylist(), start=row + 1)
+            row += len(batch)
+
+
+@contextmanager
+def _open_table(file: FileRange, columns: Sequence[str]) -> Iterator[Any]:
+    pyarrow = _import_pyarrow(file.path)
+    try:
+        with pyarrow.parquet.ParquetFile(file.path, buffer_size=BLOCK, pre_buffer=False) as table:
+            names = table.schema_arrow.names
+            for name in columns:
+                if name not in names:
+                    have = ", ".join(map(repr, names[:8])) or "none"
+                    raise UserError(f"{file.path}: has no column {name!r} (it has {have}; see --json-key)")
+            if not table.metadata.num_rows:
+                raise UserError(f"{file.path}: the file is empty; leave it out")
+            yield table
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno:  # a disk error; pyarrow's own have no errno
+            raise
+        raise UserError(f"{file.path}: damaged, or no .parquet file ({first_line(error)}); make it again") from None
+
+
+def _import_pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise missing_package(str(path), "pyarrow") from None
+    return pyarrow

@@ -66,11 +66,27 @@ class Tokenizer:
         name = os.fspath(path)
         self._library: tokenizers.Tokenizer | None = None  # None for "bytes"
         self._chunks: ChunkEncoder | None = None
-        self.file, content, self.vocab_size = Path(BYTES), BYTES.encode(), BYTES_AND_EOD
+        self.file, content, self.vocab_size = Path(name), BYTES.encode(), BYTES_AND_EOD
         if name != BYTES:
-            self.file = _find(Path(name))
+            if self.file.is_dir():
+                self.file /= HF_FILE
+            if not self.file.is_file() or self.file.suffix in (".model", ".tiktoken"):
+                raise UserError(
+                    f"tokenizer: {name} has no {HF_FILE}; {program('convert-tokenizer')} makes one from a "
+                    f"SentencePiece or tiktoken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
+                )
             content = self.file.read_bytes()
-            self._library = _load(self.file, content)
+            try:
+                self._library = tokenizers.Tokenizer.from_buffer(content)
+            except Exception as error:  # the library raises bare Exceptions and ValueErrors
+                raise UserError(
+                    f"tokenizer: {self.file} is not a {HF_FILE} ({first_line(error)}); export it again"
+                ) from None
+            self._library.no_truncation()
+            self._library.no_padding()
+            self._library.encode_special_tokens = True
+            if isinstance(self._library.model, BPE):
+                self._library.model.dropout = None
             self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             about = json.loads(self._library.to_str())
             self._chunks = ChunkEncoder(self._encode, about["added_tokens"]) if can_cut(about) else None
@@ -116,20 +132,12 @@ class Tokenizer:
 
     @cached_property
     def eod_id(self) -> int:
-        """The id of the end-of-document token.
-
-        Raises:
-            UserError: the tokenizer names none and `eod_token` was not given.
-        """
+        """The id of the end-of-document token; raises UserError if the tokenizer names none and none was given."""
         return self._special("eod_token", self._eod_token, "eos_token", KNOWN_EOD_TOKENS)
 
     @cached_property
     def bos_id(self) -> int:
-        """The id of the token that documents may begin with.
-
-        Raises:
-            UserError: the tokenizer names none and `bos_token` was not given.
-        """
+        """The id of the token that documents may begin with; raises UserError as `eod_id`."""
         return self._special("bos_token", self._bos_token, "bos_token", KNOWN_BOS_TOKENS)
 
     def _special(self, option: str, given: str | None, configured: str, known: Sequence[str]) -> int:
@@ -150,22 +158,8 @@ class Tokenizer:
         return BYTES_AND_EOD - 1 if token == END_OF_TEXT else raw[0] if len(raw) == 1 else None
 
 
-def _find(path: Path) -> Path:
-    file = path / HF_FILE if path.is_dir() else path
-    if file.is_file() and file.suffix not in (".model", ".tiktoken"):
-        return file
-    raise UserError(
-        f"tokenizer: {path} has no {HF_FILE}; {program('convert-tokenizer')} makes one from a SentencePiece or "
-        f"tiktoken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
-    )
-
-
 def read_beside(file: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object `name` in the folder of `file`; empty if there is no such file.
-
-    Raises:
-        UserError: the file has other content.
-    """
+    """Return the JSON object `name` in the folder of `file`; empty if there is no such file."""
     return read_object(file.with_name(name), "is not a JSON object; correct it or remove it") or {}
 
 
@@ -175,27 +169,12 @@ def spelling(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _load(file: Path, content: bytes) -> tokenizers.Tokenizer:
-    """Load tokenizer.json, without settings that a data set must not have."""
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare Exceptions and ValueErrors
-        raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({first_line(error)}); export it again") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    if isinstance(tokenizer.model, BPE):
-        tokenizer.model.dropout = None
-    return tokenizer
-
-
 def train_bpe(
     texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str], *, overwrite: bool = False
 ) -> Tokenizer:
     """Train a byte-level BPE with the end token `<|endoftext|>` (id 0) and write it to `folder`.
 
-    The same texts give the same file. transformers' AutoTokenizer can load the folder. With little text the vocabulary
-    is smaller than requested: see `vocab_size` of the result.
+    The same texts give the same file. With little text the vocabulary is smaller than requested.
 
     Raises:
         UserError: a vocabulary too small for 256 bytes and the end token, no text, or an existing tokenizer.
@@ -247,10 +226,7 @@ class TextStream:
         put       " caf"   ""     "é"    "s"        the two bytes of é are two tokens
 
     tokenizers' DecodeStream refuses bytes that are no UTF-8, which young models write ("Invalid prefix encountered").
-
-    Args:
-        decode: converts token ids to text.
-        before: token ids that precede the text; their own text is not returned.
+    The text of the tokens `before` is not returned.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
@@ -275,9 +251,6 @@ def vocabulary_size(given: int | None, tokenizer: str | None) -> int:
     """Return V, the number of token ids of a model: `vocab_size` if given, else that of the tokenizer at this path.
 
     A given size may exceed the tokenizer's; the tokenizer is not loaded then, as that of a finished run may be missing.
-
-    Raises:
-        UserError: neither is given, or the tokenizer cannot be read.
     """
     if given is not None:
         return given

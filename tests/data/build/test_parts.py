@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.data.build.parts import Report, usable, work_folder, write_report
+from megatron_ext.data.build.parts import Report, finish_part, usable, work_folder
 from megatron_ext.errors import UserError
 
 
@@ -25,7 +25,7 @@ def test_which_parts_would_be_the_same(
     tmp_path: Path, skipped: int, made_with: int, limit: int, skip: bool, same: bool
 ) -> None:
     assert not usable(tmp_path / "part", limit, skip)
-    write_report(tmp_path / "part", Report(skipped=skipped), made_with)
+    finish_part(tmp_path / "part", {}, Report(skipped=skipped), made_with)
     assert usable(tmp_path / "part", limit, skip) == same
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_ext.data.build.encode import split_sentences
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
-from megatron_ext.data.text.sentences import split
 
 SAVE = """
 import sys
@@ -42,13 +42,13 @@ def punkt(tmp_path_factory: pytest.TempPathFactory):
 
 def test_sentences_are_found() -> None:
     text = "Hello there.  I am Dr. Who.\nReally? "
-    assert split(text, "english") == ["Hello there.", "  I am Dr. Who.", "\nReally? "]
+    assert split_sentences(text, "english") == ["Hello there.", "  I am Dr. Who.", "\nReally? "]
 
 
 @given(text=st.lists(st.sampled_from(["Dr.", "Hi.", " ", "\n", "a", "!", "é", "?\n\n"]), max_size=30).map("".join))
 @settings(max_examples=200, deadline=None)
 def test_nothing_is_lost(text: str) -> None:
-    assert "".join(split(text, "english")) == text
+    assert "".join(split_sentences(text, "english")) == text
 
 
 def test_sentences_are_sequences(tmp_path: Path) -> None:
