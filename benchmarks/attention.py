@@ -26,12 +26,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from record import CUDA, DEVICE, Records, add_output
+from record import CUDA, DEVICE, Records, parser_of, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -155,33 +156,9 @@ def plain_products() -> Iterator[None]:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
 
 
-def lost() -> bool:
-    """Return whether an error has made the GPU unusable in this process: all later operations fail with that error."""
-    try:
-        if CUDA:
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
-
-
-def parity(name: str, records: Records) -> None:
-    """Record a result per case."""
-    for case in cases():
-        facts: dict[str, object] = {"backend": name, "case": case.name}
-        try:
-            found = errors(named(name, case.head_size), case)
-        except Exception as error:  # any error of a kernel is its result
-            records.error(error, **facts)
-            if lost():
-                raise
-            continue
-        records.add(**facts, **found)
-
-
-def errors(backend: Backend, case: Case) -> dict[str, object]:
+def errors(name: str, case: Case) -> dict[str, object]:
     """Return the largest errors of the output and the gradients, the tolerance, and whether all are within it."""
-    (reference,) = (b for b in BACKENDS if b.name == "reference")
+    backend, reference = named(name, case.head_size), named("reference", case.head_size)
     given = inputs(case, torch.bfloat16)
     with plain_products():
         exact, plain = (run(reference, case, dtype, given) for dtype in (torch.float32, torch.bfloat16))
@@ -189,9 +166,9 @@ def errors(backend: Backend, case: Case) -> dict[str, object]:
         measured, again = (run(backend, case, torch.bfloat16, given) for _ in range(2))
     facts: dict[str, object] = {}
     ok = True
-    for name, x, p, e in zip(("out", "dq", "dk", "dv"), measured, plain, exact, strict=True):
+    for tensor, x, p, e in zip(("out", "dq", "dk", "dv"), measured, plain, exact, strict=True):
         error, allowed = (x - e).abs().max().item(), 2 * (p - e).abs().max().item() + 1e-5
-        facts |= {f"{name}_error": error, f"{name}_allowed": allowed}
+        facts |= {f"{tensor}_error": error, f"{tensor}_allowed": allowed}
         ok = ok and error <= allowed
     same = all(torch.equal(x, y) for x, y in zip(measured, again, strict=True))
     return facts | {"repeats": same, "ok": ok}
@@ -211,34 +188,51 @@ def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
     yield "one of half the row, then documents", row, build_layout(row, np.append(row // 2, half), row).cu_seqlens
 
 
-def speed(row: int, name: str, records: Records) -> None:
-    """Record a result per layout; 32 heads and 8 key heads of size 128, as in Llama-3-8B."""
+Task = tuple[dict[str, object], Callable[[], dict[str, object]]]  # what is measured, and the measurement
+
+
+def parity(name: str) -> Iterator[Task]:
+    """Yield the comparison of each case."""
+    for case in cases():
+        yield {"case": case.name}, partial(errors, name, case)
+
+
+def speed(name: str, row: int) -> Iterator[Task]:
+    """Yield the measurement of each layout; 32 heads and 8 key heads of size 128, as in Llama-3-8B."""
     heads, groups, size = (32, 8, 128) if CUDA else (4, 2, 32)
     backend = named(name, size)
-    full: tuple[float, float] | None = None
-    for layout, window, cu_seqlens in layouts(row):
-        case = Case(layout, cu_seqlens, cu_seqlens, heads, groups, size)
-        facts = {"backend": name, "row": row, "layout": layout, "segments": len(cu_seqlens) - 1}
-        try:
-            forward, backward = milliseconds(backend, case)
-        except Exception as error:  # any error of a kernel is its result
-            records.error(error, **facts)
-            if lost():
-                raise
-            continue
-        full = full or (forward + backward, case.pairs)
-        ideal = full[0] * case.pairs / full[1]
-        flops = 4 * case.pairs * heads * size
-        figures = {
+    ideal: list[float] = []  # milliseconds per pair of the whole row
+
+    def figures(case: Case, window: int) -> dict[str, object]:
+        forward, backward = milliseconds(backend, case)
+        ideal.append((forward + backward) / case.pairs)
+        over, flops = ideal[-1] / ideal[0], 4 * case.pairs * heads * size
+        found: dict[str, object] = {
             "forward_ms": round(forward, 3),
             "backward_ms": round(backward, 3),
             "forward_tflops": round(flops / forward / 1e9, 1),
             "backward_tflops": round(2.5 * flops / backward / 1e9, 1),
-            "over_ideal": round((forward + backward) / ideal, 2),
+            "over_ideal": round(over, 2),
         }
-        if layout.startswith("window") and window >= FROM_WINDOW:
-            figures["met"] = (forward + backward) / ideal <= GOAL
-        records.add(**facts, **figures)
+        if case.name.startswith("window") and window >= FROM_WINDOW:
+            found["met"] = over <= GOAL
+        return found
+
+    for layout, window, cu_seqlens in layouts(row):
+        case = Case(layout, cu_seqlens, cu_seqlens, heads, groups, size)
+        facts = {"row": row, "layout": layout, "segments": len(cu_seqlens) - 1}
+        yield facts, partial(figures, case, window)
+
+
+def record(tasks: Iterable[Task], name: str, records: Records) -> None:
+    """Record a result or an error for each task; stop if an error has made the GPU unusable."""
+    for facts, measure in tasks:
+        try:
+            records.add(backend=name, **facts, **measure())
+        except Exception as error:  # any error of a kernel is its result
+            records.error(error, backend=name, **facts)
+            if CUDA:
+                torch.cuda.synchronize()  # raises the same error again if the GPU is lost to this process
 
 
 def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
@@ -257,41 +251,17 @@ def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
             out = backend.kernel(Inputs(*leaves), call, scale)
         with timed(backwards):
             torch.autograd.grad(out, leaves, grad)
-    return statistics.median(forwards[1:]), statistics.median(backwards[1:])
-
-
-@contextlib.contextmanager
-def timed(milliseconds: list[float]) -> Iterator[None]:
-    """Append the time of the block, on CUDA measured by the device."""
-    read = _clock()
-    yield
-    milliseconds.append(read())
-
-
-def _clock() -> Callable[[], float]:
-    if not CUDA:
-        began = time.perf_counter()
-        return lambda: (time.perf_counter() - began) * 1e3
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-
-    def read() -> float:
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    return read
+    return statistics.median(forwards[1:]) * 1e3, statistics.median(backwards[1:]) * 1e3
 
 
 def main() -> int:
     """Run the benchmark; return 1 if a kernel is wrong or fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("step", choices=["parity", "speed"])
     parser.add_argument("rows", nargs="*", type=int, metavar="ROW", help="speed: tokens of a row")
     parser.add_argument("--backends", nargs="+", choices=[*(b.name for b in BACKENDS), "auto"], metavar="NAME")
     parser.add_argument("--seconds", type=float, help="time limit of each kernel")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kernel, in this process
-    add_output(parser)
     options = parser.parse_args()
     names = options.backends or [*ORDER[options.step], *([] if CUDA else ["reference"])]
     records = Records("correct" if options.step == "parity" else "attention", options.output)
@@ -301,7 +271,7 @@ def main() -> int:
     failed = 0
     for turn, name in itertools.product(turns, names):
         if options.here:
-            parity(name, records) if options.step == "parity" else speed(int(turn[0]), name, records)
+            record(parity(name) if options.step == "parity" else speed(name, int(turn[0])), name, records)
             continue
         reason = skipped(name, 128)
         if reason is not None:

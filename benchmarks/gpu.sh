@@ -82,20 +82,21 @@ run() {
       mkdir -p data/smoke/cpu_losses
       cp "$scratch/cpu/metrics.jsonl" data/smoke/cpu_losses
       ;;
-    machine) bench 120 machine ;;
+    machine) bench 120 checks machine ;;
     correct)
       bench 420 attention parity --seconds 60
       bench 60 loss_head parity
       ;;
     losses)
-      [ ! -f data/smoke/cpu_losses/metrics.jsonl ] || train "$scratch/here" || failed+=("training: status $?")
-      bench 60 compare_losses data/smoke/cpu_losses "$scratch/here"
-      [ ! -f data/smoke/cpu_losses/metrics.jsonl ] || train "$scratch/host" --recompute-granularity full --offload-layer-inputs || failed+=("training: status $?")
-      bench 60 compare_losses data/smoke/cpu_losses "$scratch/host"
+      [ -f data/smoke/cpu_losses/metrics.jsonl ] || { failed+=("losses: run benchmarks/gpu.sh prepare first"); return; }
+      train "$scratch/here" || failed+=("training: status $?")
+      bench 60 checks losses data/smoke/cpu_losses "$scratch/here"
+      train "$scratch/host" --recompute-granularity full --offload-layer-inputs || failed+=("training: status $?")
+      bench 60 checks losses data/smoke/cpu_losses "$scratch/host"
       ;;
-    step) bench 540 step ${2:+"$2"} --profile ;;
+    step) bench 540 step speed ${2:+"$2"} --profile ;;
     attention) bench 540 attention speed ${2:+"$2"} --seconds 85 ;; # six kernels
-    length) bench 540 length ${2:+"$2"} ;;
+    length) bench 540 step length ${2:+"$2"} ;;
     loss_head) bench 540 loss_head speed ;;
   esac
 }

@@ -8,7 +8,6 @@ memory (228 KiB, of which each block reserves 1) and warps (64) allow.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
 
 import triton
-from record import Records, add_output
+from record import Records, parser_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -33,14 +32,7 @@ PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 
 
 def compiled(name: str, head_size: int, share: int = 4, groups: int = 8) -> dict[str, Any]:
-    """Compile one kernel and return its figures.
-
-    Args:
-        name: one of KERNELS.
-        head_size: H.
-        share: query heads per key head.
-        groups: number of key heads.
-    """
+    """Compile one kernel for `groups` key heads of `share` query heads each, and return its figures."""
     kernel, tile = getattr(triton_kernels, name), getattr(triton_packed.tiles(head_size), name)
     names = kernel.arg_names
     constants = {"N": groups * share, "G": groups, **triton_packed._constants(tile, share, head_size)}
@@ -86,9 +78,8 @@ def compiled(name: str, head_size: int, share: int = 4, groups: int = 8) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("head_sizes", nargs="*", type=int, default=[64, 80, 96, 128, 256], metavar="HEAD_SIZE")
-    add_output(parser)
     options = parser.parse_args()
     records = Records("kernels", options.output)
     for size in options.head_sizes:

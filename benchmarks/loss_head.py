@@ -30,14 +30,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
-from record import CUDA, DEVICE, Records, add_output
+from record import CUDA, DEVICE, Records, parser_of, timed
 from torch import Tensor
 
 from megatron_ext.loss import VocabularyShard, cross_entropy
@@ -50,12 +49,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass
 class Problem:
-    """The arguments of a head, and the destination of its gradients.
+    """The arguments of a head: hidden [T, D] and weight [V, D] are leaves, labels [T] int64.
 
     Attributes:
-        hidden: [T, D], a leaf.
-        weight: [V, D], a leaf.
-        labels: int64 [T].
         block: number of tokens whose logits exist at one time.
         weight_grad: float32 [V, D], to which our head adds the weight's gradient, as in training.
     """
@@ -80,12 +76,10 @@ def drawn(tokens: int, width: int, vocabulary: int, block: int, dtype: torch.dty
     """Return a random problem on the device; its logits have a standard deviation of about 2."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator, device=DEVICE, dtype=dtype)
-    weight = torch.randn(vocabulary, width, generator=generator, device=DEVICE, dtype=dtype)
-    weight.mul_(2 * width**-0.5)
+    weight = torch.randn(vocabulary, width, generator=generator, device=DEVICE, dtype=dtype).mul_(2 * width**-0.5)
     labels = torch.randint(vocabulary, (tokens,), generator=generator, device=DEVICE)
-    return Problem(
-        hidden.requires_grad_(), weight.requires_grad_(), labels, block, torch.zeros(weight.shape, device=DEVICE)
-    )
+    weight_grad = torch.zeros(weight.shape, device=DEVICE)
+    return Problem(hidden.requires_grad_(), weight.requires_grad_(), labels, block, weight_grad)
 
 
 def products(problem: Problem) -> Tensor:
@@ -106,65 +100,55 @@ def products(problem: Problem) -> Tensor:
 
 
 def ours(problem: Problem, fused: bool) -> Tensor:
-    """Run the trainer's head, with or without its kernels."""
+    """Return the trainer's loss, with or without its kernels."""
     shard = VocabularyShard(0, len(problem.weight))
-    found = cross_entropy(
-        problem.hidden,
-        problem.weight,
-        problem.labels,
-        shard,
-        problem.block,
-        weight_grad_vD=problem.weight_grad,
-        fused=fused,
-    )
-    loss = found.cross_entropy_t.sum()
-    loss.backward()
-    return loss
+    arguments = (problem.hidden, problem.weight, problem.labels, shard, problem.block)
+    return cross_entropy(*arguments, weight_grad_vD=problem.weight_grad, fused=fused).cross_entropy_t.sum()
 
 
 def torch_blocked(problem: Problem, dtype: torch.dtype) -> Tensor:
-    """Run torch's linear_cross_entropy, which never materializes all logits; it sums in `dtype`."""
+    """Return torch's linear_cross_entropy, which never materializes all logits; it sums in `dtype`."""
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=problem.block, acc_policy="accurate", acc_dtype=dtype)
-    loss: Tensor = F.linear_cross_entropy(
-        problem.hidden, problem.weight, problem.labels, reduction="sum", options=options
-    )
-    loss.backward()
-    return loss
+    return F.linear_cross_entropy(problem.hidden, problem.weight, problem.labels, reduction="sum", options=options)
 
 
 def whole(problem: Problem) -> Tensor:
-    """Run plain torch with all logits."""
-    loss = F.cross_entropy(problem.hidden @ problem.weight.T, problem.labels, reduction="sum")
-    loss.backward()
-    return loss
+    """Return plain torch's loss, with all logits."""
+    return F.cross_entropy(problem.hidden @ problem.weight.T, problem.labels, reduction="sum")
 
 
 def transformers(problem: Problem) -> Tensor:
-    """Run the loss of transformers' LlamaForCausalLM: all logits, in float32."""
+    """Return the loss of transformers' LlamaForCausalLM: all logits, in float32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    logits = problem.hidden @ problem.weight.T
-    count = torch.tensor(1.0, device=DEVICE)  # divides the sum
-    loss: Tensor = ForCausalLMLoss(
-        logits[None], problem.labels[None], len(problem.weight), count, shift_labels=problem.labels
-    )
-    loss.backward()
-    return loss
+    logits = (problem.hidden @ problem.weight.T)[None]
+    divisor = torch.tensor(1.0, device=DEVICE)
+    labels = problem.labels
+    return ForCausalLMLoss(logits, labels[None], len(problem.weight), divisor, shift_labels=labels)
 
 
 def liger(problem: Problem) -> Tensor:
-    """Run Liger's fused linear cross entropy, which chooses its blocks itself."""
+    """Return Liger's fused linear cross entropy, which chooses its blocks itself."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     found = liger_fused_linear_cross_entropy(
         problem.hidden, problem.weight, problem.labels, reduction="sum", accum_dtype=torch.float32
     )
-    loss: Tensor = found[0] if isinstance(found, tuple) else found
-    loss.backward()
-    return loss
+    return found[0] if isinstance(found, tuple) else found
 
 
 Head = Callable[[Problem], Tensor]
+
+
+def with_backward(loss: Head) -> Head:
+    """Return a head that computes the gradients too."""
+
+    def head(problem: Problem) -> Tensor:
+        found = loss(problem)
+        found.backward()
+        return found
+
+    return head
 
 
 def heads() -> tuple[dict[str, Head], dict[str, str]]:
@@ -188,7 +172,7 @@ def heads() -> tuple[dict[str, Head], dict[str, str]]:
         found["liger"] = liger
     else:
         missing["liger"] = "not installed: pip install liger-kernel" if CUDA else "its kernels need CUDA"
-    return found, missing
+    return {name: with_backward(loss) for name, loss in found.items()}, missing
 
 
 def parity(sizes: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -201,7 +185,7 @@ def parity(sizes: argparse.Namespace) -> Iterator[dict[str, object]]:
     total.backward()
     exact = [x.detach() for x in (total, hidden.grad, weight.grad) if x is not None]
     allowed: list[float] = []
-    for name, head in {"whole logits": whole, **heads()[0]}.items():
+    for name, head in {"whole logits": with_backward(whole), **heads()[0]}.items():
         problem.clear()
         record: dict[str, object] = {"step": "parity", "head": name, "tokens": tokens, "vocabulary": vocabulary}
         try:
@@ -250,21 +234,12 @@ def speed(sizes: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def seconds(head: Head, problem: Problem, repeats: int = 3) -> float:
-    """Return the median time of a forward and backward pass: CUDA's events, or processor time."""
-    times = []
+    """Return the median time of a forward and backward pass."""
+    times: list[float] = []
     for _ in range(repeats + 1):
         problem.clear()
-        if CUDA:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+        with timed(times):
             head(problem)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            began = time.process_time()
-            head(problem)
-            times.append(time.process_time() - began)
     return statistics.median(times[1:])  # the first call compiles
 
 
@@ -292,14 +267,13 @@ def extra_bytes(head: Head, problem: Problem) -> int:
 
 def main() -> int:
     """Run the benchmark; return 1 if our head is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("step", choices=("parity", "speed"))
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--vocabularies", type=int, nargs="+")
     parser.add_argument("--blocks", type=int, nargs="+")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    add_output(parser)
     options = parser.parse_args()
     records = Records("correct" if options.step == "parity" else "loss_head", options.output)
     for record in (parity if options.step == "parity" else speed)(options):

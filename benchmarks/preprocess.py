@@ -1,11 +1,16 @@
-"""Compare tokenizing speed and memory with Megatron-LM's tool: python benchmarks/preprocess.py --megatron-lm DIR
+"""Compare tokenizing speed and memory with Megatron-LM's tool and with datatrove's MegatronDocumentTokenizer.
 
-Both tools run as commands with the same tokenizer, documents and number of workers; their .bin must be equal. Each is
+    python benchmarks/preprocess.py --megatron-lm DIR       a checkout
+    python benchmarks/preprocess.py --datatrove PYTHON      an interpreter that has datatrove:
+        python -m venv DIR && DIR/bin/pip install datatrove orjson tokenizers
+
+All tools run as commands with the same tokenizer, documents and number of workers; their .bin must be equal. Each is
 timed on all documents and on the first quarter of them: "tokens_per_s" is for all documents, including start-up,
 "steady" is computed from the difference of the two, without start-up; "per_cpu_s" counts CPU seconds, which are less
 sensitive to other load. The fastest of several alternating rounds counts. "peak_mb" is the largest process's, for both
-inputs. Without --input: the sources of Python's standard library, in documents of at most --document-bytes, and a
-tokenizer trained on them.
+inputs. "after_kill" is the share of the CPU time that a second run takes after the first was killed with half of the
+tokens on disk, with --datatrove (Megatron-LM starts again). Without --input: the sources of Python's standard library,
+in documents of at most --document-bytes, and a tokenizer trained on them.
 """
 
 from __future__ import annotations
@@ -13,16 +18,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 32_000
+DATATROVE = """
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import MegatronDocumentTokenizer
+
+if __name__ == "__main__":
+    corpus, tokenizer, output, workers = sys.argv[1:]
+    folder, _, name = corpus.rpartition("/")
+    steps = [JsonlReader(folder, glob_pattern=name)]
+    tokenizer += "/tokenizer.json"
+    steps.append(MegatronDocumentTokenizer(output, tokenizer_name_or_path=tokenizer, batch_size=256))
+    options = {"tasks": int(workers), "workers": int(workers), "logging_dir": output + "/log", "start_method": "spawn"}
+    LocalPipelineExecutor(steps, **options).run()
+"""
 
 
 @dataclass(frozen=True)
@@ -36,42 +58,83 @@ class Spent:
 
 @dataclass(frozen=True)
 class Tool:
-    """A command that tokenizes, and the prefix that it writes to."""
+    """A command that tokenizes.
+
+    Attributes:
+        command: its words.
+        folder: what it writes; a later run continues there if `resumes`.
+        dataset: the prefix of its .bin and .idx.
+        path: a folder for its imports.
+    """
 
     name: str
     command: tuple[str, ...]
-    output: str
+    folder: Path
+    dataset: Path
     path: str = ""
+    resumes: bool = True
 
-    def run(self) -> Spent:
-        """Run it once; the resources include those of its workers."""
+    def run(self, fresh: bool = True, kill_at: float | None = None) -> Spent:
+        """Run it once, or kill it with `kill_at` bytes of tokens on disk; the resources include its workers'."""
+        if fresh:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
         path = os.pathsep.join(filter(None, [self.path, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
         with tempfile.TemporaryFile("w+") as errors:
             began = time.perf_counter()
-            command = [sys.executable, "-W", "ignore", *self.command]
-            environment = {**os.environ, "PYTHONPATH": path}
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+            process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+            while kill_at is not None and self.written() < kill_at:
+                assert process.poll() is None, "it ended before it could be killed; raise --corpus-bytes"
+                time.sleep(0.001)
+            if kill_at is not None:
+                os.killpg(process.pid, signal.SIGKILL)
             _, status, used = os.wait4(process.pid, 0)
             wall = time.perf_counter() - began
             process.returncode = os.waitstatus_to_exitcode(status)
-            if status or not Path(f"{self.output}.idx").exists():
+            if kill_at is None and (status or not Path(f"{self.dataset}.idx").exists()):
                 errors.seek(0)
                 raise SystemExit(f"{self.name} failed:\n{errors.read()[-2000:]}")
         return Spent(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
+    def written(self) -> int:
+        """Return the bytes of tokens on disk."""
+        return sum(path.stat().st_size for path in self.folder.glob("**/*.bin"))
 
-def ours(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> Tool:
-    output = str(folder / "ours")
-    flags = ("--input", str(corpus), "--output-prefix", output, "--tokenizer-model", str(tokenizer), "--overwrite")
-    return Tool("megatron_ext", ("tools/preprocess_data.py", *flags, "--workers", str(workers)), output)
+    def after_kill(self) -> float:
+        """Return the share of the CPU time that a run takes after one was killed half-way."""
+        whole = self.run()
+        self.run(kill_at=self.written() / 2)
+        return round(self.run(fresh=False).cpu / whole.cpu, 2)
 
 
-def theirs(megatron_lm: Path, corpus: Path, tokenizer: Path, folder: Path, workers: int) -> Tool:
-    output = str(folder / "theirs")
-    flags = ("--input", str(corpus), "--output-prefix", output, "--append-eod", "--workers", str(workers))
-    kind = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer))
-    program = str(megatron_lm / "tools" / "preprocess_data.py")
-    return Tool("Megatron-LM", (program, *flags, *kind), f"{output}_text_document", str(megatron_lm))
+def tools_of(options: argparse.Namespace, corpus: Path, tokenizer: Path, folder: Path) -> list[Tool]:
+    """Return ours, and those that the options name."""
+    python, workers = (sys.executable, "-W", "ignore"), str(options.workers)
+    ours = folder / "ours"
+    flags = ("--input", str(corpus), "--output-prefix", str(ours / "dataset"), "--tokenizer-model", str(tokenizer))
+    command = (*python, "tools/preprocess_data.py", *flags, "--workers", workers, "--resume")
+    tools = [Tool("megatron_ext", command, ours, ours / "dataset")]
+    if options.megatron_lm:
+        out = folder / "Megatron-LM"
+        flags = ("--input", str(corpus), "--output-prefix", str(out / "dataset"), "--append-eod", "--workers", workers)
+        kind = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer))
+        command = (*python, str(options.megatron_lm / "tools" / "preprocess_data.py"), *flags, *kind)
+        dataset = out / "dataset_text_document"
+        tools.append(Tool("Megatron-LM", command, out, dataset, str(options.megatron_lm), resumes=False))
+    if options.datatrove:
+        out, script = folder / "datatrove", folder / "run_datatrove.py"
+        script.write_text(DATATROVE)
+        command = (options.datatrove, "-W", "ignore", str(script), str(corpus), str(tokenizer), str(out), workers)
+        tools.append(Tool("datatrove", command, out, out / "00000_tokens"))
+    return tools
 
 
 def make_inputs(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
@@ -92,31 +155,39 @@ def _tool(name: str, *flags: object) -> None:
     subprocess.run([sys.executable, f"tools/{name}.py", *map(str, flags)], cwd=ROOT, check=True, capture_output=True)
 
 
-def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, list[list[Spent]]], list[int]]:
-    """Return the measurements of each round of each tool, for the small and the large input, and the tokens of both."""
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Print the figures of each tool, and ours over each of the others."""
     inputs = make_inputs(options, folder)
     tokenizer = options.tokenizer or folder / "tokenizer"
     if options.tokenizer is None:
         _tool("train_tokenizer", "--input", inputs[1], "--vocab-size", VOCABULARY, "--output", tokenizer)
-    spent: dict[str, list[list[Spent]]] = {}
+    spent: dict[str, tuple[list[Spent], list[Spent]]] = {}
     tokens = [0, 0]
     for _ in range(options.rounds):
         for size, corpus in enumerate(inputs):
-            tools = [ours(corpus, tokenizer, folder, options.workers)]
-            if options.megatron_lm:
-                tools.append(theirs(options.megatron_lm, corpus, tokenizer, folder, options.workers))
+            tools = tools_of(options, corpus, tokenizer, folder)
             for tool in tools:
-                spent.setdefault(tool.name, [[], []])[size].append(tool.run())
-            if len({Path(f"{tool.output}.bin").read_bytes() for tool in tools}) != 1:
-                raise SystemExit("the two tools do not give the same tokens; does the tokenizer add special tokens?")
-            tokens[size] = json.loads((folder / "ours.json").read_text())["tokens"]
-    return spent, tokens
+                spent.setdefault(tool.name, ([], []))[size].append(tool.run())
+            if len({Path(f"{tool.dataset}.bin").read_bytes() for tool in tools}) != 1:
+                raise SystemExit("the tools do not give the same tokens; does the tokenizer add special tokens?")
+            tokens[size] = json.loads((folder / "ours" / "dataset.json").read_text())["tokens"]
+    about = {"workers": options.workers, "document_bytes": options.document_bytes, "tokens": tokens}
+    found = {name: rates(*rounds, tokens) for name, rounds in spent.items()}
+    for tool in tools:
+        figures: dict[str, Any] = {key: round(rate) for key, rate in found[tool.name].items()}
+        figures["peak_mb"] = [round(max(run.peak_mb for run in runs)) for runs in spent[tool.name]]
+        if options.datatrove and tool.resumes:
+            figures["after_kill"] = tool.after_kill()
+        print(json.dumps({"tool": tool.name, **about, **figures}), flush=True)
+    ours = found.pop("megatron_ext")
+    for name, theirs in found.items():
+        ratios = {key: round(ours[key] / theirs[key], 2) for key in ours}
+        print(json.dumps({"tool": f"ratio to {name}", **about, **ratios}), flush=True)
 
 
-def rates(rounds: list[list[Spent]], tokens: list[int]) -> dict[str, float]:
+def rates(small: list[Spent], large: list[Spent], tokens: list[int]) -> dict[str, float]:
     """Compute the tokens per second of the large input, and of its difference from the small one."""
-    (small, large), more = rounds, tokens[1] - tokens[0]
-    wall, cpu = min(run.wall for run in large), min(run.cpu for run in large)
+    wall, cpu, more = min(run.wall for run in large), min(run.cpu for run in large), tokens[1] - tokens[0]
     return {
         "tokens_per_s": tokens[1] / wall,
         "steady_tokens_per_s": more / (wall - min(run.wall for run in small)),
@@ -125,23 +196,10 @@ def rates(rounds: list[list[Spent]], tokens: list[int]) -> dict[str, float]:
     }
 
 
-def report(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
-    """Yield one row per tool, and one of ratios."""
-    spent, tokens = measure(options, folder)
-    about = {"workers": options.workers, "document_bytes": options.document_bytes, "tokens": tokens}
-    found = {name: rates(rounds, tokens) for name, rounds in spent.items()}
-    for name, rounds in spent.items():
-        peaks = [round(max(run.peak_mb for run in runs)) for runs in rounds]
-        yield {"tool": name, **about, **{key: round(rate) for key, rate in found[name].items()}, "peak_mb": peaks}
-    if options.megatron_lm:
-        mine, other = found["megatron_ext"], found["Megatron-LM"]
-        yield {"tool": "ratio", **about, **{key: round(mine[key] / other[key], 2) for key in mine}}
-
-
 def main() -> None:
-    """Print one JSON object per tool, and the ratio."""
-    parser = argparse.ArgumentParser(description="Tokens per second of tools/preprocess_data.py and of Megatron-LM's.")
-    parser.add_argument("--megatron-lm", type=Path, help="a checkout of Megatron-LM to measure as well")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megatron-lm", type=Path, metavar="DIR", help="a checkout of Megatron-LM to measure as well")
+    parser.add_argument("--datatrove", metavar="PYTHON", help="an interpreter with datatrove, to measure it as well")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--input", type=Path, help=".jsonl with a field text (default: Python's own sources)")
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json (default: one trained on the input)")
@@ -150,8 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for row in report(options, Path(folder)):
-            print(json.dumps(row), flush=True)
+        measure(options, Path(folder))
 
 
 if __name__ == "__main__":

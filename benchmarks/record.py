@@ -1,41 +1,34 @@
-"""Record results with their context: machine, versions, date and command."""
+"""What benchmarks share: the command line, the results with their context, and the clock."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-PACKAGES = (
-    "torch",
-    "triton",
-    "megatron-core",
-    "transformer-engine",
-    "flash-attn",
-    "flash-attn-4",
-    "apex",
-    "liger-kernel",
-)
+PACKAGES = ["torch", "triton", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4", "liger-kernel"]
 
 
 def versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect the figures."""
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -50,15 +43,17 @@ def machine() -> dict[str, Any]:
     return facts | {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": f"python benchmarks/{command}"}
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add the option --output to a parser."""
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is a script's docstring, with the option --output."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, metavar="FILE", help="file of JSON lines to append the results to")
+    return parser
 
 
 class Records:
     """Prints results, one JSON object per line, and appends them to a file immediately.
 
-    Each line includes the machine, so that the results before a failure are complete.
+    Each line of the file includes the machine, so that the results before a failure are complete.
 
     Args:
         part: part of benchmarks/gpu.sh, stored under "part" in each line.
@@ -82,3 +77,30 @@ class Records:
         """Record an error in one line, and continue."""
         first = (str(error).splitlines() or [""])[0]
         self.add(**facts, ok=False, error=f"{type(error).__name__}: {first}"[:300])
+
+
+@contextlib.contextmanager
+def timed(seconds: list[float]) -> Iterator[None]:
+    """Append the time of the block: by CUDA's events, or processor time, which excludes other processes."""
+    if not CUDA:
+        began = time.process_time()
+        yield
+        seconds.append(time.process_time() - began)
+        return
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    yield
+    end.record()
+    end.synchronize()
+    seconds.append(start.elapsed_time(end) / 1e3)
+
+
+def processor_seconds(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the least processor time of each case over alternating rounds, which other work affects alike."""
+    least = dict.fromkeys(cases, float("inf"))
+    for _ in range(rounds):
+        for name, work in cases.items():
+            began = time.process_time()
+            work()
+            least[name] = min(least[name], time.process_time() - began)
+    return least

@@ -1,7 +1,8 @@
 """Train for hours under continuous faults: python benchmarks/soak.py --hours 2 --output FOLDER
 
-Two ranks on a CPU train a tiny model, started and restarted by examples/slurm/launch.sh; srun, squeue and scontrol
-are stubs. For half of the time these faults are injected into ranks repeatedly, in an order determined by the seed:
+Two ranks on a CPU train a tiny model. Whenever they have ended, both are started again with --load, as Slurm does after
+a requeue (tests/slurm has real Slurm jobs). For half of the time these faults are injected into ranks repeatedly, in an
+order determined by the seed:
 
     kill    SIGKILL
     stop    SIGSTOP, forever: detected by the watchdog of the other rank
@@ -11,13 +12,12 @@ are stubs. For half of the time these faults are injected into ranks repeatedly,
     warn    SIGUSR1, Slurm's warning before the time limit
 
 Then the same run is repeated without faults, to the same step: metrics.jsonl of both must be equal, value by value,
-except for times; and the memory of its processes must be constant. FOLDER receives soak.jsonl (faults, memory, the
-result) and the runs.
+except for times; and the memory of its processes must be constant. FOLDER receives soak.jsonl (the result and all
+faults) and the runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -28,20 +28,18 @@ import shutil
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
-from record import Records
+from record import ROOT, Records, parser_of
 
 from megatron_ext.monitoring import read_jsonl
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR2, "warn": signal.SIGUSR1}
 KINDS = ("kill", "stop", "hang", "slow", "full", "warn")
@@ -50,40 +48,31 @@ MESSAGES = {"kill": "gloo", "stop": "made no progress", "hang": "made no progres
 WATCHDOG_S, GRACE_S = 15, 15
 FOUND_S = WATCHDOG_S + 25 + GRACE_S + 25  # maximum time from a fault to the end of both ranks, on a busy machine
 FLAT = 0.02
+FSYNC_DELAY_S = 0.5
 MODEL = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 2"
 ROWS = "--seq-length 64 --window-start 8 --train-iters 1000000 --save-interval 40 --keep-last 2 --no-tensorboard"
 TIMES = re.compile("time|.*_s|mfu|peak_memory_bytes")  # values that differ between runs
-STAND_INS = {
-    "srun": f'exec {sys.executable} {Path(__file__).resolve()} srun "$@"',
-    "squeue": "echo RUNNING",
-    "scontrol": 'touch "$REQUEUED"; kill $PPID  # Slurm ends the batch shell',
-    "sleep": ":",
-}
 
 
-def srun(words: Sequence[str]) -> int:
-    """Start a task for each rank, with the options that launch.sh gives srun; return the largest exit status.
+def rank(flags: list[str]) -> int:
+    """Train as a rank does: SIGUSR2 makes it hang, and while the file $SLOW_DISK exists, each fsync is slow."""
+    sys.path.insert(0, str(ROOT))
+    from pretrain_skyladder import main as pretrain
 
-    After the first task ends, the others have the seconds of --wait; the process ids are written to $PIDS.
-    """
-    options = [word for word in words if word.startswith("--")]
-    command = list(words)[next(index for index, word in enumerate(words) if not word.startswith("--")) :]
-    (wait,) = (float(word.removeprefix("--wait=")) for word in options if word.startswith("--wait="))
-    tasks = []
-    for rank in range(int(os.environ["SLURM_NTASKS"])):
-        with Path(f"{os.environ['TASK_LOGS']}.{rank}.log").open("ab") as log:
-            place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-            tasks.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | place))
-    Path(os.environ["PIDS"]).write_text(json.dumps([task.pid for task in tasks]))
-    ended = None
-    while any(task.poll() is None for task in tasks):
-        if ended is None and any(task.poll() is not None for task in tasks):
-            ended = time.monotonic()
-        if ended is not None and time.monotonic() - ended > wait:
-            for task in tasks:
-                task.kill()
-        time.sleep(0.05)
-    return max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks)
+    fsync = os.fsync
+
+    def hang(*_: object) -> NoReturn:
+        while True:
+            time.sleep(3600)
+
+    def slow_fsync(descriptor: int) -> None:
+        if Path(os.environ["SLOW_DISK"]).exists():
+            time.sleep(FSYNC_DELAY_S)
+        fsync(descriptor)
+
+    signal.signal(signal.SIGUSR2, hang)
+    os.fsync = slow_fsync
+    return int(pretrain(flags))
 
 
 class FailedError(Exception):
@@ -92,72 +81,56 @@ class FailedError(Exception):
 
 @dataclass
 class Job:
-    """A run under launch.sh, in `folder`; callers must call `look` often.
+    """A run of two ranks in `folder`; callers must call `status` often.
 
     Attributes:
-        run: its run folder.
-        starts: number of starts of launch.sh.
-        memory: (seconds, start, step, MiB of each rank), by time.
+        starts: number of starts.
+        memory: (seconds, step, MiB of each rank), by time.
     """
 
     folder: Path
-    output: Path
     began: float
     starts: int = 0
-    memory: list[tuple[float, int, int, list[float]]] = field(default_factory=list)
-    process: subprocess.Popen[bytes] | None = None
+    memory: list[tuple[float, int, list[float]]] = field(default_factory=list)
+    ranks: list[psutil.Popen] = field(default_factory=list)
+    first_end: float | None = None
 
-    @property
-    def run(self) -> Path:
-        return self.folder / "run"
-
-    @property
-    def slow(self) -> Path:
-        return self.folder / "slow"
+    def __post_init__(self) -> None:
+        self.run, self.slow = self.folder / "run", self.folder / "slow"
+        self.logs = [self.folder / f"rank.{number}.log" for number in range(RANKS)]
 
     def start(self) -> None:
-        """Start launch.sh again."""
-        tools = self.folder / "bin"
-        tools.mkdir(parents=True, exist_ok=True)
-        for name, text in STAND_INS.items():
-            (tools / name).write_text(f"#!/bin/bash\n{text}\n")
-            (tools / name).chmod(0o755)
-        for left in ("requeued", "pids.json"):
-            (self.folder / left).unlink(missing_ok=True)
+        """Start the ranks, or start them again."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | {
-            "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "RUN": str(self.run),
-            "SLURM_JOB_ID": "1",
-            "SLURM_NTASKS": str(RANKS),
-            "SLURM_JOB_NODELIST": "localhost",
-            "SLURM_RESTART_COUNT": str(self.starts),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GRACE_S": str(GRACE_S),
-            "OMP_NUM_THREADS": "1",
-            "REQUEUED": str(self.folder / "requeued"),
-            "PIDS": str(self.folder / "pids.json"),
-            "TASK_LOGS": str(self.folder / "rank"),
-            "SLOW_DISK": str(self.slow),
-        }
-        command = ["python", "benchmarks/soak_rank.py", "--config", "examples/configs/cpu_smoke.yaml", *MODEL.split()]
-        command += [*ROWS.split(), "--watchdog-timeout", str(WATCHDOG_S), "--save", str(self.run)]
-        command += ["--load", str(self.run), "--load-if-present"]
-        self.starts += 1
-        with (self.folder / "launch.log").open("ab") as log:
-            words = ["bash", "examples/slurm/launch.sh", *command]
-            self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+        here |= {"OMP_NUM_THREADS": "1", "SLOW_DISK": str(self.slow)}
+        flags = f"--config examples/configs/cpu_smoke.yaml {MODEL} {ROWS} --watchdog-timeout {WATCHDOG_S}".split()
+        command = [sys.executable, __file__, "rank", *flags]
+        command += ["--save", str(self.run), "--load", str(self.run), "--load-if-present"]
+        self.starts, self.ranks, self.first_end = self.starts + 1, [], None
+        for number, path in enumerate(self.logs):
+            environment = os.environ | here | {"RANK": str(number), "LOCAL_RANK": str(number)}
+            with path.open("ab") as log:
+                self.ranks.append(psutil.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
 
-    def ranks(self) -> list[psutil.Process]:
-        """Return the processes of the ranks, in order; [] if they have not started or one has ended."""
-        pids = self.folder / "pids.json"
-        try:
-            return [psutil.Process(pid) for pid in json.loads(pids.read_text())] if pids.exists() else []
-        except (psutil.NoSuchProcess, json.JSONDecodeError):
-            return []
+    def status(self) -> int | None:
+        """Record the ranks' memory; return their largest exit status, None while one runs, at most GRACE_S alone."""
+        time.sleep(0.1)
+        now, statuses = time.monotonic(), [one.poll() for one in self.ranks]
+        if None not in statuses:
+            return max(128 - status if status < 0 else status for status in statuses)
+        if statuses == [None] * RANKS:
+            if not self.memory or now - self.began - self.memory[-1][0] > 1:
+                with contextlib.suppress(psutil.Error):
+                    resident = [one.memory_info().rss / 2**20 for one in self.ranks]
+                    self.memory.append((now - self.began, self.steps(), resident))
+            return None
+        self.first_end = self.first_end or now
+        if now - self.first_end > GRACE_S:
+            self.kill()
+        return None
 
     def steps(self) -> int:
         """Count the recorded steps: the last complete line of the metrics."""
@@ -174,18 +147,6 @@ class Job:
         pointer = self.run / "checkpoints" / "latest_checkpointed_iteration.txt"
         return pointer.read_text() if pointer.exists() else "none"
 
-    def look(self) -> int | None:
-        """Record the memory of the ranks; return launch.sh's exit status, None while it runs."""
-        assert self.process is not None
-        now = time.monotonic() - self.began
-        if not self.memory or now - self.memory[-1][0] > 1:
-            with contextlib.suppress(psutil.Error):
-                resident = [rank.memory_info().rss / 2**20 for rank in self.ranks()]
-                if len(resident) == RANKS and all(resident):  # a process that has ended has none
-                    self.memory.append((now, self.starts, self.steps(), resident))
-        time.sleep(0.1)
-        return self.process.poll()
-
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 600) -> None:
         """Wait while the job runs without faults.
 
@@ -194,66 +155,49 @@ class Job:
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
-            status = self.look()
+            status = self.status()
             if status is not None or time.monotonic() > deadline:
                 raise FailedError(f"waiting for {what}: " + ("too long" if status is None else f"ended with {status}"))
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for a new checkpoint."""
         before = self.saved()
         self.wait_for(lambda: self.saved() != before, "a new checkpoint")
 
-    def logs(self) -> list[Path]:
-        """Return the ranks' logs."""
-        return [self.folder / f"rank.{rank}.log" for rank in range(RANKS)]
-
-    def error_lines(self, offsets: Sequence[int]) -> list[str]:
-        """Return the error lines of all ranks' logs after these offsets: messages, and the last lines of tracebacks."""
-        texts = [
-            log.read_bytes()[offset:].decode(errors="replace") for log, offset in zip(self.logs(), offsets, strict=True)
-        ]
-        return [line for text in texts for line in text.splitlines() if re.match(r"error: |\w+Error: ", line)]
-
-    def note(self, **facts: Any) -> None:
-        """Append a line to soak.jsonl."""
-        with self.output.open("a") as file:
-            file.write(json.dumps({"seconds": round(time.monotonic() - self.began, 1), **facts}) + "\n")
+    def written(self) -> list[str]:
+        """Return what each rank has written."""
+        return [path.read_text(errors="replace") if path.exists() else "" for path in self.logs]
 
     def kill(self) -> None:
-        """Kill all processes."""
-        if self.process is not None and self.process.poll() is None:
-            for member in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    member.kill()
-            self.process.wait()
+        for one in self.ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(self.ranks, timeout=30)
 
 
-def inject(job: Job, kind: str, rank: int) -> None:
+def inject(job: Job, kind: str, number: int) -> None:
     """Inject a fault into a rank."""
-    ranks = job.ranks()
-    if len(ranks) != RANKS:
+    if job.status() is not None:
         raise FailedError(f"{kind}: the ranks have ended before it")
     if kind in SIGNALS:
-        ranks[rank].send_signal(SIGNALS[kind])
+        job.ranks[number].send_signal(SIGNALS[kind])
     elif kind == "slow":
         job.slow.touch()
     else:
         largest = max(path.stat().st_size for path in job.run.glob("checkpoints/iter_*/*.distcp"))
         bound = max((job.run / "metrics.jsonl").stat().st_size + 20_000, largest // 2)
-        for one in ranks:
+        for one in job.ranks:
             resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))
 
 
-def problem_of(kind: str, seconds: float, status: int | None, requeued: bool, errors: Sequence[str]) -> str | None:
+def problem_of(fault: dict[str, Any]) -> str | None:
     """Return what is wrong with the outcome of a fault; None if it is as expected."""
+    kind, status = fault["fault"], fault["status"]
     if kind == "slow":
         return None if status is None else f"a slow disk has ended the run with {status}"
-    if status is None or seconds > FOUND_S:
-        return f"{seconds:.0f} s to the end, needs at most {FOUND_S}"
-    if kind != "warn" and not any(MESSAGES[kind] in line for line in errors):
-        return f"no line says {MESSAGES[kind]!r}: {list(errors)}"
-    if requeued != (kind != "full" or status != 2):
-        return f"status {status}, requeued {requeued}"
+    if status is None or fault["took_s"] > FOUND_S:
+        return f"{fault['took_s']:.0f} s to the end, needs at most {FOUND_S}"
+    if kind != "warn" and not any(MESSAGES[kind] in line for line in fault["errors"]):
+        return f"no line says {MESSAGES[kind]!r}: {fault['errors']}"
     return None
 
 
@@ -265,68 +209,53 @@ def train_with_faults(job: Job, seconds: float, every_s: float, chance: random.R
     """
     faults: list[dict[str, Any]] = []
     queue: list[str] = []
-    job.start()
     ending = False
+    job.start()
     while not ending:
         ending = time.monotonic() - job.began > seconds
         job.wait_for_checkpoint()
         until = time.monotonic() + chance.uniform(0, 2 * every_s)
         job.wait_for(lambda until=until: time.monotonic() > until, "the next fault")  # type: ignore[misc]
         queue = queue or chance.sample(KINDS, len(KINDS))
-        kind, rank = "warn" if ending else queue.pop(), chance.randrange(RANKS)
-        step, began = job.steps(), time.monotonic()
-        offsets = [log.stat().st_size if log.exists() else 0 for log in job.logs()]
-        inject(job, kind, rank)
+        kind, number = "warn" if ending else queue.pop(), chance.randrange(RANKS)
+        step, began, before = job.steps(), time.monotonic(), job.written()
+        inject(job, kind, number)
         status = None
         if kind == "slow":
             job.wait_for_checkpoint()
             job.wait_for_checkpoint()
             job.slow.unlink()
         else:
-            while job.look() is None and time.monotonic() - began < 2 * FOUND_S:
+            while (status := job.status()) is None and time.monotonic() - began < 2 * FOUND_S:
                 pass
-            # the batch shell itself is ended by Slurm
-            ended = re.findall(r"exit status (\d+) after", (job.folder / "launch.log").read_text())
-            status = int(ended[-1]) if job.look() is not None and ended else None
-        took, requeued = time.monotonic() - began, (job.folder / "requeued").exists()
-        errors = job.error_lines(offsets)
-        wrong = problem_of(kind, took, status, requeued, errors)
-        fault = {"fault": kind, "rank": rank, "step": step, "took_s": round(took, 1), "status": status}
-        fault |= {"requeued": requeued, "said": errors, "wrong": wrong, "at_s": round(began - job.began, 1)}
+        since = "\n".join(now[len(old) :] for now, old in zip(job.written(), before, strict=True))
+        fault = {
+            "fault": kind,
+            "rank": number,
+            "step": step,
+            "took_s": round(time.monotonic() - began, 1),
+            "status": status,
+            "errors": [line for line in since.splitlines() if re.match(r"error: |\w+Error: ", line)],
+            "at_s": round(began - job.began, 1),
+        }
         faults.append(fault)
-        job.note(**fault)
-        print(f"{fault['at_s']:7.1f} s, step {step}: {kind} of rank {rank}: {wrong or 'as it should be'}", flush=True)
-        if wrong is not None:
-            raise FailedError(wrong)
+        print(json.dumps(fault), flush=True)
+        if (problem := problem_of(fault)) is not None:
+            raise FailedError(problem)
         if status is not None and not ending:
-            job.start()  # as Slurm does after a requeue, or the owner after freeing space
+            job.start()
     return faults
-
-
-def train_without_faults(job: Job, steps: int, seconds: float) -> None:
-    """Train the same number of steps without faults.
-
-    Raises:
-        FailedError: it ends, or does not reach the step in time.
-    """
-    job.start()
-    job.wait_for(lambda: job.steps() >= steps, f"{steps} steps", seconds)
-    job.ranks()[0].send_signal(signal.SIGUSR1)
-    while job.look() is None:
-        pass
 
 
 def growth(job: Job) -> list[float]:
     """Return each rank's relative memory growth from the second to the last quarter of its steps: 0.01 is 1 %."""
-    training = [line for line in job.memory if line[2] > 0]
+    training = [resident for _, step, resident in job.memory if step > 0]
     quarter = len(training) // 4
     early, late = training[quarter : 2 * quarter], training[3 * quarter :]
     if not early:
         raise FailedError(f"memory was looked at {len(training)} times only; give it more time")
-    return [
-        statistics.median(line[3][rank] for line in late) / statistics.median(line[3][rank] for line in early) - 1
-        for rank in range(RANKS)
-    ]
+    medians = ([statistics.median(one) for one in zip(*part, strict=True)] for part in (early, late))
+    return [after / before - 1 for before, after in zip(*medians, strict=True)]
 
 
 def differences(disturbed: Path, whole: Path) -> list[str]:
@@ -345,14 +274,10 @@ def differences(disturbed: Path, whole: Path) -> list[str]:
 
 
 def main() -> int:
-    """Run the soak test; return 1 if any check fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--hours", type=float, default=2.0, help="of both runs together, about [2]")
-    parser.add_argument(
-        "--every", type=float, default=30.0, metavar="S", help="mean seconds of training before a fault [30]"
-    )
+    parser.add_argument("--every", type=float, default=30.0, metavar="S", help="mean seconds before a fault [30]")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="new, or that of an earlier soak")
     options = parser.parse_args()
     folder, share = options.output.resolve(), options.hours * 3600 / 2
     for name in ("disturbed", "whole"):
@@ -360,13 +285,14 @@ def main() -> int:
         (folder / name).mkdir(parents=True)
     (folder / "soak.jsonl").unlink(missing_ok=True)
     records, began = Records("soak", folder / "soak.jsonl"), time.monotonic()
-    disturbed, whole = (Job(folder / name, folder / "soak.jsonl", began) for name in ("disturbed", "whole"))
+    disturbed, whole = (Job(folder / name, began) for name in ("disturbed", "whole"))
     result: dict[str, Any] = {"hours": options.hours, "seed": options.seed, "ok": False}
-    faults: list[dict[str, Any]] = []
     try:
         faults = train_with_faults(disturbed, share, options.every, random.Random(options.seed))
         steps = disturbed.steps()
-        train_without_faults(whole, steps, 2 * share + 300)
+        whole.start()
+        whole.wait_for(lambda: whole.steps() >= steps, f"{steps} steps", 2 * share + 300)
+        whole.kill()
         apart, grown = differences(disturbed.run, whole.run), growth(whole)
         result |= {
             "steps": steps,
@@ -377,18 +303,16 @@ def main() -> int:
             "memory_growth": [round(one, 4) for one in grown],
             "longest_end_s": max(fault["took_s"] for fault in faults if fault["fault"] != "slow"),
             "ok": not apart and max(grown) <= FLAT,
+            "log": faults,
         }
     except FailedError as error:
         result["error"] = str(error)
     finally:
         disturbed.kill()
         whole.kill()
-    for job, name in ((disturbed, "disturbed"), (whole, "undisturbed")):
-        for at, start, step, resident in job.memory:
-            job.note(at_s=round(at, 1), run=name, start=start, step=step, mib=[round(one, 1) for one in resident])
     records.add(**result)
     return int(records.failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(srun(sys.argv[2:]) if sys.argv[1:2] == ["srun"] else main())
+    sys.exit(rank(sys.argv[2:]) if sys.argv[1:2] == ["rank"] else main())

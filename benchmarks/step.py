@@ -1,26 +1,30 @@
-"""Measure whole optimizer steps of the papers' shapes: tokens/s, MFU, peak memory, and the schedule's time savings.
+"""Measure whole optimizer steps of the papers' models, and the longest row that one GPU trains.
 
-For each shape, steps are timed under the windows of 20 evenly spaced moments of its schedule, each distinct window
-once; the saving is 1 - (mean of the 20 times) / (time at the full window), next to the same quotient of FLOPs, which
-bounds it. MFU counts the FLOPs of the causal mask, forward plus twice that for backward, against 989 TFLOP/s (H100 and
-H200, dense bf16); recomputation does not count. The peak is shown next to the estimate of --dry-run.
+    python benchmarks/step.py speed [SHAPE ...] [--recompute] [--profile] [--output results.jsonl]
+    python benchmarks/step.py length [SHAPE ...] [--modes none full host] [--output results.jsonl]
 
-python benchmarks/step.py [SHAPE ...] [--recompute] [--profile] [--output results.jsonl]
-    SHAPE   120M-8K 360M-8K 1B-8K 1B-32K 8B-8K 8B-32K; those of 8B have 4 of its 32 layers
+Speed: tokens/s, MFU, peak memory, and the share of time that the window schedule saves. SHAPE is 120M-8K, 360M-8K,
+1B-8K, 1B-32K, 8B-8K or 8B-32K; those of 8B have 4 of its 32 layers. Steps are timed under the windows of 20 evenly
+spaced moments of the schedule, each distinct window once. "saved" is 1 - (mean of the 20 times) / (time at the full
+window), next to the same quotient of FLOPs, which bounds it. MFU is that of the causal mask's FLOPs against 989 TFLOP/s
+(H100 and H200, dense bf16); recomputation does not count. The peak is shown next to the estimate of --dry-run.
+
+Length: SHAPE is 1B, or 8B with 2 of its 32 layers (a pipeline stage of 16, with both ends). Rows of one document double
+from 8K on until a step runs out of memory, with and without recomputation and offloading. The goal is 512K.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from record import CUDA, Records, add_output
-from training import Training, forward_flops, shape
+from record import CUDA, Records, parser_of
+from training import Training, configure
 
 from megatron_ext.config import Config
 from megatron_ext.engine import parallel
@@ -56,7 +60,7 @@ class Shape:
 
     def config(self, recompute: str | None) -> Config:
         """Return the configuration for one process."""
-        built = shape(self.preset, self.length, self.rows, layers=self.layers, recompute_granularity=recompute)
+        built = configure(self.preset, self.length, self.rows, layers=self.layers, recompute_granularity=recompute)
         return replace(built, data=replace(built.data, micro_batch_size=self.micro))
 
     def windows(self) -> list[int]:
@@ -74,6 +78,11 @@ SHAPES = {
     "8B-32K": Shape("Llama-3-8B", 32768, rows=1, layers=4, rate=0.5, mfu=0.50),
     "dry-run": Shape("tiny-1M", 256, rows=2, rate=0.01),
 }
+LONG: dict[str, tuple[str, int | None]] = {"1B": ("1B", None), "8B": ("Llama-3-8B", 2), "dry-run": ("tiny-1M", 2)}
+FULL = {"recompute_granularity": "full"}
+MODES: dict[str, dict[str, Any]] = {"none": {}, "full": FULL, "host": FULL | {"offload_layer_inputs": True}}
+FIRST, LAST = (8192, 2**20) if CUDA else (128, 256)
+OUT_OF_MEMORY = 3
 
 
 def measure(name: str, records: Records, recompute: str | None, *, profile: bool) -> None:
@@ -87,15 +96,14 @@ def measure(name: str, records: Records, recompute: str | None, *, profile: bool
         torch.cuda.reset_peak_memory_stats()
     times, flops = {}, {}
     for window in sorted({*windows, chosen.length}, reverse=True):  # the full window first: it has the peak
-        batches = training.batches(config, 0, window)
+        batches = training.batches(0, window)
         seen = [training.seconds(batches) for _ in range(4 if CUDA else 2)]
-        times[window], flops[window] = statistics.median(seen[1:]), 3 * forward_flops(config, batches.train)
-        tokens = chosen.rows * chosen.length
+        times[window], flops[window] = statistics.median(seen[1:]), training.flops(batches)
         records.add(
             **facts,
             window=window,
             seconds=round(times[window], 4),
-            tokens_per_s=round(tokens / times[window]),
+            tokens_per_s=round(chosen.rows * chosen.length / times[window]),
             mfu=round(flops[window] / times[window] / PEAK_FLOPS, 4),
         )
     saved = 1 - statistics.mean(times[w] for w in windows) / times[chosen.length]
@@ -113,13 +121,13 @@ def measure(name: str, records: Records, recompute: str | None, *, profile: bool
         summary |= {"peak_bytes": peak, "estimated_bytes": expected, "peak_over_estimate": round(peak / expected, 3)}
     records.add(**facts, **summary)
     if profile:
-        records.add(**facts, kernels=kernel_table(training, config))
+        records.add(**facts, kernels=kernel_table(training))
     parallel.stop()
 
 
-def kernel_table(training: Training, config: Config, rows: int = 25) -> list[dict[str, Any]]:
+def kernel_table(training: Training, rows: int = 25) -> list[dict[str, Any]]:
     """Return the operators and kernels of one full-window step that take the most time, in microseconds."""
-    batches = training.batches(config, 1, config.data.seq_length)
+    batches = training.batches(1, training.config.data.seq_length)
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if CUDA else []
     with torch.profiler.profile(activities=activities) as profiler:
@@ -129,26 +137,67 @@ def kernel_table(training: Training, config: Config, rows: int = 25) -> list[dic
     return [{"name": one.key[:100], "calls": one.count, "us": round(getattr(one, key))} for one in events[:rows]]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = [name for name in SHAPES if (name == "dry-run") != CUDA]
-    parser.add_argument("shapes", nargs="*", metavar="SHAPE", default=default)
-    parser.add_argument("--recompute", action="store_true", help="recompute whole layers, where memory is short")
-    parser.add_argument("--profile", action="store_true", help="add the kernels that take the most time")
-    add_output(parser)
-    options = parser.parse_args()
-    for name in set(options.shapes) - SHAPES.keys():
-        parser.error(f"SHAPE: got {name!r}, needs one of {', '.join(SHAPES)}")
-    if len(options.shapes) > 1:  # a separate process for each: running out of memory does not affect the others
-        flags = [argument for argument in sys.argv[1:] if argument not in options.shapes]
-        done = [subprocess.run([sys.executable, __file__, one, *flags], check=False) for one in options.shapes]
-        return int(any(one.returncode for one in done))
-    (name,) = options.shapes
-    records = Records("step", options.output)
+def attempt(name: str, mode: str, length: int, records: Records) -> int:
+    """Train two steps of one row; return `OUT_OF_MEMORY` if it does not fit, after recording it."""
+    preset, layers = LONG[name]
+    config = configure(preset, length, rows=1, layers=layers, **MODES[mode])
+    facts = {"shape": name, "layers": config.model.num_layers, "mode": mode, "length": length}
     try:
-        measure(name, records, "full" if options.recompute else None, profile=options.profile)
+        training = Training(config)
+        facts["estimated_bytes"] = estimate(config, 1, training.vocab_size).total
+        seconds = [training.seconds(training.batches(step, length)) for step in range(2)][-1]
+    except torch.OutOfMemoryError:
+        records.add(**facts, fits=False)
+        return OUT_OF_MEMORY
+    peak = torch.cuda.max_memory_allocated() if CUDA else None
+    records.add(**facts, fits=True, seconds=round(seconds, 3), tokens_per_s=round(length / seconds), peak_bytes=peak)
+    parallel.stop()
+    return 0
+
+
+def longest(name: str, mode: str, output: list[str], end: float) -> int:
+    """Double the length while it fits and there is time, each attempt in a process of its own."""
+    length = FIRST
+    while length <= LAST and time.monotonic() < end:
+        command = [sys.executable, __file__, "length", name, "--modes", mode, "--length", str(length), *output]
+        status = subprocess.run(command, check=False).returncode
+        if status:
+            return 0 if status == OUT_OF_MEMORY else status
+        length *= 2
+    return 0
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("what", choices=("speed", "length"))
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE")
+    parser.add_argument("--recompute", action="store_true", help="speed: recompute whole layers, if memory is short")
+    parser.add_argument("--profile", action="store_true", help="speed: add the kernels that take the most time")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of length")
+    parser.add_argument("--seconds", type=float, default=500, help="length: begin no attempt after so long")
+    parser.add_argument("--length", type=int, help="try this one alone, in this process")
+    options = parser.parse_args()
+    known = SHAPES if options.what == "speed" else LONG
+    shapes = options.shapes or [name for name in known if (name == "dry-run") != CUDA]
+    for name in set(shapes) - known.keys():
+        parser.error(f"SHAPE: got {name!r}, needs one of {', '.join(known)}")
+    records = Records("step" if options.what == "speed" else "length", options.output)
+    output = ["--output", str(options.output)] if options.output else []
+    if options.length:
+        return attempt(shapes[0], options.modes[0], options.length, records)
+    if options.what == "length":
+        end = time.monotonic() + options.seconds
+        failed = [longest(name, mode, output, end) for name in shapes for mode in options.modes]
+        return int(any(failed))
+    if len(shapes) > 1:  # a separate process for each: running out of memory does not affect the others
+        flags = [*output, *(flag for flag in ("--recompute", "--profile") if flag in sys.argv)]
+        done = [subprocess.run([sys.executable, __file__, "speed", one, *flags], check=False) for one in shapes]
+        return int(any(one.returncode for one in done))
+    recompute = "full" if options.recompute else None
+    try:
+        measure(shapes[0], records, recompute, profile=options.profile)
     except torch.OutOfMemoryError as error:
-        records.error(error, shape=name, recompute="full" if options.recompute else "none")
+        records.error(error, shape=shapes[0], recompute=recompute or "none")
     return int(records.failed > 0)
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.context_parallel import K
-from benchmarks.peers.checkouts import absent, heading, package, processor_seconds
+from benchmarks.peers.checkouts import absent, heading, package
+from benchmarks.record import processor_seconds
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 
 Packer = Callable[[np.ndarray, int], int]  # sizes and capacity to bins

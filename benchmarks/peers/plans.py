@@ -38,7 +38,8 @@ import numpy as np
 import torch
 
 from benchmarks.context_parallel import K, log_normal_rows
-from benchmarks.peers.checkouts import absent, heading, package, processor_seconds
+from benchmarks.peers.checkouts import absent, heading, package
+from benchmarks.record import processor_seconds
 from megatron_ext.context_parallel import plan
 from megatron_ext.layout import PackedLayout, build_layout, segment_pairs
 
@@ -125,9 +126,7 @@ class Magi:
             package("magi_attention", folder / "magi_attention")
         self._chunk = chunk
         self._make = importlib.import_module("magi_attention.meta._make_dispatch_meta")
-        self._solver = importlib.import_module("magi_attention.meta.solver.dist_attn_solver").DistAttnSolver
-        dispatch = importlib.import_module("magi_attention.meta.solver.dispatch_solver")
-        self._config = dispatch.DispatchConfig()
+        self._config = importlib.import_module("magi_attention.meta.solver.dispatch_solver").DispatchConfig()
         common = importlib.import_module("magi_attention.common")
         self._ranges, self._causal = common.AttnRanges, common.AttnMaskType.CAUSAL
 

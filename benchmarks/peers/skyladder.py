@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from benchmarks.context_parallel import K, log_normal_rows
-from benchmarks.peers.checkouts import heading, package, processor_seconds
+from benchmarks.peers.checkouts import heading, package
+from benchmarks.record import processor_seconds
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.layout import build_layout
 

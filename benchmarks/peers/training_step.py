@@ -3,13 +3,14 @@
 The same shapes, rows of random tokens (one document each), micro-batches, fp32, AdamW and clipping at 1, one process:
 
     ours                     the trainer's step, at the full window and at small ones
-    plain torch              a loop like TinyLlama's, written for this comparison (plain_llama.py); full causal
-    attention
+    plain torch              a loop like TinyLlama's, written for this comparison; full causal attention
     transformers             LlamaForCausalLM and a loop; full causal attention
     transformers, blocks     the same with a block-diagonal mask of the window, as a dense 4D mask
 
 Processor time, the minimum over alternating rounds; all models are in memory at once. Before timing, our model is
 initialized by its own rule, so all losses are near ln V, and are not compared.
+
+Legend: b rows, s tokens, D hidden, H head size.
 """
 
 from __future__ import annotations
@@ -20,42 +21,82 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from training import Training, shape
+from training import Training, configure
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.peers.checkouts import heading, processor_seconds
-from benchmarks.peers.plain_llama import PlainLlama
-from megatron_ext.config import Config, TrainingConfig
+from benchmarks.peers.checkouts import heading
+from benchmarks.record import processor_seconds
+from megatron_ext.checkpoint.hf.config import hugging_face_config
+from megatron_ext.config import Config, ModelConfig, TrainingConfig
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 
 
+class Block(nn.Module):
+    """One layer: attention and SwiGLU, each with a pre-norm and a residual connection."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.head = model.num_attention_heads, model.num_query_groups, model.head_size
+        width, hidden = model.hidden_size, model.ffn_hidden_size
+        self.norm_1, self.norm_2 = (nn.RMSNorm(width, eps=model.norm_epsilon) for _ in range(2))
+        self.qkv = nn.Linear(width, (self.heads + 2 * self.key_heads) * self.head, bias=False)
+        self.out = nn.Linear(self.heads * self.head, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x_bsD: Tensor, cos_sH: Tensor, sin_sH: Tensor) -> Tensor:
+        rows, tokens, _ = x_bsD.shape
+        sizes = [heads * self.head for heads in (self.heads, self.key_heads, self.key_heads)]
+        query, key, value = (
+            part.view(rows, tokens, -1, self.head).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x_bsD)).split(sizes, dim=-1)
+        )
+        query, key = (part * cos_sH + _turned(part) * sin_sH for part in (query, key))
+        grouped = self.heads != self.key_heads
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        x_bsD = x_bsD + self.out(seen.transpose(1, 2).reshape(rows, tokens, -1))
+        gate, up = self.gate_up(self.norm_2(x_bsD)).chunk(2, dim=-1)
+        added: Tensor = x_bsD + self.down(F.silu(gate) * up)
+        return added
+
+
+def _turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+class PlainLlama(nn.Module):
+    """The whole model; its forward pass returns the mean loss."""
+
+    def __init__(self, model: ModelConfig, vocab_size: int, row_length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, model.hidden_size)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
+        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
+        self.head = nn.Linear(model.hidden_size, vocab_size, bias=False)
+        speeds = model.rotary_base ** (-torch.arange(0, model.head_size, 2) / model.head_size)
+        angles = torch.outer(torch.arange(row_length), speeds).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=model.init_method_std)
+
+    def forward(self, tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
+        x_bsD = self.embedding(tokens_bs)
+        for block in self.blocks:
+            x_bsD = block(x_bsD, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x_bsD)).flatten(0, 1), labels_bs.flatten())
+
+
 def configured(preset: str, length: int, rows: int, vocabulary: int) -> Config:
     """Configure a preset in fp32 with untied embeddings."""
-    built = shape(preset, length, rows)
+    built = configure(preset, length, rows)
     model = replace(built.model, vocab_size=vocabulary, untie_embeddings_and_output_weights=True)
     return replace(built, model=model, training=TrainingConfig())
-
-
-def transformers_model(config: Config, length: int) -> LlamaForCausalLM:
-    """Build the same shapes in transformers."""
-    model = config.model
-    sizes = LlamaConfig(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_query_groups,
-        max_position_embeddings=length,
-        rope_theta=model.rotary_base,
-        rms_norm_eps=model.norm_epsilon,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(sizes)
 
 
 def rows_of(training: Training, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -91,7 +132,8 @@ def table(preset: str, length: int, count: int, windows: list[int], vocabulary: 
     training = Training(config)
     rows = rows_of(training, count)
     plain = PlainLlama(config.model, vocabulary, length)
-    theirs = transformers_model(config, length)
+    sizes = LlamaConfig.from_dict(hugging_face_config(config.model, vocabulary, length), use_cache=False)
+    theirs = LlamaForCausalLM._from_config(sizes, attn_implementation="sdpa", dtype=torch.float32)
     parameters = {sum(each.numel() for each in model.parameters()) for model in (*training.model, plain, theirs)}
     if len(parameters) != 1:
         raise SystemExit(f"the models differ in size: {sorted(parameters)}")
@@ -109,7 +151,7 @@ def table(preset: str, length: int, count: int, windows: list[int], vocabulary: 
 
     cases: dict[str, Callable[[], object]] = {}
     for window in (length, *windows):
-        batches = training.batches(config, 0, window)
+        batches = training.batches(0, window)
         cases[f"ours, window {window}"] = lambda batches=batches: training.stepper.train(batches)
     plain_loop = Loop(plain, plain)
     cases["plain torch"] = lambda: plain_loop.step(rows)

@@ -56,7 +56,7 @@ def test_a_report_that_fails_does_not_keep_the_process_alive(tmp_path: Path) -> 
     assert exit_status(tmp_path, 0) == HUNG
 
 
-TRAINER = "benchmarks/soak_rank.py"
+TRAINER = "pretrain_skyladder.py"
 TINY = [*CONFIG, "--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 64, "--num-attention-heads", 2]
 TINY += ["--num-query-groups", 2, "--seq-length", 64, "--window-start", 8]
 
