@@ -13,14 +13,17 @@ of a token's choices counted; those of sigmoid routers by DeepSeek-V3's 17 to 20
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
@@ -52,7 +55,6 @@ def repeat(
     window: int | None = None,
     bases: bool = True,
     own_weights: bool = False,
-    dtype: torch.dtype = torch.float32,
 ) -> Repeated:
     """Train as many steps as there are learning rates.
 
@@ -62,10 +64,9 @@ def repeat(
         window: instead of the dumped ones (for the negative control).
         bases: whether the rotary base follows the window where the run's does (else a negative control).
         own_weights: weigh tokens by the paper instead of taking the dumped weights (unfrozen, abs, dense alone).
-        dtype: float32; float64 measures how much of a difference is rounding.
     """
     options = json.loads((trajectory / "optimizer.json").read_text())
-    model = _model(trajectory, dtype)
+    model = _model(trajectory)
     _mask_layers(model, options)
     _silence_positions(model, options["no_rope_freq"])
     optimizer, counts = _optimizer(model, options), _count_choices(model)
@@ -92,12 +93,7 @@ def repeat(
             rise = options["moe_router_bias_update_rate"] * torch.sign(tokens.mean() - tokens)
             router.e_score_correction_bias += rise
             tokens.zero_()
-    tied = model.config.tie_word_embeddings
-    final = {k: v.detach() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
-    gpt_oss = model.config.model_type == "gpt_oss"
-    weights = _unstacked(final) if gpt_oss else _experts_apart(final, _names_of_experts(model.config))
-    apart = {k: v.numpy() for k, v in weights.items()}
-    return Repeated(losses, trained_on, norms, apart, token_weights, short_losses, balances)
+    return Repeated(losses, trained_on, norms, _weights(model), token_weights, short_losses, balances)
 
 
 def rules(options: dict[str, Any], window: int) -> list[Rule]:
@@ -162,22 +158,35 @@ def _set_base(model: Any, table: list[tuple[int, float]], window: int) -> None:
     angles.copy_(base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size))
 
 
-def _model(trajectory: Path, dtype: torch.dtype) -> Any:
+def _model(trajectory: Path) -> Any:
+    """Load the model by transformers, which stacks the experts' matrices that files name one by one."""
+    weights = {name: torch.from_numpy(array) for name, array in load_file(trajectory / "initial.safetensors").items()}
     config = AutoConfig.from_pretrained(trajectory)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-    loaded = {k: torch.from_numpy(v) for k, v in load_file(trajectory / "initial.safetensors").items()}
-    initial = (
-        _stacked(loaded) if config.model_type == "gpt_oss" else _experts_together(loaded, _names_of_experts(config))
-    )
-    if config.model_type != "gpt_oss" and any(name.endswith(".sinks") for name in initial):  # attention as in gpt-oss
+    if config.model_type == "gpt_oss":
+        weights = _stacked(weights)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+        load = partial(AutoModelForCausalLM.from_pretrained, attn_implementation="eager", dtype=torch.float32)
+        model, info = load(folder, output_loading_info=True)
+    sinks = {name for name in weights if name.endswith(".sinks") and name not in model.state_dict()}
+    assert set(info["unexpected_keys"]) == sinks
+    assert set(info["missing_keys"]) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    if sinks:  # attention as in gpt-oss
         ALL_ATTENTION_FUNCTIONS.register("with_sinks", eager_attention_forward)
         model.config._attn_implementation = "with_sinks"
-        for layer in model.model.layers:
-            layer.self_attn.sinks = torch.nn.Parameter(torch.empty(config.num_attention_heads, dtype=dtype))
-    missing, unexpected = model.load_state_dict(initial, strict=False)
-    assert not unexpected, unexpected
-    assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set()), missing
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn.sinks = torch.nn.Parameter(weights[f"model.layers.{number}.self_attn.sinks"])
     return model.train()
+
+
+def _weights(model: Any) -> dict[str, np.ndarray]:
+    """The weights by the names of files."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = {name: torch.from_numpy(array) for name, array in load_file(f"{folder}/model.safetensors").items()}
+    weights = _unstacked(saved) if model.config.model_type == "gpt_oss" else saved
+    return {name: weight.numpy() for name, weight in weights.items()}
 
 
 def _count_choices(model: Any) -> dict[Any, torch.Tensor]:
@@ -195,48 +204,6 @@ def _count_choices(model: Any) -> dict[Any, torch.Tensor]:
     for router in counts:
         router.register_forward_hook(count)
     return counts
-
-
-def _names_of_experts(config: Any) -> tuple[str, str, str, str]:
-    """How files name a layer's block, and an expert's gate, up and down matrices."""
-    if config.model_type == "mixtral":
-        return "block_sparse_moe", "w1", "w3", "w2"
-    return "mlp", "gate_proj", "up_proj", "down_proj"
-
-
-def _experts_together(weights: dict[str, torch.Tensor], names: tuple[str, str, str, str]) -> dict[str, torch.Tensor]:
-    """The weights as transformers holds them: of all experts of a layer in two tensors."""
-    block, gate, up, down = names
-    found: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        layer, marker, rest = name.partition(f".{block}.experts.")
-        if not marker:
-            found[name.replace(f".{block}.gate.", ".mlp.gate.")] = weight
-        elif rest == f"0.{gate}.weight":
-            count = sum(key.startswith(f"{layer}{marker}") and key.endswith(f".{gate}.weight") for key in weights)
-            first, second, third = (
-                [weights[f"{layer}{marker}{expert}.{matrix}.weight"] for expert in range(count)]
-                for matrix in (gate, up, down)
-            )
-            both = [torch.cat(pair) for pair in zip(first, second, strict=True)]
-            found[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
-            found[f"{layer}.mlp.experts.down_proj"] = torch.stack(third)
-    return found
-
-
-def _experts_apart(weights: dict[str, torch.Tensor], names: tuple[str, str, str, str]) -> dict[str, torch.Tensor]:
-    """The weights by the names of files: each expert's matrices by themselves."""
-    block, gate, up, down = names
-    found: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        layer, marker, rest = name.partition(".mlp.experts.")
-        if not marker:
-            found[name.replace(".mlp.gate.", f".{block}.gate.")] = weight
-            continue
-        for expert, matrix in enumerate(weight):
-            parts = zip((gate, up), matrix.chunk(2), strict=True) if rest == "gate_up_proj" else [(down, matrix)]
-            found |= {f"{layer}.{block}.experts.{expert}.{kind}.weight": part for kind, part in parts}
-    return found
 
 
 def _stacked_name(name: str) -> str:

@@ -8,8 +8,8 @@ seed -> processes, Config          draw_case: drawn again until checks.mistakes 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -28,7 +28,6 @@ from megatron_ext.config import (
     WeightingConfig,
     WindowConfig,
 )
-from megatron_ext.config.arguments import flag
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.data.build.indexed import MASK
@@ -56,14 +55,10 @@ _ATTEMPTS = 2000
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration and how many processes it runs on; data sets and folders by name, until `located`."""
+    """A configuration and how many processes it runs on, in a folder that has the data sets."""
 
     config: Config
     processes: int
-
-    def __str__(self) -> str:
-        flags = [f"{flag(name)} {_shown(value)}" for name, value in changed(self.config)]
-        return f"{self.processes} processes: {' '.join(flags)}"
 
 
 @dataclass(frozen=True)
@@ -120,18 +115,6 @@ def draw_case(seed: int) -> RandomCase:
     saving = replace(run.config.checkpoint, save_interval=SAVED_AT, async_save=chance.random() < 0.4)
     run = Run(replace(run.config, checkpoint=saving), run.processes)
     return RandomCase(seed, run, valid(lambda: _elsewhere(chance, run.config)), rejected)
-
-
-def changed(config: Config) -> Iterator[tuple[str, Any]]:
-    for section in vars(config).values():
-        for field in fields(section):
-            value = getattr(section, field.name)
-            if value != field.default:
-                yield field.name, value
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _run(chance: random.Random) -> Run:
@@ -447,36 +430,8 @@ def write_data(folder: Path) -> None:
             np.save(folder / f"{name}{MASK}", turns.astype(np.uint8))
 
 
-def located(run: Run, data: Path, scores: Path, folder: Path, load: Path | None = None) -> Run:
-    """The run with real places for the names of data sets, the score store and its own folder."""
-    config, save = run.config, str(folder)
-
-    def place(name: str) -> str:
-        return str(data / name) if name in DOCUMENTS else name
-
-    return replace(
-        run,
-        config=replace(
-            config,
-            data=replace(
-                config.data,
-                data_path=tuple(map(place, config.data.data_path)),
-                valid_data_path=tuple(map(place, config.data.valid_data_path)),
-                mixture=tuple(replace(part, prefix=place(part.prefix)) for part in config.data.mixture),
-            ),
-            weighting=replace(config.weighting, score_store=str(scores) if config.weighting.score_store else None),
-            checkpoint=replace(
-                config.checkpoint,
-                save=save,
-                load=str(load) if load else None,
-                dump_trajectory=str(folder / "trajectory"),
-            ),
-        ),
-    )
-
-
 def prepare(config: Config) -> None:
-    """Make the packing plans and the score store that a run reads: short losses drawn near a new model's own."""
+    """Make the packing plans and the score store that a run in this folder reads; its losses are near a new model's."""
     plain = replace(config, weighting=WeightingConfig())
     for number in (0, 1) if config.training.eval_interval else (0,):
         for split in splits(plain, config.model.vocab_size, number):

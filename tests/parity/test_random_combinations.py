@@ -1,7 +1,7 @@
 """Random combinations of all options train the same model as one process does.
 
 A case is a number: `pytest tests/parity/test_random_combinations.py -k seed0017` runs one of these, and
-RANDOM_SEEDS=7,5000-5999 in the environment others instead. Its failure says the options as flags.
+RANDOM_SEEDS=7,5000-5999 in the environment others instead. Its failure names the configuration's file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runs import RunResult, weight_error
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml
-from parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, located, prepare, write_data
+from parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, prepare, write_data
 
 QUICK, ALL = 4, 260
 TIMEOUT_S = 120
@@ -73,14 +73,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begin(run: Run, folder: Path) -> Running:
-    """Start a located run; its configuration is `folder`.yaml."""
-    path = folder.with_suffix(".yaml")
+def begin(run: Run, name: str, *flags: object) -> Running:
+    """Start a run in this folder, with --save `name`; its configuration is NAME.yaml."""
+    path = Path(f"{name}.yaml").absolute()
     path.write_text(dump_yaml(run.config))
-    return Commands(run.processes).start(TRAINER, "--config", path)
+    places = ["--save", name, "--dump-trajectory", f"{name}/trajectory"]
+    return Commands(run.processes, path.parent).start(TRAINER, "--config", path, *places, *flags)
 
 
-def finish(running: Running, run: Run, folder: Path) -> RunResult:
+def finish(running: Running, run: Run, name: str) -> RunResult:
     """Wait for a run's successful end.
 
     Raises:
@@ -89,9 +90,9 @@ def finish(running: Running, run: Run, folder: Path) -> RunResult:
     try:
         done = running.finish(TIMEOUT_S)
     except TimeoutError as error:
-        raise AssertionError(f"{run}\n{error}") from None
-    assert running.statuses == [0] * run.processes, f"{run}\n{running.words()}"
-    return RunResult(folder, 0, done[0].stdout, done[0].stderr)
+        raise AssertionError(f"{name}.yaml\n{error}") from None
+    assert running.statuses == [0] * run.processes, f"{name}.yaml\n{running.words()}"
+    return RunResult(Path(name), 0, done[0].stdout, done[0].stderr)
 
 
 def relative(ours: Sequence[Any], theirs: Sequence[Any], least: float = 0.0) -> float:
@@ -147,31 +148,27 @@ def tolerance(key: str, config: Config) -> float:
     return FP32.get(key, 1e-6) * (10 if differences else 1)
 
 
-def assert_same(case: RandomCase, ours: RunResult, theirs: RunResult, run: Run, first_step: int = 0) -> None:
+def assert_same(case: RandomCase, ours: RunResult, theirs: RunResult, config: Config, first_step: int = 0) -> None:
     found = errors(ours, theirs, first_step)
-    allowed = {key: tolerance(key, run.config) for key in found} | AMPLIFIED.get(case.seed, {})
+    allowed = {key: tolerance(key, config) for key in found} | AMPLIFIED.get(case.seed, {})
     wrong = {key: error for key, error in found.items() if not error <= allowed[key]}
-    assert not wrong, f"seed {case.seed}: {wrong}\n{run}"
+    assert not wrong, f"seed {case.seed}, {ours.folder.absolute()}.yaml: {wrong}"
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_a_combination_trains_the_same_model(seed: int, data: Path, tmp_path: Path) -> None:
+def test_a_combination_trains_the_same_model(
+    seed: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = draw_case(seed)
-    print(f"seed {seed}, {case.rejected} draws rejected, {case.run}")
-    scores = tmp_path / "scores"
-    folders = {name: tmp_path / name for name in ("together", "alone", "elsewhere")}
-    together = located(case.run, data, scores, folders["together"])
-    alone = located(case.alone, data, scores, folders["alone"])
-    prepare(alone.config)
-    running = [
-        begin(run, run_folder) for run, run_folder in ((together, folders["together"]), (alone, folders["alone"]))
-    ]
-    reference = finish(running[1], alone, folders["alone"])
-    result = finish(running[0], together, folders["together"])
-    assert_same(case, result, reference, together)
+    print(f"seed {seed}, {case.rejected} draws rejected")
+    monkeypatch.chdir(tmp_path)
+    for file in data.iterdir():
+        Path(file.name).symlink_to(file)
+    prepare(case.alone.config)
+    together, alone = begin(case.run, "together"), begin(case.alone, "alone")
+    reference = finish(alone, case.alone, "alone")
+    assert_same(case, finish(together, case.run, "together"), reference, case.run.config)
     if case.elsewhere is not None:
-        print(f"goes on with {case.elsewhere}")
-        checkpoint = folders["together"] / "checkpoints" / f"iter_{SAVED_AT:07d}"
-        elsewhere = located(case.elsewhere, data, scores, folders["elsewhere"], checkpoint)
-        resumed = finish(begin(elsewhere, folders["elsewhere"]), elsewhere, folders["elsewhere"])
-        assert_same(case, resumed, reference, elsewhere, SAVED_AT)
+        checkpoint = Path("together", "checkpoints", f"iter_{SAVED_AT:07d}")
+        resumed = finish(begin(case.elsewhere, "elsewhere", "--load", checkpoint), case.elsewhere, "elsewhere")
+        assert_same(case, resumed, reference, case.elsewhere.config, SAVED_AT)
