@@ -18,9 +18,9 @@ from pathlib import Path
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config, DataConfig, TrainingConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import Policy
 from megatron_ext.data.packing import POLICIES, build_plan, describe, report
-from megatron_ext.data.rows.dataset import check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.pack_view import describe as describe_row
 from megatron_ext.inspect.pack_view import view_row
@@ -53,9 +53,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    check_seed(options.seed)
-    data = DataConfig(data_path=tuple(options.data_path), seq_length=options.seq_length, split=options.split)
-    return Config(data=data, training=TrainingConfig(seed=options.seed))
+    words = ["--seq-length", options.seq_length, "--split", options.split, "--seed", options.seed]
+    return parse([*map(str, words), "--data-path", *options.data_path])
 
 
 def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:

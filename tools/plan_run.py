@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megatron_ext.cli import Parser, command, program
 from megatron_ext.config.arguments import dump_yaml, parse_stages
-from megatron_ext.config.schema import out_of_range
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
@@ -51,8 +50,6 @@ def main(argv: list[str]) -> int:
     if not rest:
         raise UserError("--config is required, for example: --config examples/configs/skyladder/skyladder_1b_8k.yaml")
     config = parse_stages(rest)[0].config
-    if wrong := [line for section in vars(config).values() for line in out_of_range(section)]:
-        raise UserError("\n".join(wrong))
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     rows, what = None, "one document each, the most that attention can cost"
     if options.documents != "whole":

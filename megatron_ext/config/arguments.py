@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
 
 from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.presets import PRESETS
-from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, mistake
+from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
 from megatron_ext.errors import UserError, echo
@@ -136,7 +135,7 @@ def from_dict(values: Values) -> Config:
     Raises:
         UserError: an invalid value.
     """
-    return _validate(
+    return validate(
         {
             section: {name: value for name, value in values.get(section, {}).items() if name in FIELDS}
             for section in SECTIONS
@@ -180,29 +179,7 @@ def _build(*layers: Values) -> Config:
             values["data"]["mixture"] = read_mixture(Path(mixture[0]))
         else:
             raise UserError(f"mixture: got {len(mixture)} words, needs one YAML file")
-    return _validate(values)
-
-
-def _validate(sections: Any, source: str = "") -> Config:
-    """Build the configuration; `source` is the prefix of the error's lines.
-
-    Raises:
-        UserError: one line per invalid name or value.
-    """
-    lines = []
-    for entries in sections.values():
-        for name, value in entries.items() if isinstance(entries, dict) else ():
-            if (
-                isinstance(value, bool) and name in FIELDS and not FIELDS[name].is_switch
-            ):  # pydantic accepts it as 0 or 1
-                lines.append(f"{name}: got {value}, needs another value: it is not a yes-or-no option")
-    try:
-        config: Config = ADAPTER.validate_python(sections)
-    except ValidationError as error:
-        lines += [mistake(one) for one in error.errors()]
-    if lines:
-        raise UserError("\n".join(source + line for line in lines))
-    return config
+    return validate(values)
 
 
 def _check_file(sections: Values, path: str) -> None:
@@ -212,7 +189,7 @@ def _check_file(sections: Values, path: str) -> None:
         data["mixture"] = [data["mixture"]]
     if isinstance(data, dict) and isinstance(data.get("mixture"), list):
         sections = sections | {"data": data | {"mixture": []}}  # read in _build
-    _validate(sections, f"{path}: ")
+    validate(sections, f"{path}: ")
 
 
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:

@@ -15,32 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.cli import program
-from megatron_ext.config.options import Config, ModelConfig, ParallelConfig
-from megatron_ext.config.schema import FIELDS, flag, out_of_range
+from megatron_ext.config.options import Config, ParallelConfig
+from megatron_ext.config.schema import FIELDS, flag, invalid
 from megatron_ext.config.stages import Stage
-from megatron_ext.data.rows.dataset import check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
 
 Rule = tuple[str, Callable[[Any], Any], str]
-
-# the options that each rope_scaling reads
-SCALING_READS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "linear": ("rope_scaling_factor",),
-    "dynamic": ("rope_scaling_factor", "rope_original_length"),
-    "yarn": (
-        "rope_scaling_factor",
-        "rope_original_length",
-        "rope_beta_fast",
-        "rope_beta_slow",
-        "rope_truncate",
-        "rope_attention_factor",
-        "rope_mscale_all_dim",
-    ),
-    "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
-}
-SCALING_OPTIONS = sorted({name for names in SCALING_READS.values() for name in names})
 
 
 def _shown(value: Any) -> str:
@@ -51,20 +32,20 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _given(o: Any, name: str) -> bool:
-    return getattr(o, name) != FIELDS[name].default
+def _if_given(names: str, is_wrong: Callable[[Any], Any], message: str) -> list[Rule]:
+    """Return rules that reject each of `names` if it is given, as another value than its default, and `is_wrong`."""
+    return [
+        (name, lambda o, n=name: getattr(o, n) != FIELDS[n].default and is_wrong(o), message)  # type: ignore[misc]
+        for name in names.split()
+    ]
 
 
 def _requires(names: str, other: str) -> list[Rule]:
-    """Return rules that reject each of `names` if it is given without `other`."""
-    message = f" without {other}, which it needs; add {flag(other)}"
-    return [(name, lambda o, n=name: _given(o, n) and not getattr(o, other), message) for name in names.split()]  # type: ignore[misc]
+    return _if_given(names, lambda o: not getattr(o, other), f" without {other}, which it needs; add {flag(other)}")
 
 
 def _excludes(names: str, other: str) -> list[Rule]:
-    """Return rules that reject each of `names` if it is given together with `other`."""
-    message = f" together with {other} {{{other}}}; leave one of them out"
-    return [(name, lambda o, n=name: _given(o, n) and getattr(o, other), message) for name in names.split()]  # type: ignore[misc]
+    return _if_given(names, lambda o: getattr(o, other), f" together with {other} {{{other}}}; leave one of them out")
 
 
 MODEL: list[Rule] = [
@@ -81,11 +62,10 @@ MODEL: list[Rule] = [
      ", needs a multiple of tensor_model_parallel_size {tp}"),
     ("qk_layernorm", lambda o: o.qk_layernorm and o.add_qkv_bias,
      " with add_qkv_bias, which no model of transformers has; leave one of them out"),
-    # options that only some blocks support
-    *((name, lambda o, n=name, b=block: _given(o, n) and o.block != b,
-       f" with block {{block}}, needs --block {block}; leave it out")
-      for name, block in (("add_qkv_bias", "llama"), ("qk_layernorm", "llama"), ("no_rope_freq", "llama"),
-                          ("rotary_percent", "phi"), ("query_pre_attn_scalar", "gemma3"))),
+    *_if_given("add_qkv_bias qk_layernorm no_rope_freq", lambda o: o.block != "llama",
+               " with block {block}, needs llama"),
+    *_if_given("rotary_percent", lambda o: o.block != "phi", " with block {block}, needs phi"),
+    *_if_given("query_pre_attn_scalar", lambda o: o.block != "gemma3", " with block {block}, needs gemma3"),
     ("hidden_size", lambda o: o.block == "gemma3" and o.kv_channels and o.hidden_size % o.heads,
      ", block gemma3 needs a multiple of num_attention_heads {heads} in transformers, with any kv_channels"),
     ("softmax_type", lambda o: o.softmax_type == "learnable" and o.block == "gpt_oss",
@@ -93,7 +73,6 @@ MODEL: list[Rule] = [
     ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd")
      and (o.softmax_type == "learnable" or o.block == "gpt_oss"),
      ", which has no gradient of attention sinks; use auto"),
-    ("rotary_base_local", lambda o: o.rotary_base_local and not o.local_window, ", needs local_window; leave it out"),
     ("rotary_percent",
      lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
      ", needs at most 1 and an even number of a head's {head_size} dimensions; change it or kv_channels"),
@@ -111,16 +90,18 @@ MODEL: list[Rule] = [
      ", needs an even number for RoPE"),
     ("v_head_dim", lambda o: o.multi_latent_attention and o.v_head_dim > o.head_size,
      ", needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
-    ("attention_dropout", lambda o: o.attention_dropout != 0, ", needs 0: packed attention has no dropout"),
-    ("hidden_dropout", lambda o: not 0 <= o.hidden_dropout < 1, ", needs 0 <= p < 1"),
 ]  # fmt: skip
 
 ROPE: list[Rule] = [
-    *((name, lambda o, n=name: _given(o, n) and n not in SCALING_READS[o.rope_scaling],
-       ", which rope_scaling {rope_scaling} does not read; leave it out or use "
-       + " or ".join(kind for kind, names in SCALING_READS.items() if name in names)) for name in SCALING_OPTIONS),
+    *(rule for names, kinds in (
+          ("rope_scaling_factor", ("linear", "dynamic", "yarn", "llama3")),
+          ("rope_original_length", ("dynamic", "yarn", "llama3")),
+          ("rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor rope_mscale_all_dim", ("yarn",)),
+          ("rope_low_freq_factor rope_high_freq_factor", ("llama3",)))
+      for rule in _if_given(names, lambda o, kinds=kinds: o.rope_scaling not in kinds,  # type: ignore[misc]
+                            f" with rope_scaling {{rope_scaling}}, needs {' or '.join(kinds)}; leave it out")),
     ("rope_original_length",
-     lambda o: "rope_original_length" in SCALING_READS[o.rope_scaling] and o.rope_original_length is None,
+     lambda o: o.rope_scaling in ("dynamic", "yarn", "llama3") and o.rope_original_length is None,
      ", rope_scaling {rope_scaling} needs the length that the model was trained at"),
     ("rope_scaling_factor", lambda o: o.rope_scaling == "dynamic" and o.rope_scaling_factor < 1,
      ", rope_scaling dynamic needs at least 1"),
@@ -146,10 +127,10 @@ _LLAMA_EXPERTS = f"moe_shared_expert_intermediate_size moe_layer_freq {_SIGMOID}
 EXPERTS: list[Rule] = [
     *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
                f"moe_router_load_balancing_type moe_router_score_function {_LLAMA_EXPERTS}", "num_experts"),
-    *((name, lambda o, n=name: _given(o, n) and o.block != "llama", " with block {block}, needs --block llama")
-      for name in f"moe_router_score_function {_LLAMA_EXPERTS}".split()),
-    *((name, lambda o, n=name: _given(o, n) and o.moe_router_score_function != "sigmoid",
-       " with moe_router_score_function {moe_router_score_function}, needs sigmoid") for name in _SIGMOID.split()),
+    *_if_given(f"moe_router_score_function {_LLAMA_EXPERTS}", lambda o: o.block != "llama",
+               " with block {block}, needs llama"),
+    *_if_given(_SIGMOID, lambda o: o.moe_router_score_function != "sigmoid",
+               " with moe_router_score_function {moe_router_score_function}, needs sigmoid"),
     *_requires("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
     *_requires("moe_router_num_groups", "moe_router_group_topk"),
     *_requires("moe_router_group_topk", "moe_router_num_groups"),
@@ -227,7 +208,7 @@ LAYOUT: list[Rule] = [
 WINDOW: list[Rule] = [
     ("window_end", lambda o: o.last_window > o.seq_length,
      ", needs at most seq_length {seq_length}; lower it or leave it out"),
-    *_requires("window_attn_skip_freq local_window_fixed", "local_window"),
+    *_requires("window_attn_skip_freq local_window_fixed rotary_base_local", "local_window"),
     ("window_schedule", lambda o: o.local_window and o.window_attn_skip_freq is None
      and o.window_schedule != "constant" and o.local_window_fixed,
      ", needs layers that follow it: all are local, and local_window_fixed keeps their window; leave that out or add "
@@ -240,28 +221,30 @@ WINDOW: list[Rule] = [
 WEIGHTING: list[Rule] = [
     ("packing", lambda o: o.token_weighting == "dataset" and o.packings,
      "{packings}, token_weighting dataset needs random"),
-    *((name, lambda o, n=name, k=kind: o.token_weighting != k and getattr(o, n) is not None,
-       f" with token_weighting {{token_weighting}}; leave it out, or use --token-weighting {kind}")
-      for name, kind in (("score_store", "frozen"), ("short_context", "unfrozen"))),
-    ("weight_post", lambda o: o.weighs and o.weight_post not in o.posts, ", weight_score {weight_score} needs {legal}"),
-    *(("weight_strength", lambda o, p=post, f=fits: o.weighs and o.weight_post == p and p in o.posts
-       and not f(o.strength), f"{{strength}}, weight_post {post} needs {needs}")
+    *_if_given("score_store", lambda o: o.token_weighting != "frozen",
+               " with token_weighting {token_weighting}, needs frozen"),
+    *_if_given("short_context", lambda o: o.token_weighting != "unfrozen",
+               " with token_weighting {token_weighting}, needs unfrozen"),
+    ("weight_post", lambda o: o.weighs and o.weight_score == "longce" and o.weight_post != "none",
+     ", weight_score longce needs none"),
+    ("weight_post", lambda o: o.weighs and o.weight_score == "rho1" and o.weight_post != "sparse",
+     ", weight_score rho1 needs sparse"),
+    *(("weight_strength", lambda o, p=post, f=fits: o.weighs and o.weight_post == p and not f(o.strength),
+       f"{{strength}}, weight_post {post} needs {needs}")
       for post, fits, needs in (
           ("dense", lambda x: 0 <= x <= 1, "0 <= lambda <= 1 (1 is uniform)"),
           ("sparse", lambda x: 0 < x <= 1, "0 < kappa <= 1 (1 is uniform)"),
           ("none", lambda x: x >= 0, "gamma >= 0 (0 is uniform)"))),
-    ("weight_shift", lambda o: o.weighs and o.weight_shift is not None and o.weight_score not in ("ppmi", "npmi"),
-     " with weight_score {weight_score}, needs ppmi or npmi"),
-    ("weight_shift", lambda o: o.weighs and o.weight_score in ("ppmi", "npmi") and o.weight_shift is not None
-     and o.weight_shift < 1, ", needs k >= 1"),
+    *_if_given("weight_shift", lambda o: o.weighs and o.weight_score not in ("ppmi", "npmi"),
+               " with weight_score {weight_score}, needs ppmi or npmi"),
     ("weight_score", lambda o: o.token_weighting == "frozen" and not o.needs_short_losses,
      ", which compares no two losses; use --token-weighting unfrozen"),
     ("score_store", lambda o: o.token_weighting == "frozen" and o.score_store is None,
      ", token_weighting frozen needs one; make it with {make_scores}"),
     ("weight_score", lambda o: o.token_weighting == "unfrozen" and o.weight_score == "rho1",
      ", which needs a reference model; use --token-weighting frozen with its score_store"),
-    ("short_context", lambda o: o.token_weighting == "unfrozen" and not o.needs_short_losses and o.short_context,
-     ", which weight_score {weight_score} does not read; leave it out"),
+    *_if_given("short_context", lambda o: not o.needs_short_losses,
+               ", which weight_score {weight_score} does not read; leave it out"),
     ("short_context", lambda o: o.scores and o.short_context is None,
      ", token_weighting unfrozen needs a number of tokens, such as seq_length / 4"),
     ("short_context", lambda o: o.scores and o.short_context is not None and o.short_context >= o.seq_length,
@@ -289,10 +272,8 @@ OPTIMIZER: list[Rule] = [
     *_excludes("qk_clip_threshold", "use_precision_aware_optimizer"),
     ("on_spike", lambda o: o.on_spike != "continue" and not o.spike_window,
      " with spike_window 0, needs losses to compare with; raise it"),
-    *_requires("early_stopping_patience", "eval_interval"),
+    *_requires("early_stopping_patience valid_data_path", "eval_interval"),
     ("spike_window", lambda o: o.spike_window == 1, ", needs 0 (none) or at least 2 losses for a deviation"),
-    *((name, lambda o, n=name: not 0 <= getattr(o, n) < 1, ", needs 0 <= beta < 1")
-      for name in ("adam_beta1", "adam_beta2")),
 ]  # fmt: skip
 
 DATA: list[Rule] = [
@@ -301,8 +282,6 @@ DATA: list[Rule] = [
     ("data_path", lambda o: o.mixture and o.data_path, " together with a mixture; leave one of them out"),
     ("packing", lambda o: o.mixture and not o.data_path and (o.packing != "random" or o.packing_options),
      " with a mixture, whose parts have their own packings; leave it out"),
-    ("mixture", lambda o: o.mixture and not o.data_path and o.twice,
-     " several parts named {twice}, needs a different name for each"),
     ("data_path", lambda o: not (o.mixture or o.data_path),
      ", needs the prefix of a dataset, or a mixture; make a dataset with {make_dataset}"),
 ]  # fmt: skip
@@ -310,14 +289,13 @@ DATA: list[Rule] = [
 SAVING: list[Rule] = [
     ("vocab_size", lambda o: o.vocab_size is None and o.tokenizer_model is None,
      ", needs a number or a tokenizer_model to take it from"),
-    ("eval_lengths", lambda o: o.bad_lengths, "{bad_lengths}, needs 1..seq_length {seq_length}"),
-    *((name, lambda o, n=name: getattr(o, n) == "", "an empty name, needs a folder")
-      for name in ("save", "load", "init_from", "dump_trajectory")),
+    ("eval_lengths", lambda o: max(o.eval_lengths, default=0) > o.seq_length,
+     ", needs at most seq_length {seq_length}"),
     *_requires("save_interval save_seconds async_save keep_last", "save"),
     *_requires("init_optimizer", "init_from"),
     *_requires("load_if_present load_latest_complete", "load"),
     *_requires("keep_every", "keep_last"),
-    ("override", lambda o: o.no_options, "{no_options}, needs the name of an option, such as lr or data_path"),
+    ("override", lambda o: set(o.override) - FIELDS.keys(), ", needs names of options, such as lr or data_path"),
 ]  # fmt: skip
 
 _LOWERED = "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
@@ -354,13 +332,11 @@ SPEED: list[Rule] = [
           ("num_attention_heads", "query_width", "tp", " heads of {head_size}"),
           ("num_query_groups", "key_width", "tp", " heads of {head_size}"),
           ("seq_length", "tokens", "cp", " x micro_batch_size {micro_batch_size}"))),
-    ("optimizer_offload_fraction", lambda o: o.optimizer_offload_fraction > 1, ", needs at most 1"),
     *_requires("optimizer_offload_fraction", "optimizer_cpu_offload"),
     *_requires(f"optimizer_cpu_offload main_grads_dtype {_LOWERED}", "use_precision_aware_optimizer"),
     ("use_distributed_optimizer", lambda o: o.use_precision_aware_optimizer and o.use_distributed_optimizer is False,
      " with use_precision_aware_optimizer, which needs it"),
-    *((name, lambda o, n=name: o.use_precision_aware_optimizer and o.optimizer_cpu_offload and _given(o, n),
-       " with optimizer_cpu_offload, needs fp32") for name in _LOWERED.split()),
+    *_excludes(_LOWERED, "optimizer_cpu_offload"),
 ]  # fmt: skip
 
 # `transformer_engine` is whether its layers are used
@@ -412,23 +388,19 @@ def _options(config: Config, world_size: int) -> Any:
     o.weighs = weighting.token_weighting in ("unfrozen", "frozen")
     o.needs_short_losses, o.strength = weighting.needs_short_losses, weighting.strength
     o.scores = weighting.token_weighting == "unfrozen" and o.needs_short_losses
-    o.posts = {"longce": ("none",), "rho1": ("sparse",)}.get(weighting.weight_score, ("dense", "sparse", "none"))
-    o.legal = " or ".join(o.posts)
     o.decay, o.falls = config.lr_decay_steps, config.optimizer.lr_decay_style != "constant"
     o.after_warmup = o.decay - config.optimizer.lr_warmup_iters
     o.packings = " ".join(sorted({data.packing, *(part.packing for part in data.mixture)} - {"random"}))
-    labels = [part.label for part in data.mixture]
-    o.twice = " ".join(sorted({label for label in labels if labels.count(label) > 1}))
-    lengths = config.training.eval_lengths
-    o.bad_lengths = " ".join(str(length) for length in lengths if not 1 <= length <= data.seq_length)
-    o.shorter = next((length for length in lengths if length != data.seq_length), None)
-    o.no_options = " ".join(name for name in config.checkpoint.override if name not in FIELDS)
-    o.fp8_multiple = fp8_multiple(config)
+    o.shorter = next((length for length in config.training.eval_lengths if length != data.seq_length), None)
+    o.fp8_multiple = config.training.fp8_multiple
     o.make_scores, o.make_dataset = program("score"), program("preprocess")
     return o
 
 
-def _broken(rules: Iterable[Rule], o: Any) -> Iterator[str]:
+def broken(rules: Iterable[Rule], config: Config, world_size: int = 1, **facts: Any) -> Iterator[str]:
+    """Yield a line for each rule that a configuration breaks, with further facts that the rules name."""
+    o = _options(config, world_size)
+    vars(o).update(facts)
     for name, is_wrong, message in rules:
         if is_wrong(o):
             shown = _shown(getattr(o, name)) if message[0] in ", " else ""  # otherwise the message contains the value
@@ -437,40 +409,17 @@ def _broken(rules: Iterable[Rule], o: Any) -> Iterator[str]:
 
 def mistakes(config: Config, world_size: int) -> Iterator[str]:
     """Yield one line for each reason why `config` cannot run on `world_size` processes."""
-    alone = [line for section in vars(config).values() for line in out_of_range(section)]
-    alone += _raised(check_seed, config.training.seed)
-    yield from alone
-    if alone:
-        return  # the checks below divide by these values
-    o = _options(config, world_size)
-    yield from _broken([*MODEL, *ROPE], o)
-    yield from _window_bases(config)
-    yield from _broken([*EXPERTS, *LAYOUT], o)
-    yield from _raised(check_tokens, o.tokens)
-    yield from _broken(WINDOW, o)
+    if outside := list(invalid(config)):
+        yield from outside
+        return  # the rules divide by these values
+    yield from broken(
+        [*MODEL, *ROPE, *EXPERTS, *LAYOUT, *WINDOW, *WEIGHTING, *OPTIMIZER, *DATA, *SAVING, *SPEED], config, world_size
+    )
+    yield from _raised(check_tokens, config.data.micro_batch_size * config.data.seq_length)
     if config.window_end <= config.data.seq_length:
         yield from _raised(config.window_schedule)
-    yield from _broken([*WEIGHTING, *OPTIMIZER, *DATA], o)
+    yield from _raised(_check_window_bases, config)
     yield from _parts(config)
-    yield from _broken([*SAVING, *SPEED], o)
-
-
-def platform_mistakes(config: Config, transformer_engine: bool) -> Iterator[str]:
-    """Yield one line for each option that the platform does not support, with or without Transformer Engine."""
-    o = _options(config, 1)
-    o.transformer_engine = transformer_engine
-    yield from _broken(PLATFORM, o)
-
-
-def warnings_of(config: Config) -> Iterator[str]:
-    """Yield one line for each probably unintended effect of a configuration that `check` accepts."""
-    yield from _broken(WARNINGS, _options(config, 1))
-
-
-def rope_mistakes(config: Config) -> Iterator[str]:
-    """Yield one line for each invalid combination of rotary options."""
-    yield from _broken(ROPE, _options(config, 1))
-    yield from _window_bases(config)
 
 
 def _raised(check: Callable[..., Any], *values: Any) -> Iterator[str]:
@@ -480,31 +429,28 @@ def _raised(check: Callable[..., Any], *values: Any) -> Iterator[str]:
         yield str(error)
 
 
-def _window_bases(config: Config) -> Iterator[str]:
-    model: ModelConfig = config.model
-    try:
-        table = model.window_bases()
-    except UserError as error:
-        yield str(error)
-        return
-    end, windows = config.window_end, {window for window, _ in table}
+def _check_window_bases(config: Config) -> None:
+    model, end = config.model, config.window_end
+    table = model.window_bases()
     possible = all(window > 0 and 0 < base < math.inf for window, base in table)
-    if not possible or len(windows) < len(table) or any(w >= end and base != model.rotary_base for w, base in table):
-        yield (
+    repeated = len({window for window, _ in table}) < len(table)
+    if not possible or repeated or any(w >= end and base != model.rotary_base for w, base in table):
+        raise UserError(
             f"rope_window_bases: got {_shown(model.rope_window_bases)}, needs bases above 0 for different windows "
             f"below the last one, {end} tokens, whose base is rotary_base {model.rotary_base:g}"
         )
 
 
 def _parts(config: Config) -> Iterator[str]:
+    """Yield one line for each mistake in the parts of a mixture or in datasets."""
     data = config.data
     try:
         parts = data.parts if data.data_path or data.mixture else ()
+        labels = [part.label for part in data.mixture]
+        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+            yield f"mixture: got several parts named {' '.join(repeated)}, needs a different name for each"
         if data.valid_data_path:
             parts = (*parts, *data.valid_parts)
-            if not config.training.eval_interval:
-                words = " ".join(data.valid_data_path)
-                yield f"valid_data_path: got {words} without eval_interval, needs both; add --eval-interval N"
         for part in parts:
             yield from part.mistakes(data.seq_length)
         if not config.window.document_mask and any(part.packing == "decomposition" for part in parts):
@@ -513,19 +459,8 @@ def _parts(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def fp8_multiple(config: Config) -> int:
-    """Return the number that both dimensions of every matrix product must be a multiple of; 1 without fp8."""
-    if config.training.fp8_format is None:
-        return 1
-    return 32 if config.training.fp8_recipe == "mxfp8" else 16
-
-
 def check_same_texts(parallel: ParallelConfig) -> None:
-    """Check that ranks that share experts process the same texts, which is required outside training.
-
-    Raises:
-        UserError: expert-parallel ranks are not within one context-parallel group.
-    """
+    """Raise UserError unless ranks that share experts process the same texts, which is required outside training."""
     ep, cp = parallel.expert_model_parallel_size, parallel.context_parallel_size
     if cp % ep:
         raise UserError(

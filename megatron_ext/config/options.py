@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
@@ -41,6 +41,10 @@ Layers = Annotated[PositiveInt, Le(10_000)]  # a safe upper limit, because each 
 Width = Annotated[PositiveInt, Le(2**24)]  # larger tensors fit no machine
 Tokens = Annotated[PositiveInt, Le(2**31)]
 Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds within a C int
+Seed = Annotated[NonNegativeInt, Lt(2**64)]
+Share = Annotated[PositiveFloat, Le(1)]
+Decay = Annotated[NonNegativeFloat, Lt(1)]
+Folder = Annotated[str, MinLen(1)]
 Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
 ALONE_S = 1800.0  # time limit of a step in a run of one process
 
@@ -182,8 +186,8 @@ class ModelConfig(_Section):
         "megatron: init_method_std, / sqrt(2 num_layers) for matrices that write to the residual stream; tinyllama: "
         "sqrt(2 / (5 hidden_size)), and 1 / (sqrt(hidden_size) num_layers) for those",
     )
-    hidden_dropout: float = _option(0.0, "dropout on the residual branches")
-    attention_dropout: float = _option(0.0, "must be 0: packed attention has no dropout")
+    hidden_dropout: Decay = _option(0.0, "dropout on the residual branches")
+    attention_dropout: Annotated[NonNegativeFloat, Le(0)] = _option(0.0, "must be 0: packed attention has no dropout")
 
     @property
     def head_size(self) -> int:
@@ -486,7 +490,7 @@ class WeightingConfig(_Section):
         None, "dense: lambda (default 0.75); sparse: kappa (0.2, frozen 0.4); none: gamma of focal and mile (1)"
     )
     weight_clip: PositiveFloat | None = _option(None, "upper bound of the weights; longce's gamma (5)")
-    weight_shift: float | None = _option(None, "ppmi and npmi: k; ln k is subtracted from scores")
+    weight_shift: Annotated[float, Ge(1)] | None = _option(None, "ppmi and npmi: k; ln k is subtracted from scores")
     short_context: PositiveInt | None = _option(None, "unfrozen: n, tokens of the short context")
     short_stride: PositiveInt | None = _option(None, "unfrozen: s, tokens that each chunk of n scores (default 3n/4)")
     score_store: str | None = _option(None, "frozen: zarr store written by tools/score_tokens.py", "STORE")
@@ -530,8 +534,8 @@ class OptimizerConfig(_Section):
     )
     weight_decay: NonNegativeFloat = _option(0.1, "decoupled weight decay of the matrices")
     weight_decay_all: bool = _option(False, "apply weight decay to norms and biases too, as in TinyLlama's code")
-    adam_beta1: float = _option(0.9, "Adam's first-moment decay")
-    adam_beta2: float = _option(0.95, "Adam's second-moment decay")
+    adam_beta1: Decay = _option(0.9, "Adam's first-moment decay")
+    adam_beta2: Decay = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
     clip_grad: NonNegativeFloat = _option(1.0, "limit of the global gradient norm; 0: none")
     qk_clip_threshold: PositiveFloat | None = _option(
@@ -547,7 +551,7 @@ class OptimizerConfig(_Section):
     optimizer_cpu_offload: bool = _option(
         False, "keep and update optimizer state on the host; needs the precision-aware optimizer"
     )
-    optimizer_offload_fraction: PositiveFloat = _option(1.0, "share of the optimizer state that is offloaded")
+    optimizer_offload_fraction: Share = _option(1.0, "share of the optimizer state that is offloaded")
 
 
 @dataclass(frozen=True)
@@ -555,7 +559,7 @@ class TrainingConfig(_Section):
     """The length, precision, evaluation and stopping rules of training."""
 
     train_iters: PositiveInt = _option(100, "optimizer steps")
-    seed: int = _option(1234, "seed of weights, data order and dropout, below 2^64")
+    seed: Seed = _option(1234, "seed of weights, data order and dropout, below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
     fp8_format: Literal["hybrid", "e4m3"] | None = _option(
         None, "matrix products of the layers in fp8 (Transformer Engine); hybrid: gradients in e5m2"
@@ -587,7 +591,7 @@ class TrainingConfig(_Section):
     )
     eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none")
     eval_iters: PositiveInt = _option(4, "global batches of validation rows per evaluation")
-    eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
+    eval_lengths: tuple[PositiveInt, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
     eval_packing: Literal["random", "same"] = _option(
         "random", "packing of validation rows: random for every run, or the run's own"
     )
@@ -604,14 +608,21 @@ class TrainingConfig(_Section):
         0.0, "nats by which a validation loss must be below the lowest one to count as lower"
     )
 
+    @property
+    def fp8_multiple(self) -> int:
+        """The number that both dimensions of every matrix product must be a multiple of; 1 without fp8."""
+        if self.fp8_format is None:
+            return 1
+        return 32 if self.fp8_recipe == "mxfp8" else 16
+
 
 @dataclass(frozen=True)
 class CheckpointConfig(_Section):
     """The checkpoints and folders that a run writes and reads."""
 
-    save: str | None = _option(None, "run folder: checkpoints, metrics, report", "RUN")
-    load: str | None = _option(None, "run folder to continue from, or one of its checkpoint folders", "RUN")
-    init_from: str | None = _option(
+    save: Folder | None = _option(None, "run folder: checkpoints, metrics, report", "RUN")
+    load: Folder | None = _option(None, "run folder to continue from, or one of its checkpoint folders", "RUN")
+    init_from: Folder | None = _option(
         None, "initial weights: a Hugging Face model folder, a run or a checkpoint", "FOLDER"
     )
     init_optimizer: bool = _option(False, "start with the optimizer state of --init-from, a run or checkpoint, as well")
@@ -626,7 +637,7 @@ class CheckpointConfig(_Section):
     async_save: bool = _option(False, "continue training while a checkpoint is written")
     keep_last: NonNegativeInt = _option(0, "number of newest checkpoints to keep; 0: all")
     keep_every: NonNegativeInt = _option(0, "with keep_last: also keep checkpoints of every n-th step; 0: none")
-    dump_trajectory: str | None = _option(None, "folder for everything that reproduces the run elsewhere", "FOLDER")
+    dump_trajectory: Folder | None = _option(None, "folder for everything that reproduces the run elsewhere", "FOLDER")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_ext.cli import nearest
 from megatron_ext.config.options import Config
-from megatron_ext.errors import echo
+from megatron_ext.errors import UserError, echo
 
 ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 SECTIONS: dict[str, Any] = {field.name: get_type_hints(Config)[field.name] for field in fields(Config)}
@@ -48,7 +48,6 @@ FIELDS: dict[str, Option] = {
     for section, options in SECTIONS.items()
     for field in fields(options)
 }
-_SECTION_ADAPTERS = {options: TypeAdapter(options) for options in SECTIONS.values()}
 
 
 def flag(name: str) -> str:
@@ -80,13 +79,24 @@ def _shown(value: Any) -> str:
     return str(value) if is_number else echo(value)
 
 
-def out_of_range(section: Any) -> Iterator[str]:
-    """Yield a line for each option of a section whose value has the wrong type, such as a `PositiveInt` of 0."""
+def validate(sections: Any, prefix: str = "") -> Config:
+    """Build the configuration; `prefix` begins each line of the error.
+
+    Raises:
+        UserError: one line per invalid name or value.
+    """
     try:
-        _SECTION_ADAPTERS[type(section)].validate_python(vars(section))
+        return ADAPTER.validate_python(sections)
     except ValidationError as error:
-        for one in error.errors():
-            yield mistake({**one, "loc": ("", *one["loc"])})
+        raise UserError("\n".join(prefix + mistake(one) for one in error.errors())) from None
+
+
+def invalid(config: Config) -> Iterator[str]:
+    """Yield a line for each option of a configuration made in Python whose value its type does not allow."""
+    try:
+        validate({name: vars(section) for name, section in vars(config).items()})
+    except UserError as error:
+        yield from str(error).splitlines()
 
 
 def json_schema() -> dict[str, Any]:

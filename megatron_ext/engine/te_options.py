@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from megatron_ext.config import Config
-from megatron_ext.config.checks import platform_mistakes
+from megatron_ext.config.checks import PLATFORM, broken
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import UserError
 
 
 def check(config: Config, platform: Platform) -> None:
     """Raise UserError with one line per option that this platform does not support."""
-    if lines := list(platform_mistakes(config, platform.transformer_engine)):
+    if lines := list(broken(PLATFORM, config, transformer_engine=platform.transformer_engine)):
         raise UserError("\n".join(lines))
 
 

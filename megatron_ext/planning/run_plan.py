@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import Config
-from megatron_ext.config.checks import warnings_of
+from megatron_ext.config.checks import WARNINGS, broken
 from megatron_ext.planning.flops import run_flops
 from megatron_ext.planning.memory import estimate, uncounted
 
@@ -57,7 +57,7 @@ def describe(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
         yield f"  {name:<14} {gibibytes(size):>10}"
     for line in uncounted(config):
         yield f"not counted      {line}"
-    for line in warnings_of(config):
+    for line in broken(WARNINGS, config):
         yield f"warning          {line}"
 
 

@@ -20,7 +20,6 @@ from megatron_ext.attention.health import sample_queries
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
-from megatron_ext.config.checks import fp8_multiple
 from megatron_ext.data.rows.balance import assign_rows
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
@@ -51,7 +50,7 @@ def division(config: Config, ranks: Ranks, tokens: int) -> Division:
     interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
     return Division(
         capacity=tokens,
-        unit=math.lcm(ranks.tensor_size, fp8_multiple(config)) * ranks.context_size,
+        unit=math.lcm(ranks.tensor_size, config.training.fp8_multiple) * ranks.context_size,
         multiple=ranks.pipeline_size if interleaved else 1,
     )
 

@@ -31,7 +31,7 @@ from megatron_ext.checkpoint.hf.names import count_active_parameters, count_para
 from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
-from megatron_ext.config.checks import warnings_of
+from megatron_ext.config.checks import WARNINGS, broken
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine import compat, environment, parallel, te_options
@@ -143,7 +143,7 @@ def log_setup(config: Config, built: Built, here: environment.Environment) -> No
     ]
     for line in lines:
         logger.info("%s", line)
-    for line in warnings_of(config):
+    for line in broken(WARNINGS, config):
         logger.warning("warning: %s", line)
 
 

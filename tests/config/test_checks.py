@@ -80,7 +80,7 @@ CASES = """
 --seed 18446744073709551616 | seed | --seed 18446744073709551615
 --vocab-size none | vocab_size | --vocab-size none --tokenizer-model t
 --save-interval 5 | save_interval | --save-interval 5 --save s
---eval-lengths 64 0 | eval_lengths | --eval-lengths 64 1
+--eval-lengths 64 513 | eval_lengths | --eval-lengths 64 512
 --block gpt_oss | num_experts | --block gpt_oss --num-experts 4
 ## --num-experts 4
 --moe-router-topk 5 | moe_router_topk | --moe-router-topk 4
@@ -229,11 +229,11 @@ def test_a_configuration_made_in_python_is_checked_too() -> None:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    config = parse(["--adam-beta1", "2", "--window-end", "513", "--num-query-groups", "3"])
+    config = parse(["--min-lr", "2", "--window-end", "513", "--num-query-groups", "3"])
     with pytest.raises(UserError) as caught:
         check(config, 3)
     options = [line.split(":")[0] for line in str(caught.value).splitlines()]
-    expected = ["num_attention_heads", "global_batch_size", "window_end", "adam_beta1", "data_path", "vocab_size"]
+    expected = ["num_attention_heads", "global_batch_size", "window_end", "min_lr", "data_path", "vocab_size"]
     assert options == expected
 
 

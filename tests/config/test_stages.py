@@ -160,9 +160,9 @@ def test_tools_need_to_know_which_stage(tmp_path: Path) -> None:
 
 
 def test_every_stage_is_checked_before_the_first_begins(tmp_path: Path) -> None:
-    stages = stages_of(tmp_path, long=LONG | {"optimizer": {"adam_beta1": 2}})
+    stages = stages_of(tmp_path, long=LONG | {"optimizer": {"min_lr": 2}})
     with pytest.raises(
-        UserError, match=r"stage long: adam_beta1: got 2.0, needs 0 <= beta < 1\nstage long: save: got nothing"
+        UserError, match=r"stage long: min_lr: got 2.0, needs at most lr 0.001\nstage long: save: got nothing"
     ):
         check_stages(stages, 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.checks import mistakes, warnings_of
+from megatron_ext.config.checks import WARNINGS, broken, mistakes
 
 BASE = "--data-path x --vocab-size 64 --save s --train-iters 30"
 LONG = "--train-iters 1600 --seq-length 1024 --global-batch-size 64"  # 105 million tokens; 1,500 steps are 98
@@ -14,7 +14,7 @@ LONG = "--train-iters 1600 --seq-length 1024 --global-batch-size 64"  # 105 mill
 def warned(flags: str) -> list[str]:
     config = parse(f"{BASE} {flags}".split())
     assert list(mistakes(config, 1)) == []
-    return list(warnings_of(config))
+    return list(broken(WARNINGS, config))
 
 
 @pytest.mark.parametrize(

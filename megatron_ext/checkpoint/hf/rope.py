@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.checks import rope_mistakes
-from megatron_ext.config.schema import out_of_range
+from megatron_ext.config.checks import ROPE, broken
+from megatron_ext.config.schema import invalid
 from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import attention_factor, follows_text, mscale, settled
 
@@ -127,7 +127,8 @@ def _with_one_base(model: ModelConfig, entries: dict[str, Any], path: Path) -> M
             )
     length = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     scaled = _scaled(model, scaling, rope, length or entries.get("max_position_embeddings"), entries)
-    mistake = next(chain(out_of_range(scaled), rope_mistakes(Config(model=scaled))), None)
+    config = Config(model=scaled)
+    mistake = next(chain(invalid(config), broken(ROPE, config)), None)
     if mistake is not None:
         raise UserError(f"checkpoint: {path} has values that make no sense: {mistake}")
     return scaled

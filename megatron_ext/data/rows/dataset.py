@@ -203,12 +203,6 @@ class RowDataset:
         return _DocumentOrder(self._documents[order], np.cumsum(self._lengths[order]))
 
 
-def check_seed(seed: int) -> None:
-    """Raise UserError unless it is an unsigned 64-bit integer."""
-    if not 0 <= seed < 2**64:
-        raise UserError(f"seed: got {seed}, needs 0 <= seed < 2^64")
-
-
 def part_seed(seed: int, number: int) -> int:
     """Return the seed of a part of a mixture; parts count from 0, and 0 follows 2^64-1."""
     return (seed + number) % 2**64
