@@ -69,27 +69,56 @@ class ScoreStore:
         identity: what the store was computed from.
     """
 
-    def __init__(self, path: Path, array: zarr.Array[Any], identity: StoreIdentity) -> None:
-        self.path, self.identity, self._array = path, identity, array
+    def __init__(self, path: Path, mode: Any) -> None:
+        """Open an existing store.
 
-    @staticmethod
-    def create_or_resume(path: str | os.PathLike[str], identity: StoreIdentity) -> ScoreStore:
+        Raises:
+            UserError: there is no store, or its description is damaged.
+        """
+        if not (path / "zarr.json").is_file():
+            raise UserError(f"score store {path}: there is no store; score the rows first, or check the path")
+        self.path = path
+        try:
+            self._array = zarr.open_array(path, mode=mode, zarr_format=3)  # format 2 can contain pickles
+            attributes = dict(self._array.attrs)
+            kind = attributes.pop("kind", None)
+            self.identity = TypeAdapter(StoreIdentity).validate_json(json.dumps(attributes))  # strict
+            if kind != KIND or self._array.shape != (self.identity.rows, self.identity.row_length):
+                raise ValueError("it is not what scoring writes")
+        except Exception as error:  # zarr and its codecs raise many kinds
+            raise UserError(
+                f"score store {path}: zarr.json cannot be read ({first_line(error)}); score again"
+            ) from None
+
+    @classmethod
+    def create_or_resume(cls, path: str | Path, identity: StoreIdentity) -> ScoreStore:
         """Open the store of `identity` at `path`, or create it; several processes may call this at once.
 
         Raises:
             UserError: the folder holds something else, or a store with another identity.
         """
-        folder = Path(path)
-        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-            _create(folder, identity)
-        if not (folder / "zarr.json").is_file():
-            raise UserError(f"score store {folder}: the path holds something else; give another folder")
-        store = _load(folder, mode="r+")
+        path = Path(path)
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            with atomic_folder(path, replace=False) as aside:  # if several processes create it, the first one wins
+                zarr.create_array(
+                    LocalStore(aside),
+                    shape=(identity.rows, identity.row_length),
+                    chunks=(1, identity.row_length),
+                    dtype="float32",
+                    fill_value=float("nan"),
+                    compressors=(ZstdCodec(), Crc32cCodec()),
+                    chunk_key_encoding={"name": "default", "separator": "."},
+                    dimension_names=("row", "token"),
+                    attributes={"kind": KIND, **asdict(identity)},
+                )
+        if not (path / "zarr.json").is_file():
+            raise UserError(f"score store {path}: the path holds something else; give another folder")
+        store = cls(path, "r+")
         store._compare("these rows have", "give another folder", asdict(identity))
         return store
 
-    @staticmethod
-    def open(path: str | os.PathLike[str], *, first: int = 0, **expected: int | str) -> ScoreStore:
+    @classmethod
+    def open(cls, path: str | Path, *, first: int = 0, **expected: int | str) -> ScoreStore:
         """Open the store at `path` to read from it.
 
         Args:
@@ -101,13 +130,12 @@ class ScoreStore:
         Raises:
             UserError: no store, a store that does not match `expected`, or a needed row is missing.
         """
-        store = _load(Path(path), mode="r")
+        store = cls(Path(path), "r")
         rows = int(expected.pop("rows", store.identity.rows))
         if rows > store.identity.rows:
             expected["rows"] = rows
         store._compare("this run needs", "name the store of this run's rows, or score them into a new one", expected)
-        missing = store.missing(range(first, rows))
-        if missing:
+        if missing := store.missing(range(first, rows)):
             raise UserError(
                 f"score store {store.path}: {len(missing)} of the {rows - first} rows that this run needs are missing, "
                 f"row {missing[0]} the first; {RESUME}"
@@ -117,7 +145,7 @@ class ScoreStore:
     def missing(self, rows: Iterable[int]) -> list[int]:
         """Return those of the rows that are missing."""
         files = set(os.listdir(self.path))  # decoding every row would take a millisecond each
-        return [row for row in rows if _file(row) not in files]
+        return [row for row in rows if f"c.{row}.0" not in files]
 
     def write(self, row: int, losses: Float32) -> None:
         """Write a row atomically; an older one is replaced.
@@ -129,13 +157,10 @@ class ScoreStore:
         Raises:
             UserError: a loss that is not finite.
         """
-        assert 0 <= row < self.identity.rows, row
-        assert (losses.dtype, losses.shape) == (np.float32, (self.identity.row_length,)), (losses.dtype, losses.shape)
-        bad = np.flatnonzero(~np.isfinite(losses))
-        if len(bad):
+        if not np.isfinite(losses).all():
             raise UserError(
-                f"score store {self.path}: row {row} has {len(bad)} losses that are not finite, {losses[bad[0]]} at "
-                f"token {bad[0]} the first; check the scorer's weights and its precision"
+                f"score store {self.path}: row {row} has a loss that is not finite, at token "
+                f"{np.isfinite(losses).argmin()}; check the scorer's weights and its precision"
             )
         self._array[row] = losses
 
@@ -145,15 +170,15 @@ class ScoreStore:
         Raises:
             UserError: the row is missing or damaged.
         """
-        assert 0 <= row < self.identity.rows, row
         try:
             losses = np.asarray(self._array[row], dtype=np.float32)
+            if not np.isfinite(losses).all():
+                raise ValueError("not finite")
         except (ValueError, RuntimeError) as error:  # crc32c, zstd
             raise UserError(
-                f"score store {self.path}: row {row} is damaged ({error}); delete {_file(row)} there, then {RESUME}"
+                f"score store {self.path}: row {row} is missing or damaged ({error}); delete c.{row}.0 there, then "
+                f"{RESUME}"
             ) from None
-        if not np.isfinite(losses).all():
-            raise UserError(f"score store {self.path}: row {row} is missing; {RESUME}")
         return losses
 
     def _compare(self, whose: str, remedy: str, expected: dict[str, int | str]) -> None:
@@ -162,39 +187,3 @@ class ScoreStore:
             if stored != wanted:
                 text = f"its {name} is {stored!s:.200}, but {whose} {wanted!s:.200}; {remedy}"
                 raise UserError(f"score store {self.path}: {text}")
-
-
-def _file(row: int) -> str:
-    return f"c.{row}.0"
-
-
-def _create(folder: Path, identity: StoreIdentity) -> None:
-    """Create an empty store atomically; if several processes try, the first one wins."""
-    with atomic_folder(folder, replace=False) as aside:
-        zarr.create_array(
-            LocalStore(aside),
-            shape=(identity.rows, identity.row_length),
-            chunks=(1, identity.row_length),
-            dtype="float32",
-            fill_value=float("nan"),
-            compressors=(ZstdCodec(), Crc32cCodec()),
-            chunk_key_encoding={"name": "default", "separator": "."},
-            dimension_names=("row", "token"),
-            attributes={"kind": KIND, **asdict(identity)},
-        )
-
-
-def _load(folder: Path, *, mode: Any) -> ScoreStore:
-    if not (folder / "zarr.json").is_file():
-        raise UserError(f"score store {folder}: there is no store; score the rows first, or check the path")
-    try:
-        array = zarr.open_array(folder, mode=mode, zarr_format=3)  # format 2 can contain pickles
-        attributes = dict(array.attrs)
-        kind = attributes.pop("kind", None)
-        identity = TypeAdapter(StoreIdentity).validate_json(json.dumps(attributes))  # strict
-    except Exception as error:  # zarr and its codecs raise many kinds
-        raise UserError(f"score store {folder}: zarr.json cannot be read ({first_line(error)}); score again") from None
-    shape = identity.rows, identity.row_length
-    if (kind, array.shape, array.chunks) != (KIND, shape, (1, identity.row_length)):
-        raise UserError(f"score store {folder}: the array in zarr.json is not what scoring writes; score again")
-    return ScoreStore(folder, array, identity)

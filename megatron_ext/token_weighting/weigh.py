@@ -22,13 +22,20 @@ is uniform, 1 for each trained token, under every post; a row without trained to
 rho1's short_loss is the reference model's loss: tokens with the highest *excess* loss, where the trained model is
 worst compared with the reference, are kept. The normalized losses of MiLe's authors, gamma 1, are dense with lambda 0.
 
+abs is of arXiv 2503.09202, longce 2410.23771, rho1 2404.07965, focal 1708.02002, mile 2310.19531; under ppmi the long
+context helps, under npmi it harms.
+
+Everything is computed in float64 and one row at a time, so that the weights of a row do not depend on the other rows in
+the batch, bit for bit.
+
 Legend: R rows, L tokens of a row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import TypeVar
 
 import numpy as np
@@ -36,12 +43,42 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from megatron_ext.device import moved
 from megatron_ext.errors import UserError, echo
-from megatron_ext.token_weighting.postprocess import Post, postprocess
-from megatron_ext.token_weighting.scores import LONGCE_GAMMA, Score, score_tokens
 
 Given = Tensor | ArrayLike
 Array = TypeVar("Array", Tensor, np.ndarray)
+
+LONGCE_GAMMA = 5.0  # the default of the LongCE authors' code
+PURPOSE = int.from_bytes(b"weights", "big")  # separates this random stream from others
+
+
+class Score(StrEnum):
+    """The scores; values of `--weight-score`."""
+
+    ABS = "abs"
+    PPMI = "ppmi"
+    NPMI = "npmi"
+    LONGCE = "longce"
+    RHO1 = "rho1"
+    FOCAL = "focal"
+    MILE = "mile"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The arguments of `weigh` that the score is computed from."""
+        if self is Score.FOCAL:
+            return ("long_loss",)
+        return ("entropy",) if self is Score.MILE else ("long_loss", "short_loss")
+
+
+class Post(StrEnum):
+    """The ways to turn scores into weights; values of `--weight-post`."""
+
+    DENSE = "dense"
+    SPARSE = "sparse"
+    NONE = "none"
+
 
 POSTS = {score: tuple(Post) for score in Score} | {Score.LONGCE: (Post.NONE,), Score.RHO1: (Post.SPARSE,)}
 
@@ -82,110 +119,50 @@ def weigh(
         ValueError: an option out of range or of another score; a shape or dtype that does not fit; a trained token's
             score that is not finite.
     """
-    weights_RL, _ = weigh_and_score(
-        long_loss,
-        short_loss,
-        score=score,
-        post=post,
-        strength=strength,
-        trained=trained,
-        same_context=same_context,
-        clip=clip,
-        shift=shift,
-        entropy=entropy,
-        seed=seed,
-    )
-    return weights_RL if isinstance(long_loss, Tensor) else weights_RL.numpy()
-
-
-@torch.no_grad()
-def weigh_and_score(
-    long_loss: Given,
-    short_loss: Given | None,
-    *,
-    score: str | Score,
-    post: str | Post,
-    strength: float,
-    trained: Given | None = None,
-    same_context: Given | None = None,
-    clip: float | None = None,
-    shift: float | None = None,
-    entropy: Given | None = None,
-    seed: int | Sequence[int] = 0,
-    checked: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Compute the weights as `weigh` does, and the scores from which they were computed.
-
-    With `checked` False nothing is read on the host; if the score of a trained token is not finite, all weights are NaN
-    instead of an error.
-
-    Returns:
-        weights, float32 [R, L], and scores, float64 [R, L], 0 for untrained tokens.
-    """
     score, post = Score(score), Post(post)
     _check(score, post, strength, clip, shift)
-    given = {"long_loss": long_loss, "short_loss": short_loss, "entropy": entropy}
-    for name, value, is_read in (
-        *((name, given[name], True) for name in score.reads),
-        ("entropy", entropy, "entropy" in score.reads),
-        ("same_context", same_context, "short_loss" in score.reads),
-    ):
-        if value is None and is_read and name != "same_context":
-            raise UserError(f"{name}: got None, score {score.value} needs it, [rows, tokens]")
-        if value is not None and not is_read:
-            raise UserError(f"{name}: score {score.value} does not read it; leave it out")
     long_RL = _tensor(long_loss)
     if long_RL.ndim != 2 or not long_RL.numel():
         raise UserError(f"long_loss: got shape {list(long_RL.shape)}, needs [rows, tokens], at least one of each")
-    losses = {name: _fit(name, given[name], long_RL).double() for name in score.reads}
-    trained_RL = _mask("trained", trained, long_RL, default=True)
-    same_RL = _mask("same_context", same_context, long_RL, default=False)
-    first_RL, *second = losses.values()
-    pmi_RL = (second[0] - first_RL if second else first_RL).masked_fill(~trained_RL | same_RL, 0.0)
-    gamma = strength if post is Post.NONE else 1  # dense and sparse use strength for themselves
-    k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
-    # one row at a time: torch rounds the end of an array differently, and a row must not depend on the batch
-    rows = [score_tokens(score, row_L, shift=k, strength=gamma, bound=bound) for row_L in pmi_RL]
-    scores_RL = torch.stack(rows).masked_fill(~trained_RL, 0.0)
-    bad_RL = ~(pmi_RL.isfinite() & scores_RL.float().isfinite())
-    if checked and bad_RL.any():
+    for name, values, read_with in (("entropy", entropy, "entropy"), ("same_context", same_context, "short_loss")):
+        if values is not None and read_with not in score.reads:
+            raise UserError(f"{name}: score {score.value} does not read it; leave it out")
+    losses = {}
+    for name, values in (("long_loss", long_RL), ("short_loss", short_loss), ("entropy", entropy)):
+        if name in score.reads:
+            if values is None:
+                raise UserError(f"{name}: got None, score {score.value} needs it, [rows, tokens]")
+            losses[name] = _fit(name, values, long_RL)
+    trained_RL = torch.ones_like(long_RL, dtype=torch.bool) if trained is None else _fit("trained", trained, long_RL)
+    same_RL = None if same_context is None else _fit("same_context", same_context, long_RL)
+    for name, mask_RL in (("trained", trained_RL), ("same_context", same_RL)):
+        if mask_RL is not None and mask_RL.dtype != torch.bool:
+            raise UserError(f"{name}: got {mask_RL.dtype}, needs bool; compare it with 0 first")
+    seeds = [seed] * len(long_RL) if isinstance(seed, (int, np.integer)) else seed
+    if len(seeds) != len(long_RL) or not all(0 <= one < 2**64 for one in seeds):
+        raise UserError(f"seed: got {echo(seed)}, needs 0 <= seed < 2^64, one for all or one for each row")
+    weights_RL, _, bad_RL = weigh_rows(
+        losses, trained_RL, same_RL, score=score, post=post, strength=strength, clip=clip, shift=shift, seeds=seeds
+    )
+    if bad_RL.any():
         row, position = bad_RL.nonzero()[0].tolist()
         got = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in losses.items())
         raise ValueError(
             f"score {score.value}: row {row}, position {position} got {got}, needs finite values and a finite "
             "score; find where they diverge, or leave the token out of trained"
         )
-    weights_RL = postprocess(post, scores_RL, trained_RL, strength, _seeds(seed, len(rows)))
-    weights_RL = weights_RL.masked_fill(bad_RL.any(), torch.nan)
-    return (weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL
+    return weights_RL if isinstance(long_loss, Tensor) else weights_RL.numpy()
 
 
-def _tensor(values: Given | None) -> Tensor:
+def _tensor(values: Given) -> Tensor:
     return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
-def _fit(name: str, values: Given | None, long_RL: Tensor) -> Tensor:
+def _fit(name: str, values: Given, long_RL: Tensor) -> Tensor:
     tensor = _tensor(values)
     if tensor.shape != long_RL.shape:
         raise UserError(f"{name}: got shape {list(tensor.shape)}, needs long_loss's {list(long_RL.shape)}")
     return tensor.to(long_RL.device)
-
-
-def _mask(name: str, given: Given | None, long_RL: Tensor, *, default: bool) -> Tensor:
-    if given is None:
-        return torch.full_like(long_RL, default, dtype=torch.bool)
-    mask = _fit(name, given, long_RL)
-    if mask.dtype != torch.bool:
-        raise UserError(f"{name}: got {mask.dtype}, needs bool; compare it with 0 first")
-    return mask
-
-
-def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """Return a seed for each row, from a single seed or one per row."""
-    seeds = [int(each) for each in ([seed] * rows if isinstance(seed, (int, np.integer)) else seed)]
-    if len(seeds) != rows or not all(0 <= each < 2**64 for each in seeds):
-        raise UserError(f"seed: got {echo(seed)}, needs 0 <= seed < 2^64, one for all or one for each of {rows} rows")
-    return seeds
 
 
 def _check(score: Score, post: Post, strength: float, clip: float | None, shift: float | None) -> None:
@@ -202,3 +179,92 @@ def _check(score: Score, post: Post, strength: float, clip: float | None, shift:
     ):
         if not holds:
             raise UserError(message)
+
+
+@torch.no_grad()
+def weigh_rows(
+    losses: Mapping[str, Tensor],
+    trained_RL: Tensor,
+    same_RL: Tensor | None,
+    *,
+    score: Score,
+    post: Post,
+    strength: float,
+    clip: float | None,
+    shift: float | None,
+    seeds: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute weights as `weigh` does, from valid arguments and without reading anything on the host.
+
+    Args:
+        losses: what the score reads, by its name in `weigh`, [R, L] each.
+        seeds: one for each row.
+
+    Returns:
+        weights: float32 [R, L]; all NaN if the score of a trained token is not finite.
+        scores: float64 [R, L], 0 for untrained tokens.
+        bad: bool [R, L], the tokens whose score is not finite.
+    """
+    first_RL, *second = (losses[name].double() for name in score.reads)
+    ignored_RL = ~trained_RL if same_RL is None else ~trained_RL | same_RL
+    pmi_RL = (second[0] - first_RL if second else first_RL).masked_fill(ignored_RL, 0.0)
+    gamma = strength if post is Post.NONE else 1  # dense and sparse use strength for themselves
+    k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
+    # one row at a time: torch rounds the end of an array differently
+    scores_RL = torch.stack([_score(score, row_L, k, gamma, bound) for row_L in pmi_RL]).masked_fill(~trained_RL, 0.0)
+    bad_RL = ~(pmi_RL.isfinite() & scores_RL.float().isfinite())
+    rows = zip(scores_RL, trained_RL, seeds, strict=True)
+    weights_RL = torch.stack([_weights(post, *row, strength) for row in rows]).masked_fill(bad_RL.any(), torch.nan)
+    return (weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL, bad_RL
+
+
+def _score(score: Score, pmi_L: Tensor, shift: float, gamma: float, bound: float) -> Tensor:
+    """Compute the scores of a row: of its PMI or, for focal and mile, of its losses or entropies."""
+    match score:
+        case Score.ABS:
+            return pmi_L.abs()
+        case Score.PPMI:
+            return (pmi_L - math.log(shift)).clamp(min=0)
+        case Score.NPMI:
+            return (-pmi_L - math.log(shift)).clamp(min=0)
+        case Score.LONGCE:
+            return pmi_L.exp().clamp(max=bound)
+        case Score.RHO1:
+            return -pmi_L
+        case Score.FOCAL:  # a loss may be a rounding error below 0
+            return (-(-pmi_L).expm1()).clamp(min=0) ** gamma
+        case Score.MILE:
+            return (1 + pmi_L.clamp(min=0)) ** gamma
+
+
+def _weights(post: Post, scores_L: Tensor, trained_L: Tensor, seed: int, strength: float) -> Tensor:
+    """Turn the scores of a row into weights; float64 [L]."""
+    count, scored, uniform_L = trained_L.sum().double(), (scores_L != 0).any(), trained_L.double()
+    if post is Post.SPARSE:
+        return _sparse(scores_L, trained_L, count, scored, seed, strength)
+    if post is Post.DENSE:
+        size_L = scores_L.abs()
+        scores_L = strength + (1 - strength) * count * (size_L / size_L.sum())
+    return torch.where(scored, uniform_L * scores_L, uniform_L)
+
+
+def _sparse(scores_L: Tensor, trained_L: Tensor, count: Tensor, scored: Tensor, seed: int, strength: float) -> Tensor:
+    """Keep the k = floor(strength * M) highest scores, at least 1; ties for the last places are drawn.
+
+    scores    3 0 0 1 0        strength 0.6, M = 5: k = 3
+    weights   w 0 w w 0        w = 5/3; the seed drew one of three zeros
+    """
+    # 0.29 * 100 is 29, though the nearest double to 0.29 is below it
+    share = (strength * count * (1 + 1e-12)).floor().clamp(min=1)
+    kept = torch.where(scored, share, count).long()
+    ranked_L = scores_L.masked_fill(~trained_L, -torch.inf)
+    last = ranked_L.sort(descending=True).values.gather(0, kept.clamp(min=1)[None] - 1)
+    chosen_L, tied_L = ranked_L > last, ranked_L == last
+    # A token's word depends only on (seed, position). Philox's raw words are fixed by its definition, on every device.
+    words = np.random.Philox(key=np.array([seed, PURPOSE], dtype=np.uint64)).random_raw(len(scores_L))
+    words_L = moved(torch.from_numpy((words >> np.uint64(1)).astype(np.int64)), scores_L.device)
+    # a sort, not a sample: neighbors of a token change neither its word nor the order of the others
+    order_L = words_L.masked_fill(~tied_L, torch.iinfo(torch.int64).max).sort(stable=True).indices
+    is_drawn = torch.arange(len(order_L), device=order_L.device) < kept - chosen_L.sum()
+    chosen_L |= torch.zeros_like(tied_L).scatter(0, order_L, is_drawn)
+    return chosen_L * (count / kept.clamp(min=1))

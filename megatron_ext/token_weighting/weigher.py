@@ -16,8 +16,8 @@ from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
 from megatron_ext.data.text.tokenizer import TextStream, Tokenizer
 from megatron_ext.loss import TokenLosses
-from megatron_ext.token_weighting import weigh_and_score
 from megatron_ext.token_weighting.passage import Passage
+from megatron_ext.token_weighting.weigh import Post, Score, weigh_rows
 
 PASSAGE = 400  # tokens of the first row that are written to passage.json
 
@@ -69,20 +69,22 @@ class Weigher:
         if scores is None:
             return Weights(batch.weights_t)
         assert batch.places is not None
-        entropy = losses.entropy_t
-        weights_RL, scores_RL = weigh_and_score(
-            self._rows(self._whole(batch, losses.cross_entropy_t)),
-            None if scores.short_loss_T is None else self._rows(scores.short_loss_T),
-            score=options.weight_score,
-            post=options.weight_post,
+        by_name = {
+            "long_loss": self._whole(batch, losses.cross_entropy_t),
+            "short_loss": scores.short_loss_T,
+            "entropy": None if losses.entropy_t is None else self._whole(batch, losses.entropy_t),
+        }
+        # a non-finite loss makes all weights NaN and ends the run: every process sees it in the sum
+        weights_RL, scores_RL, _ = weigh_rows(
+            {name: self._rows(values_T) for name, values_T in by_name.items() if values_T is not None},
+            self._rows(scores.trained_T),
+            None if scores.same_context_T is None else self._rows(scores.same_context_T),
+            score=Score(options.weight_score),
+            post=Post(options.weight_post),
             strength=options.strength,
-            trained=self._rows(scores.trained_T),
-            same_context=None if scores.same_context_T is None else self._rows(scores.same_context_T),
             clip=options.weight_clip,
             shift=options.weight_shift,
-            entropy=None if entropy is None else self._rows(self._whole(batch, entropy)),
-            seed=scores.seeds,
-            checked=False,  # a non-finite loss ends the run; every process sees it in the sum
+            seeds=scores.seeds,
         )
         if self._rows_kept is not None:
             self._rows_kept |= self._by_sample(scores, weights_RL)

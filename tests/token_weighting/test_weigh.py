@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_ext.token_weighting.weigh import POSTS
 LONG = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 2.5, 0.5, 1.0]], dtype=np.float32)
 SHORT = np.array([[3.0, 2.0, 2.0, 5.0], [2.0, 2.0, 2.5, 0.0]], dtype=np.float32)
 ENTROPY = np.array([[0.0, 1.0, 2.0, 1.0], [3.0, 0.5, 0.5, 0.0]], dtype=np.float32)
+DOUBT = [[0.0, math.log(2), math.log(4), math.log(4)]]  # p 1 1/2 1/4 1/4
 PAIRS = [(score.value, post.value) for score, posts in POSTS.items() for post in posts]
 REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"score": "pmi"}, "'pmi' is not a valid Score", {"score": "abs"}),
@@ -116,6 +118,24 @@ def test_losses_are_compared_in_float64() -> None:
     long = np.full((1, 3), 1000.0)
     weights = weigh(long, long + np.array([1e-6, 2e-6, 3e-6]), strength=0)  # all equal in float32
     np.testing.assert_allclose(weights, [[0.5, 1, 1.5]], rtol=1e-6)
+
+
+def test_scores_of_one_context_need_no_second_loss() -> None:
+    np.testing.assert_array_equal(weigh(DOUBT, None, score="focal"), weigh(DOUBT, SHORT[:1], score="focal"))
+    alone = weigh(LONG[:1], None, score="mile", entropy=ENTROPY[:1])
+    np.testing.assert_array_equal(alone, weigh(LONG[:1], SHORT[:1], score="mile", entropy=ENTROPY[:1]))
+
+
+def test_a_loss_or_entropy_below_zero_by_rounding_counts_as_zero() -> None:
+    focal = weigh([[-1e-7, 1.0]], None, score="focal", post="none", strength=0.5)
+    np.testing.assert_allclose(focal, [[0, math.sqrt(1 - math.exp(-1))]], rtol=2e-7)
+    mile = weigh(LONG[:1], None, score="mile", post="none", strength=2, entropy=[[-1e-7, 0.0, 1.0, 0.0]])
+    np.testing.assert_array_equal(mile, [[1, 1, 4, 1]])
+
+
+def test_small_doubts_keep_their_digits() -> None:
+    weights = weigh([[1e-12, 3e-12]], None, score="focal", post="dense", strength=0)
+    np.testing.assert_allclose(weights, [[0.5, 1.5]], rtol=2e-7)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
