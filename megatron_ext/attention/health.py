@@ -93,9 +93,6 @@ class SampledQueries:
         )
 
 
-S_MAX_SCALED = 4  # row of `by_head`
-
-
 def merged(found_5CQN: Tensor, scale: Tensor | float) -> Tensor:
     """Merge the statistics that `find` returns on each rank into those of all keys, [5, ..., Q, N]."""
     largest, *sums = found_5CQN
@@ -227,7 +224,6 @@ class AttentionHealth:
         s_max: the largest q . k (arXiv 2503.15450), a lower bound of the maximum over all queries.
         s_max_scaled: the same times the softmax scale, 1/sqrt(H) by default.
         distance: mean distance to the attended tokens.
-        clipped: number of heads clipped after this step's update (engine/qk_clip.py).
     """
 
     entropy: tuple[float, ...]
@@ -236,7 +232,6 @@ class AttentionHealth:
     s_max: tuple[float, ...]
     s_max_scaled: tuple[float, ...]
     distance: tuple[float, ...]
-    clipped: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> AttentionHealth:
@@ -245,16 +240,8 @@ class AttentionHealth:
         return cls(*(tuple(values[first : first + layers]) for first in range(0, len(values), layers)))
 
 
-def of_layers(heads: Tensor, clip: float | None = None) -> Tensor:
-    """Reduce the heads of each layer to the fields of `AttentionHealth`.
-
-    Args:
-        heads: float64 [6, layers, N], as returned by `by_head`.
-        clip: heads whose s_max_scaled is above this are counted as clipped; None: no clipping.
-    """
+def of_layers(heads: Tensor) -> Tensor:
+    """Reduce float64 [6, layers, N], as returned by `by_head`, to the fields of `AttentionHealth`."""
     entropy, first, pairs, s_max, s_max_scaled, distance = heads
     means = torch.stack([entropy, (first > SINK).to(first.dtype), pairs, distance]).mean(dim=-1)
-    above = s_max_scaled > (torch.inf if clip is None else clip)
-    clipped = (above & s_max_scaled.isfinite()).sum(dim=-1).to(means.dtype)
-    largest = [s_max.amax(dim=-1), s_max_scaled.amax(dim=-1)]
-    return torch.stack([*means[:3], *largest, means[3], clipped])
+    return torch.stack([*means[:3], s_max.amax(dim=-1), s_max_scaled.amax(dim=-1), means[3]])

@@ -117,8 +117,6 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
         bound |= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced
     if config.training.early_stopping_patience:  # the losses would be compared with those of other texts
         bound |= {"valid_data_path", "eval_packing"}
-    if config.optimizer.qk_clip_threshold is not None:  # they determine the queries whose scores are clipped
-        bound |= {"micro_batch_size", "balance_batches", "attention_health_interval", "attention_health_queries"}
     restricted = [
         change
         for change in changes

@@ -78,8 +78,8 @@ MODEL: list[Rule] = [
      ", needs at most 1 and an even number of a head's {head_size} dimensions; change it or kv_channels"),
     *_requires("q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_mscale_all_dim",
                "multi_latent_attention"),
-    *_excludes("kv_channels add_qkv_bias qk_layernorm local_window no_rope_freq compile tp_comm_overlap fp8_format "
-               "qk_clip_threshold", "multi_latent_attention"),
+    *_excludes("kv_channels add_qkv_bias qk_layernorm local_window no_rope_freq compile tp_comm_overlap fp8_format",
+               "multi_latent_attention"),
     ("block", lambda o: o.multi_latent_attention and o.block != "llama",
      " with multi_latent_attention, needs llama; leave one of them out"),
     ("softmax_type", lambda o: o.multi_latent_attention and o.softmax_type == "learnable",
@@ -265,11 +265,6 @@ OPTIMIZER: list[Rule] = [
     ("lr_wsd_decay_iters", lambda o: o.lr_decay_style == "WSD" and o.lr_warmup_iters < o.decay
      and not 1 <= o.lr_wsd_decay_iters <= o.after_warmup,
      ", WSD needs 1..{after_warmup}, the steps after warm-up"),
-    ("qk_clip_threshold", lambda o: o.qk_clip_threshold and not o.attention_health_interval,
-     ", needs measured scores; add --attention-health-interval 1"),
-    ("qk_clip_threshold", lambda o: o.qk_clip_threshold and o.has_qk_norms,
-     " with normalized queries and keys (qk_layernorm, gemma3, olmo3), where it has no effect; leave it out"),
-    *_excludes("qk_clip_threshold", "use_precision_aware_optimizer"),
     ("on_spike", lambda o: o.on_spike != "continue" and not o.spike_window,
      " with spike_window 0, needs losses to compare with; raise it"),
     *_requires("early_stopping_patience valid_data_path", "eval_interval"),

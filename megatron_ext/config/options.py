@@ -538,9 +538,6 @@ class OptimizerConfig(_Section):
     adam_beta2: Decay = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
     clip_grad: NonNegativeFloat = _option(1.0, "limit of the global gradient norm; 0: none")
-    qk_clip_threshold: PositiveFloat | None = _option(
-        None, "scale down queries and keys of heads with a measured score above this (QK-Clip; 100)"
-    )
     use_precision_aware_optimizer: bool = _option(
         False, "gradients, master weights and moments in the types below (Transformer Engine)"
     )

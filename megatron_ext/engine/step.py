@@ -29,7 +29,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.attention.health import S_MAX_SCALED, AttentionHealth, Probe, of_layers
+from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
 from megatron_ext.device import AsyncHostCopy, to_device
@@ -37,7 +37,6 @@ from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
-from megatron_ext.engine.qk_clip import QKClip
 from megatron_ext.engine.update import update
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, sums_by_position
@@ -110,8 +109,6 @@ class PendingStep:
         *sums, balance, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
         terms: LossTerms[float] = LossTerms(*sums)
         attention = AttentionHealth.of(values[of_attention:]) if self.attention_values else None
-        if attention is not None and self.skipped:
-            attention = replace(attention, clipped=(0.0,) * len(attention.clipped))
         begin, end = self.score_times
         return StepResult(
             loss=GlobalLoss(terms, denominator=terms.weight_sum if self.by_weights else terms.token_count),
@@ -157,8 +154,6 @@ class Stepper:
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
         self.context, self.layers, self.heads = context, config.model.num_layers, config.model.num_attention_heads
-        limit = config.optimizer.qk_clip_threshold
-        self.clip = None if limit is None else QKClip(model, optimizer, ranks, config.model, limit)
         self.pipeline = Pipeline(model, ranks.expert_group)
         data = config.data
         self.groups = data.global_batch_size // (1 if config.balances_rows else data.micro_batch_size)
@@ -213,10 +208,7 @@ class Stepper:
         skipped = not trained and not facts[-1].item()
         attention = torch.empty(0, dtype=torch.float64, device=device)
         if step.attention_measured:
-            by_head = self._attention_by_head(probe)
-            attention = of_layers(by_head, self.clip.limit if self.clip is not None else None).flatten()
-        if self.clip is not None:
-            self.clip.due = by_head[S_MAX_SCALED] if step.attention_measured else None
+            attention = of_layers(self._attention_by_head(probe)).flatten()
 
         def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> PendingStep:
             values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])

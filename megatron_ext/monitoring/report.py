@@ -53,7 +53,6 @@ ATTENTION = (  # measured every --attention-health-interval steps: key, title, u
     ("attention_sink_share", "Attention sinks", "share of heads"),
     ("attention_s_max_scaled", "Largest attention score", "after scaling"),
     ("attention_distance", "Attended distance", "tokens"),
-    ("attention_clipped", "Heads clipped", "heads"),
 )
 MOST_POINTS = 200  # of a trace; longer curves are averaged
 _THEME = go.layout.Template(  # legible on light and dark pages

@@ -53,7 +53,6 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
         checkpoint=CheckpointConfig(init_from=str(weights) if weights is not None else config.checkpoint.init_from),
         training=replace(config.training, eval_interval=0),
         logging=LoggingConfig(tensorboard=False),
-        optimizer=replace(config.optimizer, qk_clip_threshold=None),
         parallel=ParallelConfig(device=config.parallel.device),
     )
     window = config.window_schedule().window_at(step)

@@ -177,7 +177,7 @@ class RunRecords:
             layer = 1 + int(np.argmax(attention.s_max_scaled))
             self.note(
                 f"warning: step {step}: S_max of layer {layer} is {largest:.1f}, above attention_s_max_warning "
-                f"{limit:g}: its softmax nears a choice of one key; lower --lr, or bound it with --qk-clip-threshold"
+                f"{limit:g}: its softmax nears a choice of one key; lower --lr"
             )
         self._s_max_warned = above
 

@@ -70,9 +70,6 @@ CASES = """
 --lr 1e-3 --min-lr 2e-3 | min_lr | --lr 1e-3 --min-lr 1e-3
 --lr-warmup-iters 100 | lr_warmup_iters | --lr-warmup-iters 99
 --lr-decay-style WSD | lr_wsd_decay_iters | --lr-decay-style WSD --lr-wsd-decay-iters 1
---qk-clip-threshold 100 | qk_clip_threshold | --qk-clip-threshold 100 --attention-health-interval 1
---qk-clip-threshold 100 --attention-health-interval 1 --qk-layernorm | qk_clip_threshold | --attention-health-interval 1 --qk-layernorm
---qk-clip-threshold 100 --attention-health-interval 1 --bf16 --use-precision-aware-optimizer | qk_clip_threshold | --attention-health-interval 1 --bf16 --use-precision-aware-optimizer
 --spike-window 1 | spike_window | --spike-window 2
 --adam-beta1 1 | adam_beta1 | --adam-beta1 0
 --seq-length 524288 --micro-batch-size 4096 --global-batch-size 4096 | micro_batch_size | --seq-length 524288 --micro-batch-size 4095 --global-batch-size 4095

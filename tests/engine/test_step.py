@@ -24,7 +24,6 @@ from megatron_ext.device import AsyncHostCopy
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
-from megatron_ext.engine.qk_clip import QKClip
 from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
@@ -164,46 +163,6 @@ def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProces
     for seed in (0, 2):
         process.stepper.launch(StepBatches([batch(row(seed))]), lambda result: result.grad_norm > 0)
     assert torch.equal(process.weights(), after)
-
-
-def test_a_clip_brings_each_head_to_its_limit_and_leaves_the_others(
-    process: OneProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scores of the first layer, all queries, before and after a step without an update; two heads share a key head."""
-    largest: list[torch.Tensor] = []
-    first = next(unwrap(process.model)).decoder.layers[0].self_attention
-    backend = first.core_attention.backend
-
-    def recorded(inputs: Inputs, *rest: Any) -> Any:
-        query, key = inputs[:2]
-        scores = torch.einsum("iNH,jNH->Nij", query, key.repeat_interleave(2, dim=1)) * query.shape[-1] ** -0.5
-        seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        largest.append(scores.detach().masked_fill(~seen, -torch.inf).amax(dim=(1, 2)))
-        return backend(inputs, *rest)
-
-    monkeypatch.setattr(first.core_attention, "backend", recorded)
-    with torch.no_grad():
-        first.linear_qkv.weight.mul_(20)
-    masks = Config().mask_options().at(LENGTH, [row(0).document_ends], LENGTH)
-    sampled = assemble(lay_end_to_end([row(0)]), masks, None, sampled=np.arange(LENGTH))
-    measured = StepBatches([sampled], attention_measured=True)
-    process.stepper.evaluate(measured.train)
-    before = largest.pop()
-    limit = before.sort().values[1:3].mean().item()  # two heads of four are above
-    set_learning_rate(process.stepper.optimizer, 0.0, 0.0)
-    model = process.config.model
-    process.stepper.clip = QKClip(process.model, process.stepper.optimizer, process.ranks, model, limit)
-    values = first.linear_qkv.weight.detach().unflatten(0, (2, 4, -1))[:, 3].clone()
-    health = process.stepper.train(measured).attention
-    assert health is not None
-    assert health.clipped[0] == 2
-    largest.clear()
-    process.stepper.train(StepBatches([batch(row(0))]))  # not measured: not clipped once more
-    process.stepper.evaluate(measured.train)
-    assert len(largest) == 2
-    for after in largest:
-        torch.testing.assert_close(after, before.clamp(max=limit))
-    assert torch.equal(first.linear_qkv.weight.unflatten(0, (2, 4, -1))[:, 3], values)
 
 
 def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> None:

@@ -131,9 +131,7 @@ def test_a_warning_when_s_max_exceeds_its_limit(tmp_path: Path, capsys: pytest.C
     """Once until it is below the limit again, with the layer where it is largest; metrics.jsonl has every value."""
     run = records(tmp_path, logging=LoggingConfig(tensorboard=False, attention_s_max_warning=50.0))
     for step, largest in enumerate([50.0, 51.0, 60.0, 40.0, float("nan")]):
-        health = AttentionHealth(
-            (1.0, 2.0), (0.5, 0.0), (0.4, 0.0), (9.0, 8 * largest), (1.0, largest), (3.0, 4.0), (0, 0)
-        )
+        health = AttentionHealth((1.0, 2.0), (0.5, 0.0), (0.4, 0.0), (9.0, 8 * largest), (1.0, largest), (3.0, 4.0))
         done = finished(step)
         run.after_step(replace(done, result=replace(done.result, attention=health)))
     run.after_step(finished(5))
