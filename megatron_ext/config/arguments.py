@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 
@@ -60,11 +60,11 @@ def parse_processes(argv: Sequence[str]) -> ParallelConfig:
     Raises:
         UserError: as `parse`, or a flag of another section.
     """
-    config, default = parse(argv), to_dict(Config())
-    for section, given in to_dict(config).items():
-        for name, value in given.items():
-            if section != "parallel" and value != default[section][name]:
-                raise UserError(f"{name}: got {value}, which only training reads; leave {flag(name)} out")
+    config = parse(argv)
+    for name, field in FIELDS.items():
+        value = getattr(getattr(config, field.section), name)
+        if field.section != "parallel" and value != field.default:
+            raise UserError(f"{name}: got {value}, which only training reads; leave {flag(name)} out")
     return config.parallel
 
 
@@ -165,12 +165,7 @@ def _without_init(layer: Values) -> Values:
 def _build(*layers: Values) -> Config:
     """Merge the layers over the preset that they name, read the mixture's file, and validate all values."""
     values: Values = functools.reduce(matrix.merge, layers, {section: {} for section in SECTIONS})
-    preset = values["model"].get("model_preset")
-    if preset is not None:
-        if preset not in PRESETS:
-            near = nearest(str(preset), list(PRESETS))
-            raise UserError(f"model_preset: got {echo(preset)}, needs one of {', '.join(PRESETS)}{near}")
-        values["model"] = PRESETS[preset] | values["model"]
+    values["model"] = PRESETS.get(values["model"].get("model_preset") or "", {}) | values["model"]
     mixture = values["data"].get("mixture")
     if mixture:
         if not all(isinstance(word, str) for word in mixture):
@@ -226,17 +221,6 @@ def read_file(path: str) -> Values:
     return mapping
 
 
-class _Switch(argparse.Action):
-    """--flag and --no-flag; an option that is unset by default also accepts --flag none."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        off = [f"--no-{option.removeprefix('--')}" for option in option_strings]
-        super().__init__([*option_strings, *off], dest, **options)
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, values or option_string == self.option_strings[0])
-
-
 class _HelpAll(argparse.Action):
     def __call__(self, *_: Any) -> None:
         _parser(everything=True).print_help()
@@ -263,7 +247,7 @@ def _parser(everything: bool = False) -> Parser:
         if not everything and name not in _COMMON.split():
             options["help"] = argparse.SUPPRESS
         if field.is_switch:
-            options |= {"action": _Switch, "nargs": "?" if field.default is None else 0, "metavar": "none"}
+            options |= {"action": argparse.BooleanOptionalAction}
         else:
             options |= {"nargs": "+" if field.default == () else None, "metavar": _metavar(name)}
         groups[field.section].add_argument(flag(name), **options)
@@ -281,16 +265,15 @@ def _default(default: Any) -> str:
 def _metavar(name: str) -> str:
     """Return the value shown by --help: {choices}, N, X, or the kind of text."""
     field = FIELDS[name]
-    choices = list(PRESETS) if name == "model_preset" else _choices(field.hint)
-    if field.shown is not None or choices:
-        return field.shown or "{" + ",".join(choices) + "}"
-    kinds = {kind for part in (field.hint, *get_args(field.hint)) for kind in (part, *get_args(part))}
-    return "N" if int in kinds else "X" if float in kinds else "TEXT"
+    parts = list(dict.fromkeys(_parts(field.hint)))
+    choices = ",".join(part for part in parts if isinstance(part, str))
+    kind = "N" if int in parts else "X" if float in parts else "TEXT"
+    return field.shown or (f"{{{choices}}}" if choices else kind)
 
 
-def _choices(hint: Any) -> list[str]:
-    if get_origin(hint) is Literal:
-        return [str(word) for word in get_args(hint)]
+def _parts(hint: Any) -> list[Any]:
+    """Return the types and the choices that a type is made of."""
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return [word.value for word in hint]
-    return list(dict.fromkeys(word for part in get_args(hint) for word in _choices(part)))
+    parts = get_args(hint)
+    return [inner for part in parts for inner in _parts(part)] if parts else [hint]

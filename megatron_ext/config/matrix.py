@@ -20,11 +20,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from megatron_ext.cli import program
-from megatron_ext.config.schema import mistake
 from megatron_ext.errors import UserError
+from megatron_ext.files.yaml_file import typed
 
 MARK = "#"
 
@@ -46,9 +46,6 @@ class _Family(BaseModel, extra="allow"):
             yield name, merge({"checkpoint": {"save": f"runs/{name}"}}, run)
 
 
-_FAMILIES = TypeAdapter(list[_Family])
-
-
 def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
     """Return the configuration of each run by name, in the order of families and axes; `path` is for messages.
 
@@ -57,12 +54,7 @@ def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
             given for an unknown run.
     """
     runs: dict[str, dict[str, Any]] = {}
-    try:
-        families = _FAMILIES.validate_python(content["families"])
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{path}: {mistake({**first, 'loc': ('', 'families', *first['loc'])})}") from None
-    for family in families:
+    for family in typed(content["families"], list[_Family], path, "families"):
         try:
             own = list(family.runs())
         except (KeyError, IndexError, ValueError) as error:

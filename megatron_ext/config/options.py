@@ -7,11 +7,12 @@ the rules across fields.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megatron_ext.config.presets import PRESETS
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
 from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
@@ -48,6 +49,10 @@ Folder = Annotated[str, MinLen(1)]
 Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
 ALONE_S = 1800.0  # time limit of a step in a run of one process
 
+if TYPE_CHECKING:
+    Preset = str
+else:  # --help and the JSON schema list the names
+    Preset = Literal[tuple(PRESETS)]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 
 
@@ -69,7 +74,7 @@ class GradientSharing:
 class ModelConfig(_Section):
     """A transformer with RoPE and grouped-query or latent attention, with the layers of Llama or another family."""
 
-    model_preset: str | None = _option(None, "a named model size; other values override it")
+    model_preset: Preset | None = _option(None, "a named model size; other values override it")
     block: Literal["llama", "phi", "gemma3", "olmo3", "gpt_oss"] = _option(
         "llama",
         "layer type; llama: RMSNorm and SwiGLU, no biases; phi: attention and a GELU MLP in parallel after one "
@@ -451,7 +456,7 @@ class DataConfig(_Section):
 class WindowConfig(_Section):
     """SkyLadder's attention window (arXiv 2503.15450)."""
 
-    window_schedule: ScheduleKind = _option(ScheduleKind.CONSTANT, f"how the window grows: {', '.join(ScheduleKind)}")
+    window_schedule: ScheduleKind = _option(ScheduleKind.CONSTANT, "how the window grows")
     window_start: PositiveInt = _option(32, "w_s, the first window in tokens")
     window_end: PositiveInt | None = _option(None, "w_e, the last window (default: seq_length)")
     window_rate: float | None = _option(None, "a, tokens of window per step (default 0.125)")

@@ -6,7 +6,6 @@ python -m megatron_ext.config.schema > examples/config.schema.json
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
@@ -16,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_ext.cli import nearest
 from megatron_ext.config.options import Config
 from megatron_ext.errors import UserError, echo
+from megatron_ext.files.yaml_file import got_and_needs
 
 ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 SECTIONS: dict[str, Any] = {field.name: get_type_hints(Config)[field.name] for field in fields(Config)}
@@ -66,17 +66,7 @@ def mistake(error: Mapping[str, Any]) -> str:
         return f"{'.'.join(path)}: no such {kind}{nearest(name, list(FIELDS if len(path) > 1 else SECTIONS))}"
     if error["type"] == "dataclass_type":
         return f"{'.'.join(path)}: got {echo(error['input'])}, needs a mapping of options"
-    if error["type"] == "missing":
-        return f"{'.'.join(path[1:])}: got nothing, needs a value"
-    needs = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
-    needs = needs.replace("less than or equal to", "at most").replace("greater than", "more than")
-    return f"{'.'.join(path[1:] or path)}: got {_shown(error['input'])}, needs {needs}"
-
-
-def _shown(value: Any) -> str:
-    """Return a value for a message, without quotes if it is a number from the command line."""
-    is_number = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,40}|nan|-?inf", value)
-    return str(value) if is_number else echo(value)
+    return f"{'.'.join(path[1:] or path)}: {got_and_needs(error)}"
 
 
 def validate(sections: Any, prefix: str = "") -> Config:

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field
 
 from megatron_ext.config import Config
-from megatron_ext.config.schema import mistake
 from megatron_ext.errors import UserError
+from megatron_ext.files.yaml_file import typed
 
 # with the seed, what determines the rows
 _ROWS = ("data_path", "mixture", "packing", "packing_options", "long_share", "split", "seq_length")
@@ -66,9 +66,6 @@ class StageEntry(BaseModel, extra="allow", coerce_numbers_to_str=True):
         return dict(self.model_extra or {})
 
 
-_ENTRIES = TypeAdapter(list[StageEntry])
-
-
 def read_entries(entries: Any, path: str) -> list[StageEntry]:
     """Parse the `stages:` of a configuration file.
 
@@ -76,11 +73,7 @@ def read_entries(entries: Any, path: str) -> list[StageEntry]:
         UserError: not a list of mappings, a name that is missing, repeated or unsuitable for a folder, or an unknown
             value of `keep`.
     """
-    try:
-        stages = _ENTRIES.validate_python(entries)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{path}: {mistake({**first, 'loc': ('', 'stages', *first['loc'])})}") from None
+    stages = typed(entries, list[StageEntry], path, "stages")
     names = [stage.name for stage in stages]
     if not names or len(set(names)) < len(names):
         raise UserError(f"{path}: stages: got {', '.join(names) or 'none'}, needs at least one, each with its own name")

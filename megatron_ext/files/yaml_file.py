@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_ext.errors import REMEDIES, UserError
+from megatron_ext.errors import REMEDIES, UserError, echo
 
 _T = TypeVar("_T")
 
@@ -43,14 +45,27 @@ def read_yaml(path: Path, option: str = "file") -> Any:
         raise UserError(f"{option}: got {path}, needs valid YAML: {' '.join(str(error).split())}") from None
 
 
-def read_typed(path: Path, kind: type[_T]) -> _T:
-    """Return the content of a YAML file as a type: a dataclass or a list of dataclasses.
+def typed(content: Any, kind: type[_T], path: str | Path, *section: str) -> _T:
+    """Return the content of a file, or of a section of it, as a type such as a list of dataclasses.
 
     Raises:
         UserError: a field is missing, unknown or out of range; names the first such field.
     """
     try:
-        return TypeAdapter(kind).validate_python(read_yaml(path))
+        return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from error
+        name = ".".join(map(str, (*section, *first["loc"]))) or "the file"
+        raise UserError(f"{path}: {name}: {got_and_needs(first)}") from None
+
+
+def got_and_needs(error: Mapping[str, Any]) -> str:
+    """Return the value that one of pydantic's errors is about, and what it needs."""
+    if error["type"] == "missing":
+        return "got nothing, needs a value"
+    value, needs = error["input"], error["msg"].removeprefix("Input should be ")
+    for long, short in (("greater than or equal to", "at least"), ("less than or equal to", "at most"),
+                        ("greater than", "more than")):  # fmt: skip
+        needs = needs.replace(long, short)
+    from_command_line = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,40}|nan|-?inf", value)
+    return f"got {value if from_command_line else echo(value)}, needs {needs}"

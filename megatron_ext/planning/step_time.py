@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as checked
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.errors import UserError
-from megatron_ext.files.yaml_file import read_typed
+from megatron_ext.files.yaml_file import read_yaml, typed
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.sampled_rows import SampledRows
 
@@ -106,7 +106,7 @@ def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
     Raises:
         UserError: a field is missing, unknown or not positive.
     """
-    return read_typed(path, Speeds)
+    return typed(read_yaml(path), Speeds, path)
 
 
 @dataclass(frozen=True, kw_only=True)
