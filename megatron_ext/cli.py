@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext.errors import REMEDIES, UserError, first_line, printable
+from megatron_ext.errors import PERMANENT, UserError, first_line, printable
 from megatron_ext.launch import is_first, report_to_torchrun
 
 FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -110,16 +110,15 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Return whether the user must change something; other system errors (EIO, ESTALE, ...) may be transient."""
-    return isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in REMEDIES)
+    """Return whether the user must change something."""
+    return isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in PERMANENT)
 
 
 def print_error(error: Exception) -> None:
     """Print bad input as `error: ...`, once for all processes with the same error."""
     text = str(error)
     if isinstance(error, OSError):
-        file = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        text = f"{file}{error.strerror}; {REMEDIES[error.errno or 0]}"
+        text = f"{error.strerror}" if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
     lines = [_shorten(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
     report_to_torchrun(lines[0])
     of_this_process = isinstance(error, OSError) or getattr(error, "of_this_process", False)
@@ -133,7 +132,6 @@ def print_error(error: Exception) -> None:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print an unexpected error's traceback on standard error."""
     report_to_torchrun(f"{type(error).__name__}: {first_line(error)}")
     print(_rank() + "".join(traceback.format_exception(error)), end="", file=sys.stderr)
 

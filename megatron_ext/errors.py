@@ -7,19 +7,9 @@ import reprlib
 from importlib import metadata
 
 # System errors that persist until the user changes something; others (EIO, ESTALE, ...) may be transient.
-REMEDIES = {
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "check the path: a part of it is a file",
-    errno.EISDIR: "name a file, this is a folder",
-    errno.EACCES: "check its permissions, or choose another place",
-    errno.EPERM: "check its permissions, or choose another place",
-    errno.EROFS: "choose another place",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EEXIST: "choose another name, or remove what has this one",
-    errno.ELOOP: "check the path: its links go in a circle",
-    errno.ENOSPC: "make room, or choose another place",
-    errno.EDQUOT: "make room, or choose another place",
-    errno.EFBIG: "raise the limit on a file's size, or choose another place",
+PERMANENT = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG),
+    *(errno.EEXIST, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
 }
 
 

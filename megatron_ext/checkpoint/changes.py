@@ -49,7 +49,6 @@ _SOFT_MODEL = {
     "window_attn_skip_freq",
     "no_rope_freq",
     "hidden_dropout",
-    "attention_dropout",
 }
 
 

@@ -21,7 +21,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 import megatron_ext
 from megatron_ext import heartbeat
-from megatron_ext.errors import REMEDIES, UserError, echo, installed_version
+from megatron_ext.errors import PERMANENT, UserError, echo, installed_version
 from megatron_ext.files.atomic import sync
 from megatron_ext.files.json_file import read_json
 
@@ -184,7 +184,7 @@ def check_inside(name: Any, source: Path, field: str) -> str:
 def is_transient(error: Exception) -> bool:
     """Return whether an error is due to the machine rather than to content or user, so that a retry may succeed."""
     return isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno is not None and error.errno not in REMEDIES
+        isinstance(error, OSError) and error.errno is not None and error.errno not in PERMANENT
     )
 
 

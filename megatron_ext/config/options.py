@@ -97,9 +97,7 @@ class ModelConfig(_Section):
     q_lora_rank: Width | None = _option(None, "MLA: width of the queries' latent (default: queries have none)")
     kv_lora_rank: Width = _option(512, "MLA: width of the latent of keys and values")
     qk_head_dim: Width = _option(128, "MLA: dimensions of a query or key head that are not rotated")
-    qk_pos_emb_head_dim: Width = _option(
-        64, "MLA: further dimensions that are rotated; the heads share those of the key"
-    )
+    qk_pos_emb_head_dim: Width = _option(64, "MLA: further dimensions, rotated; the heads share those of the key")
     v_head_dim: Width = _option(128, "MLA: size of a value head")
     vocab_size: Tokens | None = _option(None, "number of token ids (default: that of --tokenizer-model)")
     make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded to a multiple of this")
@@ -117,7 +115,7 @@ class ModelConfig(_Section):
         None, "dynamic, yarn, llama3: length that the model was trained at"
     )
     rope_low_freq_factor: PositiveFloat = _option(
-        1.0, "llama3: wavelengths above original length / this are scaled fully"
+        1.0, "llama3: wavelengths above original length / this are fully scaled"
     )
     rope_high_freq_factor: PositiveFloat = _option(
         4.0, "llama3: wavelengths below original length / this are not scaled"
@@ -126,9 +124,7 @@ class ModelConfig(_Section):
         32.0, "yarn: frequencies with more rotations than this in the original length are not scaled"
     )
     rope_beta_slow: PositiveFloat = _option(1.0, "yarn: frequencies with fewer rotations than this are scaled fully")
-    rope_truncate: bool = _option(
-        True, "yarn: round the ends of the ramp between both kinds to whole pairs (gpt_oss: no)"
-    )
+    rope_truncate: bool = _option(True, "yarn: round the ends of the ramp between them to whole pairs (gpt_oss: no)")
     rope_attention_factor: PositiveFloat | None = _option(
         None,
         "yarn: factor of rotated queries and keys (default 0.1 ln rope_scaling_factor + 1; with rope_mscale_all_dim m, "
@@ -140,13 +136,9 @@ class ModelConfig(_Section):
     rope_window_bases: tuple[str, ...] = _option(
         (), "rotary base of each window up to WINDOW tokens; larger windows use --rotary-base", "WINDOW:BASE"
     )
-    no_rope_freq: PositiveInt | None = _option(
-        None, "every n-th layer has no rotary embedding (NoPE); 1: no layer has one"
-    )
+    no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary embedding (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "use a separate output matrix")
-    num_experts: Width | None = _option(
-        None, "number of experts in each layer: SwiGLU MLPs with a router (Mixtral, Qwen3-MoE)"
-    )
+    num_experts: Width | None = _option(None, "experts in each layer: SwiGLU MLPs with a router (Mixtral, Qwen3-MoE)")
     moe_router_topk: Width = _option(2, "experts per token, weighted by their router scores, normalized to sum 1")
     moe_ffn_hidden_size: Width | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
     moe_shared_expert_intermediate_size: Width | None = _option(
@@ -181,9 +173,7 @@ class ModelConfig(_Section):
     query_pre_attn_scalar: Width | None = _option(
         None, "scores are divided by the square root of this (gemma3; default: the head size)"
     )
-    local_window: PositiveInt | None = _option(
-        None, "local layers: number of tokens that a token attends to, including itself"
-    )
+    local_window: PositiveInt | None = _option(None, "tokens that a token of a local layer attends to, with itself")
     window_attn_skip_freq: int | None = _option(None, "every n-th layer is not local but follows the window schedule")
     init_method_std: NonNegativeFloat = _option(0.02, "megatron: standard deviation of the initial weights")
     init_scheme: Literal["megatron", "tinyllama"] = _option(
@@ -192,7 +182,6 @@ class ModelConfig(_Section):
         "sqrt(2 / (5 hidden_size)), and 1 / (sqrt(hidden_size) num_layers) for those",
     )
     hidden_dropout: Decay = _option(0.0, "dropout on the residual branches")
-    attention_dropout: Annotated[NonNegativeFloat, Le(0)] = _option(0.0, "must be 0: packed attention has no dropout")
 
     @property
     def head_size(self) -> int:
@@ -296,9 +285,7 @@ class ParallelConfig(_Section):
 
     tensor_model_parallel_size: PositiveInt = _option(1, "TP: ranks that share each matrix")
     pipeline_model_parallel_size: PositiveInt = _option(1, "PP: ranks that share the layers")
-    num_layers_per_virtual_pipeline_stage: PositiveInt | None = _option(
-        None, "interleaved pipeline: layers per model chunk"
-    )
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = _option(None, "interleaved pipeline: layers per chunk")
     context_parallel_size: PositiveInt = _option(1, "CP: ranks that share each row")
     cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option(
         "auto", "how tokens are assigned to context-parallel ranks"
@@ -332,13 +319,9 @@ class ParallelConfig(_Section):
     recompute_granularity: Literal["full", "selective"] | None = _option(
         None, "recompute activations in the backward pass: whole layers or --recompute-modules"
     )
-    recompute_modules: tuple[RecomputeModule, ...] = _option(
-        (), "modules that `selective` recomputes (default core_attn)"
-    )
+    recompute_modules: tuple[RecomputeModule, ...] = _option((), "modules that `selective` recomputes; none: core_attn")
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
-    recompute_num_layers: PositiveInt = _option(
-        1, "layers per recomputed group (uniform), or recomputed layers (block)"
-    )
+    recompute_num_layers: PositiveInt = _option(1, "layers per recomputed group (uniform), or recomputed ones (block)")
     mlp_block_tokens: PositiveInt | None = _option(
         None, "compute the MLP in blocks of this many tokens, each recomputed in the backward pass (default: at once)"
     )
@@ -396,28 +379,18 @@ class ParallelConfig(_Section):
 class DataConfig(_Section):
     """The training data, and how it is divided into rows."""
 
-    data_path: tuple[str, ...] = _option(
-        (), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx datasets", "PREFIX"
-    )
+    data_path: tuple[str, ...] = _option((), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..., of .bin/.idx data", "PREFIX")
     tokenizer_model: str | None = _option(None, "folder with tokenizer.json, or bytes", "TOKENIZER")
     split: str = _option("98,2,0", "shares of the documents for train,valid,test", "A,B,C")
     seq_length: PositiveInt = _option(512, "L, tokens per row")
     micro_batch_size: PositiveInt = _option(1, "rows per forward pass of one rank")
     global_batch_size: PositiveInt = _option(8, "rows per optimizer step")
-    mixture: tuple[MixturePart, ...] = _option(
-        (), "YAML list of datasets, weights and packings, instead of data_path", "FILE"
-    )
+    mixture: tuple[MixturePart, ...] = _option((), "YAML list of datasets, weights and packings; no data_path", "FILE")
     packing: Packing = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
-    packing_options: tuple[str, ...] = _option(
-        (), "options of the packing; tools/pack_data.py --help lists them", "NAME=VALUE"
-    )
-    long_share: PositiveFloat | None = _option(
-        None, "upsample_long: share of each source's tokens in its long documents, such as 0.7"
-    )
+    packing_options: tuple[str, ...] = _option((), "options of the packing (tools/pack_data.py --help)", "NAME=VALUE")
+    long_share: PositiveFloat | None = _option(None, "upsample_long: share of each source's tokens in long documents")
     first_sample: NonNegativeInt = _option(0, "index of the first row, such as the number of rows another run used")
-    balance_batches: bool = _option(
-        False, "assign a batch's rows to ranks and micro-batches by the cost of their attention"
-    )
+    balance_batches: bool = _option(False, "assign rows to ranks and micro-batches by the cost of their attention")
     valid_data_path: tuple[str, ...] = _option(
         (), "validate on these datasets, given as in --data-path, instead of the second share of --split", "PREFIX"
     )
@@ -534,9 +507,7 @@ class OptimizerConfig(_Section):
     lr_warmup_from_zero: bool = _option(False, "warm-up: step t has lr * t / W, as in the papers' code")
     lr_decay_iters: PositiveInt | None = _option(None, "step at which min_lr is reached (default: the last step)")
     lr_wsd_decay_iters: NonNegativeInt = _option(0, "WSD: steps of the final decay")
-    lr_first_step: NonNegativeInt = _option(
-        0, "first step of the schedule, such as the number of steps another run took"
-    )
+    lr_first_step: NonNegativeInt = _option(0, "first step of the schedule, such as the steps another run took")
     weight_decay: NonNegativeFloat = _option(0.1, "decoupled weight decay of the matrices")
     weight_decay_all: bool = _option(False, "apply weight decay to norms and biases too, as in TinyLlama's code")
     adam_beta1: Decay = _option(0.9, "Adam's first-moment decay")
@@ -550,9 +521,7 @@ class OptimizerConfig(_Section):
     main_params_dtype: Literal["fp32", "fp16"] = _option("fp32", "type of the master weights")
     exp_avg_dtype: MomentType = _option("fp32", "type of Adam's first moment")
     exp_avg_sq_dtype: MomentType = _option("fp32", "type of Adam's second moment")
-    optimizer_cpu_offload: bool = _option(
-        False, "keep and update optimizer state on the host; needs the precision-aware optimizer"
-    )
+    optimizer_cpu_offload: bool = _option(False, "keep and update optimizer state on the host (needs the above)")
     optimizer_offload_fraction: Share = _option(1.0, "share of the optimizer state that is offloaded")
 
 
@@ -572,9 +541,7 @@ class TrainingConfig(_Section):
     spike_window: NonNegativeInt = _option(
         128, "preceding losses that a loss is compared with to detect a spike; 0: no detection"
     )
-    spike_deviations: PositiveFloat = _option(
-        7.0, "a loss this many standard deviations above their mean is a spike (as for OLMo 2)"
-    )
+    spike_deviations: PositiveFloat = _option(7.0, "a loss this many standard deviations above their mean is a spike")
     on_spike: Literal["continue", "skip", "stop"] = _option(
         "continue", "after a loss spike: train on it, skip the update, or end the run (status 86)"
     )
@@ -594,15 +561,9 @@ class TrainingConfig(_Section):
     eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none")
     eval_iters: PositiveInt = _option(4, "global batches of validation rows per evaluation")
     eval_lengths: tuple[PositiveInt, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
-    eval_packing: Literal["random", "same"] = _option(
-        "random", "packing of validation rows: random for every run, or the run's own"
-    )
-    eval_document_mask: bool = _option(
-        False, "evaluate inside documents; otherwise across them, whatever --document-mask is"
-    )
-    eval_stride: PositiveInt | None = _option(
-        None, "evaluate in windows that slide by this many tokens (default: blocks)"
-    )
+    eval_packing: Literal["random", "same"] = _option("random", "packing of validation rows; same: as the run's")
+    eval_document_mask: bool = _option(False, "evaluate inside documents instead of across them")
+    eval_stride: PositiveInt | None = _option(None, "evaluate in windows that slide by this (default: blocks)")
     early_stopping_patience: NonNegativeInt = _option(
         0, "evaluations without a lower validation loss after which the run ends; 0: never"
     )
@@ -624,9 +585,7 @@ class CheckpointConfig(_Section):
 
     save: Folder | None = _option(None, "run folder: checkpoints, metrics, report", "RUN")
     load: Folder | None = _option(None, "run folder to continue from, or one of its checkpoint folders", "RUN")
-    init_from: Folder | None = _option(
-        None, "initial weights: a Hugging Face model folder, a run or a checkpoint", "FOLDER"
-    )
+    init_from: Folder | None = _option(None, "initial weights: a Hugging Face model, a run or a checkpoint", "FOLDER")
     init_optimizer: bool = _option(False, "start with the optimizer state of --init-from, a run or checkpoint, as well")
     load_if_present: bool = _option(False, "start from scratch if --load has no checkpoint")
     load_latest_complete: bool = _option(False, "if the newest checkpoint is damaged, load the one before it")
@@ -654,12 +613,8 @@ class LoggingConfig(_Section):
     attention_health_interval: NonNegativeInt = _option(
         0, "steps between measurements of attention (entropy, sinks, S_max, distance); 0: none"
     )
-    attention_health_queries: PositiveInt = _option(
-        64, "number of queries of a step's first micro-batch that are measured"
-    )
-    attention_s_max_warning: PositiveFloat = _option(
-        100.0, "warn if a layer's largest score is above this (MuonClip's limit)"
-    )
+    attention_health_queries: PositiveInt = _option(64, "queries of a step's first micro-batch that are measured")
+    attention_s_max_warning: PositiveFloat = _option(100.0, "warn if a layer's largest score is above this (MuonClip)")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron_ext.checkpoint.damage import together
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
-from megatron_ext.errors import REMEDIES, UserError
+from megatron_ext.errors import PERMANENT, UserError
 from megatron_ext.launch import read_launch
 
 Answer = TypeVar("Answer")
@@ -142,7 +142,7 @@ def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, read
     The result is pickled. Errors that do not name a file name `path`; `reads`: the action does not write.
 
     Raises:
-        UserError: raised by the action, or replacing an OSError that the user can fix (`errors.REMEDIES`); the latter
+        UserError: raised by the action, or replacing an OSError that the user can fix (`errors.PERMANENT`); the latter
             names the file, the reason and the remedy.
         RuntimeError: any other exception on rank 0, which raises that exception itself.
     """
@@ -153,7 +153,7 @@ def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, read
             if ranks.world == 0:
                 answer[0] = action()
         except OSError as error:
-            if error.errno not in REMEDIES:
+            if error.errno not in PERMANENT:
                 raise
             refusal = f"{cannot_write(error, path)}; choose another folder or make this one writable"
             if reads:

@@ -50,7 +50,7 @@ from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.parallel import Ranks, cannot_write
 from megatron_ext.engine.weights import saved_weights, set_weights
-from megatron_ext.errors import REMEDIES, UserError
+from megatron_ext.errors import PERMANENT, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class Checkpointer:
             error = next(failure for failure, _ in error.failures.values())
         if isinstance(error, UserError):
             return error
-        if isinstance(error, OSError) and error.errno in REMEDIES:
+        if isinstance(error, OSError) and error.errno in PERMANENT:
             kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
             return UserError(
                 f"{cannot_write(error, folder)}, so the checkpoint of step {step} was not written, {kept}; "

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_ext.errors import REMEDIES, UserError, echo
+from megatron_ext.errors import PERMANENT, UserError, echo
 
 _T = TypeVar("_T")
 
@@ -37,7 +37,7 @@ def read_yaml(path: Path, option: str = "file") -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        if error.errno not in REMEDIES:
+        if error.errno not in PERMANENT:
             raise
         raise UserError(f"{option}: got {path}, needs a readable YAML file ({error.strerror})") from None
     except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:

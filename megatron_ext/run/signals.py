@@ -88,15 +88,14 @@ class Ending:
 
     def mark(self, run: Path) -> None:
         """Write RUN/stopped.json if the launcher is to restart, or RUN/diverged.json; atomically."""
-        facts: dict[str, Any] = {"exit_code": self.status, "step": self.step, "checkpoint": None}
+        facts: dict[str, Any] = {"exit_code": self.status, "step": self.step}
         if self.divergence is not None:
-            name = DIVERGED_FILE
-            facts |= {"what": self.divergence.what, "value": str(self.divergence.value)}
-            if self.checkpoint is not None:
-                facts["checkpoint"] = str(self.checkpoint)
+            name, value = DIVERGED_FILE, str(self.divergence.value)
+            checkpoint = None if self.checkpoint is None else str(self.checkpoint)
+            facts |= {"what": self.divergence.what, "value": value, "checkpoint": checkpoint}
         elif self.status == REQUEUE and self.checkpoint is not None:
-            name = STOPPED
-            facts |= {"signal": signal.Signals(self.signal).name, "checkpoint": str(self.checkpoint.relative_to(run))}
+            name, checkpoint = STOPPED, str(self.checkpoint.relative_to(run))
+            facts |= {"signal": signal.Signals(self.signal).name, "checkpoint": checkpoint}
         else:
             return
         with atomic_write(run / name) as aside:

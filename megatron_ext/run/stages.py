@@ -71,13 +71,12 @@ def train_stages(stages: Sequence[Stage]) -> int:
 
 def _check_all(stages: Sequence[Stage]) -> None:
     """Check all stages before the first one starts, to avoid failing in a later stage."""
-    for stage in stages:
+    for number, stage in enumerate(stages):
         if stage.before is None:
             find_checkpoint(stage.config)
         else:
             _check_before(stage, stage.before, will_run=stage.before in stages)
-    for stage in stages[1:]:
-        if _has_ended(stage):
+        if number == 0 or _has_ended(stage):
             continue
         if stage.before is not None:  # its weights do not exist yet, but their shapes are known
             before = stage.before.config
@@ -127,23 +126,19 @@ def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
 
 def _has_ended(stage: Stage) -> bool:
     """Return whether a stage has completed all its steps, and the validation after them."""
-    if stage.name is None:
-        return False
     config, steps = stage.config, _steps(stage.config)
-    if not _has_all_steps(config, steps):
+    if stage.name is None or not _has_all_steps(config, steps):
         return False
-    if not config.training.eval_interval:
-        return True
     # it may have been stopped between its last checkpoint and that validation
-    return early_stopping(config, Path(config.checkpoint.save or ""), steps).step == steps
+    validated = early_stopping(config, Path(config.checkpoint.save or ""), steps).step
+    return not config.training.eval_interval or validated == steps
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:
     """Return whether a number of steps is all of a run, or all until it stopped early."""
-    if steps == config.training.train_iters:
-        return True
     save = config.checkpoint.save
-    return save is not None and early_stopping(config, Path(save), steps).reason is not None
+    stopped_early = save is not None and early_stopping(config, Path(save), steps).reason is not None
+    return stopped_early or steps == config.training.train_iters
 
 
 def _steps(config: Config) -> int:

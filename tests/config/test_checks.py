@@ -30,7 +30,6 @@ CASES = """
 --num-query-groups 1 --tensor-model-parallel-size 2 | num_query_groups | --num-query-groups 2 --tensor-model-parallel-size 2 | 2 2
 --ffn-hidden-size 385 --tensor-model-parallel-size 2 | ffn_hidden_size | --ffn-hidden-size 386 --tensor-model-parallel-size 2 | 2 2
 --make-vocab-size-divisible-by 1 --tensor-model-parallel-size 2 | make_vocab_size_divisible_by | --make-vocab-size-divisible-by 2 --tensor-model-parallel-size 2 | 2 2
---attention-dropout 0.1 | attention_dropout | --attention-dropout 0
 --hidden-dropout 1 | hidden_dropout | --hidden-dropout 0.99
 --sequence-parallel | sequence_parallel | --sequence-parallel --tensor-model-parallel-size 2 | 1 2
 --context-parallel-size 2 --seq-length 511 | seq_length | --context-parallel-size 2 --seq-length 510 | 2 2
