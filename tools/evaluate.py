@@ -61,7 +61,8 @@ def _perplexity_flags(add: Callable[..., Any]) -> None:
 
 def _recall_flags(add: Callable[..., Any]) -> None:
     add("--lengths", nargs="+", type=int, metavar="L", help="tokens of prompt and answer together [the trained length]")
-    add("--tasks", nargs="+", default=["needle", "json_kv"], metavar="TASK", help="needle, json_kv [both]")
+    tasks = ["needle", "json_kv"]
+    add("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK", help="needle, json_kv [both]")
     add("--samples", type=int, default=60, metavar="N", help="samples of each task and length, at six depths [60]")
     add("--haystack", nargs="+", metavar="FILE", help="texts that hide the needle: .txt, .jsonl, .parquet [a sentence]")
     add("--json-key", default="text", metavar="FIELD", help="field of --haystack that holds the text [text]")

@@ -20,21 +20,28 @@ class ModelText:
     """Encodes and decodes the text of a model.
 
     Attributes:
-        tokenizer, name: the model's tokenizer and its path.
+        tokenizer: the model's tokenizer.
         begin: token at the start of every text, if any.
         end: the tokenizer's end-of-document token, if any.
-        stop: tokens that end generated text.
+        stop: tokens that end generated text; in a chat also the one that ends an assistant's turn.
+        template: the chat template, if this is a chat.
     """
 
     tokenizer: Tokenizer
-    name: str
     begin: int | None
     end: int | None
     stop: frozenset[int]
+    template: ChatTemplate | None
 
     @classmethod
     def of(
-        cls, pretrained: Pretrained, tokenizer: str | None = None, eod_token: str | None = None, *, bos: bool = False
+        cls,
+        pretrained: Pretrained,
+        tokenizer: str | None = None,
+        eod_token: str | None = None,
+        *,
+        bos: bool = False,
+        chat: bool = False,
     ) -> ModelText:
         """Open the tokenizer in a model's folder, or the one that the folder names.
 
@@ -43,9 +50,10 @@ class ModelText:
             tokenizer: use this one instead.
             eod_token: the end-of-document token, if not the tokenizer's own.
             bos: begin texts with the `bos_token_id` of the model's configuration.
+            chat: use the tokenizer's chat template.
 
         Raises:
-            UserError: no tokenizer, one with more token ids than the model, or no `bos_token_id`.
+            UserError: no tokenizer, one with more token ids than the model, no `bos_token_id`, or no chat template.
         """
         name = tokenizer or pretrained.tokenizer
         if name is None and pretrained.checkpoint is None and has_tokenizer(pretrained.folder):
@@ -71,20 +79,25 @@ class ModelText:
         stop = {token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)}
         try:
             end = opened.eod_id
+            stop.add(end)
         except UserError:
             if eod_token is not None:
                 raise  # the given token is wrong; a tokenizer without an end token is fine
             end = None
-        return cls(opened, name, begin if bos else None, end, frozenset(stop if end is None else stop | {end}))
+        template = ChatTemplate.of(name) if chat else None
+        try:
+            if template is not None and template.turn_end:
+                stop.add(opened.encode_spelled(template.turn_end)[0][-1])
+        except ChatError as error:
+            raise UserError(f"chat: {name}: {error}; correct the template") from None
+        return cls(opened, begin if bos else None, end, frozenset(stop), template)
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text; special tokens spelled in it are ordinary text."""
+        """Encode a text; special tokens spelled in it are ordinary text, except in a chat."""
+        if self.template is not None:
+            return self.tokenizer.encode_spelled(text)[0]
         tokens = self.tokenizer.encode(text)
         return tokens if self.begin is None else [self.begin, *tokens]
-
-    def encode_chat(self, rendered: str) -> list[int]:
-        """Encode the output of a chat template, with the special tokens that it spells."""
-        return self.tokenizer.encode_spelled(rendered)[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens; ids beyond the tokenizer's vocabulary (padding of the model's) are left out."""
@@ -93,16 +106,3 @@ class ModelText:
     def answer(self, tokens: Sequence[int]) -> str:
         """Decode a generated answer, without the token that ended it."""
         return self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop else tokens)
-
-    def chat(self) -> tuple[ChatTemplate, frozenset[int]]:
-        """Return the tokenizer's chat template, and the tokens that end an assistant's turn.
-
-        Raises:
-            UserError: it has none, or one that cannot be rendered.
-        """
-        template = ChatTemplate.of(self.name)
-        try:
-            ends = [self.encode_chat(template.turn_end)[-1]] if template.turn_end else []
-        except ChatError as error:
-            raise UserError(f"chat: {self.name}: {error}; correct the template") from None
-        return template, self.stop | frozenset(ends)

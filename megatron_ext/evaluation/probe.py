@@ -9,15 +9,10 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from megatron_ext.arrays import Float64
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.statistics import Key
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = 6  # sample i hides at depth (i mod 6) / 5 of the text
@@ -26,19 +21,12 @@ NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Sample:
-    """A question about a long text.
+    """A question about a long text."""
 
-    Attributes:
-        task: "needle" or "json_kv".
-        length: maximum number of tokens of prompt and answer.
-        prompt: ends where the answer begins.
-        answer: the string that the answer must contain.
-    """
-
-    task: str
-    length: int
-    prompt: str
-    answer: str
+    task: str  # a name in `TASKS`
+    length: int  # maximum number of tokens of prompt and answer
+    prompt: str  # ends where the answer begins
+    answer: str  # the string that the answer must contain
 
 
 def _needle(size: int, depth: float, draw: random.Random, text: Sequence[str]) -> tuple[str, str]:
@@ -90,12 +78,10 @@ def make_samples(
         text: text around the needle; None for a repeated sentence.
 
     Raises:
-        UserError: an unknown task, or a length that is too short for a sample.
+        UserError: a length that is too short for a sample.
     """
     sentences = re.split(r"(?<=[.!?])\s+", NOISE if text is None else text.strip())
     for task in tasks:
-        if task not in TASKS:
-            raise UserError(f"tasks: got {task}, needs some of {', '.join(TASKS)}")
         for length in lengths:
             for place in range(number):
                 yield _fill(task, length, count, place % DEPTHS / (DEPTHS - 1), f"{seed}:{task}:{place}", sentences)
@@ -118,11 +104,3 @@ def _fill(
         size = max(size - max(size // 50, 1), 1)
     prompt, answer = make(size)
     return Sample(task, length, prompt, answer)
-
-
-def scores_of(items: Iterable[Mapping[str, Any]]) -> dict[Key, Float64]:
-    """Return the scores of each task and length."""
-    scores: dict[Key, list[float]] = {}
-    for item in items:
-        scores.setdefault((item["task"], "score", item["length"]), []).append(item["score"])
-    return {key: np.array(own) for key, own in scores.items()}

@@ -7,9 +7,12 @@ because tokens are sent to experts on all of them.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,15 +23,18 @@ from torch import Tensor
 
 from megatron_ext.attention.cache import KeyValueCache
 from megatron_ext.batch import PackedBatch
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.sampling import Sampling, choose
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import AttentionMask, LayerMasks
-from megatron_ext.run.inference import InferenceModel
+from megatron_ext.run.inference import InferenceModel, open_model
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", "Prompt", "Choice")
 Result = TypeVar("Result")
+Likelihood = tuple[float, bool]  # a continuation's log-probability in nats; whether each of its tokens is the likeliest
 
 PASS_TOKENS = 8192  # maximum tokens of a forward pass without logits
 PASS_LOGITS = 1 << 27  # maximum logits of a forward pass: tokens times vocabulary
@@ -61,14 +67,6 @@ class Choice:
         return len(self.tokens) + max(map(len, self.options))
 
 
-@dataclass(frozen=True)
-class Likelihood:
-    """The log-probability of a continuation in nats, and whether each of its tokens is the likeliest one."""
-
-    log_probability: float
-    greedy: bool
-
-
 @dataclass
 class _Text:
     """A text that is being generated in a cache slot; its last token is not yet in the cache."""
@@ -83,29 +81,27 @@ class _Text:
         return self.answer[-1] if self.answer else self.prompt.tokens[-1]
 
 
-def inference_layout(processes: ParallelConfig) -> ParallelConfig:
-    """Return the layout for generation: without sequence parallelism, because tokens are generated one by one."""
-    return replace(processes, sequence_parallel=False)
+@contextmanager
+def open_generator(
+    pretrained: Pretrained, text: ModelText, processes: ParallelConfig, length: int, options: argparse.Namespace
+) -> Iterator[Generator]:
+    """Load a model for texts of up to `length` tokens; `options` are --dtype and --batch-size. See `open_model`."""
+    processes = replace(processes, sequence_parallel=False)  # tokens are generated one by one
+    with open_model(pretrained, processes, length, options.dtype) as model:
+        yield Generator(model, text, options.batch_size)
 
 
 class Generator:
     """Continues prompts and scores continuations.
 
     Args:
-        model: opened under `inference_layout`.
+        model: without sequence parallelism.
+        text: the model's tokenizer, with the tokens that end a text; the end token is the last token of the answer.
         slots: number of concurrent texts on each copy of the model.
-        stop: token ids that end a text; the end token is the last token of the answer.
-        decode: turns tokens into text; required for `Prompt.stop_texts`.
     """
 
-    def __init__(
-        self,
-        model: InferenceModel,
-        slots: int,
-        stop: Iterable[int],
-        decode: Callable[[Sequence[int]], str] | None = None,
-    ) -> None:
-        self.model, self.slots, self.stop, self.decode = model, slots, frozenset(stop), decode
+    def __init__(self, model: InferenceModel, text: ModelText, slots: int) -> None:
+        self.model, self.text, self.slots = model, text, slots
         self.mask_options = model.config.mask_options()
         self.stages: dist.ProcessGroup = model.chunks[0].pg_collection.pp
         ranks = model.ranks
@@ -133,24 +129,22 @@ class Generator:
         Raises:
             UserError: an empty prompt, or a text too long for dynamic RoPE.
         """
-        for number, prompt in enumerate(prompts):
-            self._check(number, prompt)
-        return self._gathered(self._generate(self._own(prompts), sampling or Sampling(), on_token))
+        return self._shared(prompts, lambda own: self._generate(own, sampling or Sampling(), on_token))
 
     def likelihoods(self, choices: Sequence[Choice]) -> list[list[Likelihood]]:
         """Score every continuation of every choice; each context is computed once. Collective.
 
         The choices are the same on every process. Raises what `answer` raises.
         """
-        for number, choice in enumerate(choices):
-            self._check(number, choice)
-        own = sorted(self._own(choices), key=lambda numbered: -numbered[1].length)  # batches of similar lengths
-        return self._gathered(self._score(own))
+        return self._shared(choices, self._score)
 
-    def _own(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
-        return [(number, requests[number]) for number in range(self.share, len(requests), self.shares)]
-
-    def _gathered(self, own: dict[int, Result]) -> list[Result]:
+    def _shared(
+        self, requests: Sequence[Request], compute: Callable[[list[tuple[int, Request]]], dict[int, Result]]
+    ) -> list[Result]:
+        """Compute a share of the numbered requests on each copy of the model; return all results in order."""
+        for number, request in enumerate(requests):
+            self._check(number, request)
+        own = compute([(number, requests[number]) for number in range(self.share, len(requests), self.shares)])
         gathered: list[dict[int, Result]] = [{} for _ in range(self.model.ranks.world_size)]
         dist.all_gather_object(gathered, own)
         joined = {number: result for results in gathered for number, result in results.items()}
@@ -192,24 +186,22 @@ class Generator:
                 text.answer.append(token)
                 if on_token is not None:
                     on_token(text.number, token)
-                if token in self.stop or len(text.answer) == text.prompt.new_tokens or self._stops(text):
+                if token in self.text.stop or len(text.answer) == text.prompt.new_tokens or self._stops(text):
                     answers[text.number] = active.pop(slot).answer
         return answers
 
     def _stops(self, text: _Text) -> bool:
-        if not text.prompt.stop_texts:
-            return False
-        assert self.decode is not None
-        longest = max(len(stop.encode()) for stop in text.prompt.stop_texts)
-        end = self.decode(text.answer[-longest - 1 :])  # a token is at least one byte, and may begin before the string
+        longest = max((len(stop.encode()) for stop in text.prompt.stop_texts), default=0)
+        # a token is at least one byte, and may begin before the string
+        end = self.text.decode(text.answer[-longest - 1 :]) if longest else ""
         return any(stop in end for stop in text.prompt.stop_texts)
 
     @torch.inference_mode()
     def _score(self, choices: Sequence[tuple[int, Choice]]) -> dict[int, list[Likelihood]]:
         found: dict[int, list[Likelihood]] = {}
-        limit = max(PASS_LOGITS // self.model.vocab_size, 1)
+        choices = sorted(choices, key=lambda numbered: -numbered[1].length)  # batches of similar lengths
         for first in range(0, len(choices), self.slots):
-            some = [choice for _, choice in choices[first : first + self.slots]]
+            numbers, some = zip(*choices[first : first + self.slots], strict=True)
             cache = KeyValueCache(len(some), max(choice.length for choice in some))
             self._prefill(cache, {slot: choice.tokens[:-1] for slot, choice in enumerate(some)})
             scores: list[list[Likelihood]] = [[] for _ in some]
@@ -217,24 +209,35 @@ class Generator:
                 options = {
                     slot: choice.options[place] for slot, choice in enumerate(some) if place < len(choice.options)
                 }
-                inputs = {slot: [some[slot].tokens[-1], *option[:-1]] for slot, option in options.items()}
-                total = dict.fromkeys(options, Likelihood(0.0, True))
-                for part in _passes(options, limit):
-                    logits_nV = self._forward(cache, {slot: inputs[slot][at] for slot, at in part.items()}, every=True)
-                    if logits_nV is not None:
-                        labels = {slot: options[slot][at] for slot, at in part.items()}
-                        for slot, likelihood in zip(labels, _likelihoods(logits_nV, labels.values()), strict=True):
-                            total[slot] = Likelihood(
-                                total[slot].log_probability + likelihood.log_probability,
-                                total[slot].greedy and likelihood.greedy,
-                            )
-                for slot, likelihood in total.items():
+                contexts = {slot: some[slot].tokens for slot in options}
+                for slot, likelihood in self._score_options(cache, contexts, options).items():
                     scores[slot].append(likelihood)
-                    cache.keep(slot, len(some[slot].tokens) - 1)
+                    cache.keep(slot, len(contexts[slot]) - 1)
             if self.stages.rank() == self.stages.size() - 1:
-                numbers = (number for number, _ in choices[first : first + self.slots])
                 found |= dict(zip(numbers, scores, strict=True))
         return found
+
+    def _score_options(
+        self, cache: KeyValueCache, contexts: Mapping[int, Sequence[int]], options: Mapping[int, Sequence[int]]
+    ) -> dict[int, Likelihood]:
+        """Score one option of each slot, whose context is in the cache except its last token; last stage only."""
+        by_token: dict[int, list[Likelihood]] = {slot: [] for slot in options}
+        inputs = {slot: [contexts[slot][-1], *option[:-1]] for slot, option in options.items()}
+        for part in _passes(options, max(PASS_LOGITS // self.model.vocab_size, 1)):
+            logits_nV = self._forward(cache, {slot: inputs[slot][at] for slot, at in part.items()}, every=True)
+            if logits_nV is None:
+                continue
+            labels = itertools.chain.from_iterable(options[slot][at] for slot, at in part.items())
+            label_n = torch.tensor(list(labels), device=logits_nV.device)
+            log_probability_n = logits_nV.log_softmax(dim=-1).gather(1, label_n[:, None])[:, 0]
+            greedy_n = logits_nV.argmax(dim=-1) == label_n
+            scored = zip(log_probability_n.tolist(), greedy_n.tolist(), strict=True)
+            for slot, at in part.items():
+                by_token[slot] += itertools.islice(scored, at.stop - at.start)
+        return {
+            slot: (math.fsum(log_probability for log_probability, _ in tokens), all(greedy for _, greedy in tokens))
+            for slot, tokens in by_token.items()
+        }
 
     def _prefill(self, cache: KeyValueCache, texts: Mapping[int, Sequence[int]]) -> None:
         """Append texts to the cache, at most `PASS_TOKENS` tokens at a time."""
@@ -316,16 +319,3 @@ def _passes(texts: Mapping[int, Sequence[int]], limit: int) -> Iterator[dict[int
                 part, left = {}, limit
     if part:
         yield part
-
-
-def _likelihoods(logits_nV: Tensor, labels: Iterable[Sequence[int]]) -> list[Likelihood]:
-    """Score the labels of several texts with concatenated logits."""
-    labels = list(labels)
-    label_n = torch.tensor(list(itertools.chain(*labels)), device=logits_nV.device)
-    log_probability_n = logits_nV.log_softmax(dim=-1).gather(1, label_n[:, None])[:, 0].double()
-    greedy_n = logits_nV.argmax(dim=-1) == label_n
-    sizes = [len(label) for label in labels]
-    return [
-        Likelihood(float(log_probability.sum()), bool(greedy.all()))
-        for log_probability, greedy in zip(log_probability_n.split(sizes), greedy_n.split(sizes), strict=True)
-    ]

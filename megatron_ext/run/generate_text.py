@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -20,47 +19,36 @@ from megatron_ext.errors import UserError
 from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.sampling import Sampling
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.run.generate import Generator, Prompt, inference_layout
-from megatron_ext.run.inference import open_model, warn_beyond_training
+from megatron_ext.run.generate import Generator, Prompt, open_generator
 
 
 def generate_text(options: argparse.Namespace, processes: ParallelConfig, sampling: Sampling) -> None:
-    """Continue the prompts or chat, and print or write the texts. Collective.
-
-    Args:
-        options: the flags of `tools/generate.py`.
-        processes: the parallel layout.
-        sampling: how tokens are chosen.
-    """
+    """Continue the prompts or chat by the flags of `tools/generate.py`; print or write the texts. Collective."""
     texts: list[str] = [] if options.chat else options.prompt
     if options.input is not None:
         texts = [document.text for document in read_documents(options.input, options.json_key)]
     pretrained = Pretrained.find(options.model)
-    model_text = ModelText.of(pretrained, options.tokenizer, options.eod_token, bos=options.bos)
-    prompts = [Prompt(model_text.encode(text), options.max_new_tokens) for text in texts]
+    text = ModelText.of(pretrained, options.tokenizer, options.eod_token, bos=options.bos, chat=options.chat)
+    prompts = [Prompt(text.encode(given), options.max_new_tokens) for given in texts]
     longest = max((prompt.length for prompt in prompts), default=options.max_new_tokens)
-    warn_beyond_training(pretrained, longest)
-    with open_model(pretrained, inference_layout(processes), longest, options.dtype) as model:
-        first = model.ranks.world == 0
-        generator = Generator(model, options.batch_size, model_text.stop)
+    with open_generator(pretrained, text, processes, longest, options) as generator:
+        first = generator.model.ranks.world == 0
         answers: list[list[int]] = []
         if options.chat:
-            _chat(options, Generator(model, 1, model_text.chat()[1]), model_text, sampling)
+            _chat(options, generator, sampling)
         elif options.output is None and len(prompts) == 1:
             print(texts[0] if first else "", end="", flush=True)
-            _answer_and_print(generator, prompts[0], sampling, model_text)
+            _answer_and_print(generator, prompts[0], sampling)
         else:
             answers = generator.answer(prompts, sampling)
     dist.destroy_process_group()
-    if first and options.output is not None:
-        _write(options.output, texts, prompts, answers, model_text)
-    elif first:
+    if not first:
+        return
+    if options.output is None:
         for number, answer in enumerate(answers):
-            print(f"{chr(10) if number else ''}[{number + 1}] {texts[number]}{model_text.answer(answer)}")
-
-
-def _write(output: Path, texts: list[str], prompts: list[Prompt], answers: list[list[int]], text: ModelText) -> None:
-    with atomic_write(output) as aside, aside.open("w", encoding="utf-8") as file:
+            print(f"{chr(10) if number else ''}[{number + 1}] {texts[number]}{text.answer(answer)}")
+        return
+    with atomic_write(options.output) as aside, aside.open("w", encoding="utf-8") as file:
         for given, prompt, answer in zip(texts, prompts, answers, strict=True):
             record = {
                 "prompt": given,
@@ -72,12 +60,13 @@ def _write(output: Path, texts: list[str], prompts: list[Prompt], answers: list[
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _answer_and_print(generator: Generator, prompt: Prompt, sampling: Sampling, text: ModelText) -> list[int]:
+def _answer_and_print(generator: Generator, prompt: Prompt, sampling: Sampling) -> list[int]:
     """Answer a prompt; process 0 prints each part of the text as soon as it is complete."""
-    first, stream = generator.model.ranks.world == 0, TextStream(text.decode, prompt.tokens)
+    first, text = generator.model.ranks.world == 0, generator.text
+    stream = TextStream(text.decode, prompt.tokens)
 
     def show(number: int, token: int) -> None:
-        if first and token not in generator.stop:
+        if first and token not in text.stop:
             print(stream.put(token), end="", flush=True)
 
     (answer,) = generator.answer([prompt], sampling, show)
@@ -86,10 +75,10 @@ def _answer_and_print(generator: Generator, prompt: Prompt, sampling: Sampling, 
     return answer
 
 
-def _chat(options: argparse.Namespace, generator: Generator, text: ModelText, sampling: Sampling) -> None:
+def _chat(options: argparse.Namespace, generator: Generator, sampling: Sampling) -> None:
     """Run a conversation; process 0 reads the user's turns."""
-    template, _ = text.chat()
-    ranks = generator.model.ranks
+    text, ranks = generator.text, generator.model.ranks
+    assert text.template is not None
     if generator.shares > 1:
         raise UserError(
             f"chat: got {ranks.world_size} processes, needs one copy of the model; start as many as "
@@ -100,12 +89,11 @@ def _chat(options: argparse.Namespace, generator: Generator, text: ModelText, sa
     while (turn := run_on_rank0(ranks, lambda: next(turns, None), options.model)) is not None:
         messages.append({"role": "user", "content": turn})
         try:
-            tokens = text.encode_chat(template.prompt(messages))
+            tokens = text.encode(text.template.prompt(messages))
         except ChatError as error:
             raise UserError(f"chat: {error}; rephrase the message") from None
-        answer = _answer_and_print(generator, Prompt(tokens, options.max_new_tokens), sampling, text)
-        reply = answer[:-1] if answer[-1] in generator.stop else answer
-        messages.append({"role": "assistant", "content": text.decode(reply)})
+        answer = _answer_and_print(generator, Prompt(tokens, options.max_new_tokens), sampling)
+        messages.append({"role": "assistant", "content": text.answer(answer)})
 
 
 def _stdin_turns() -> Iterator[str]:

@@ -44,17 +44,24 @@ class InferenceModel:
 def open_model(
     pretrained: Pretrained, processes: ParallelConfig, length: int, dtype: Dtype = "auto"
 ) -> Iterator[InferenceModel]:
-    """Load a model's weights under any parallel layout; destroy the process groups on exit. Collective.
+    """Load a model's weights under any parallel layout; destroy Megatron's process groups on exit. Collective.
 
     Args:
         pretrained: a Hugging Face folder or a checkpoint of any layout.
         processes: the parallel layout.
-        length: maximum number of tokens of a text.
+        length: maximum number of tokens of a text; a warning is logged if it is beyond the training length.
         dtype: "auto" is bfloat16 on CUDA (its attention kernels take no float32) and float32 on a CPU.
 
     Raises:
         UserError: the model cannot be read, or does not fit the layout.
     """
+    if pretrained.length is not None and length > pretrained.length:
+        logger.warning(
+            "length: %d tokens are beyond the %d that %s was trained on; results measure extrapolation",
+            length,
+            pretrained.length,
+            pretrained.folder,
+        )
     compat.check_version()
     launch = read_launch(os.environ)
     vocab_size = pretrained.model.vocab_size
@@ -103,14 +110,3 @@ def inference_config(
         ),
         training=TrainingConfig(bf16=bf16),
     )
-
-
-def warn_beyond_training(pretrained: Pretrained, length: int) -> None:
-    """Log a warning if texts are longer than the training length."""
-    if pretrained.length is not None and length > pretrained.length:
-        logger.warning(
-            "length: %d tokens are beyond the %d that %s was trained on; results measure extrapolation",
-            length,
-            pretrained.length,
-            pretrained.folder,
-        )

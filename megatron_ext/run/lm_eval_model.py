@@ -6,6 +6,7 @@ Process 0 runs lm-eval and sends its requests to the others; all processes compu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import tempfile
@@ -28,10 +29,9 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.evaluation.model_text import ModelText
+from megatron_ext.evaluation.report import Key, compare
 from megatron_ext.evaluation.sampling import Sampling
-from megatron_ext.evaluation.statistics import Key
-from megatron_ext.run.generate import Choice, Generator, Prompt, inference_layout
-from megatron_ext.run.inference import open_model
+from megatron_ext.run.generate import Choice, Generator, Prompt, open_generator
 
 MAIN = ("acc_norm", "acc", "exact_match", "em", "f1")  # main metrics for comparing models: the first that a task has
 
@@ -43,15 +43,11 @@ class Requests:
         self.generator = generator
         # lm-eval may prepare data for a long time between two requests
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        self.failed = False
 
     def compute(self, method: str, *args: Any) -> Any:
         """Call a collective method of the generator on all processes."""
-        self.failed = True  # until it returns
         self._broadcast((method, args))
-        answers = getattr(self.generator, method)(*args)
-        self.failed = False
-        return answers
+        return getattr(self.generator, method)(*args)
 
     def serve(self) -> None:
         """Compute requests of process 0 until it finishes.
@@ -59,15 +55,15 @@ class Requests:
         Raises:
             UserError: an error of process 0.
         """
-        while (request := self._broadcast(None)) is not None:
-            if isinstance(request, str):
-                raise UserError(request)
-            getattr(self.generator, request[0])(*request[1])
+        while isinstance(request := self._broadcast(None), tuple):
+            with contextlib.suppress(UserError):  # of all processes: process 0 finishes with it
+                getattr(self.generator, request[0])(*request[1])
+        if request is not None:
+            raise UserError(request)
 
     def finish(self, error: str | None = None) -> None:
-        """Release the other processes or make them raise a UserError; after a failed request they have left."""
-        if not self.failed:
-            self._broadcast(error)
+        """Release the other processes, or make them raise a UserError."""
+        self._broadcast(error)
 
     def _broadcast(self, request: Any) -> Any:
         box = [request]
@@ -80,19 +76,15 @@ class TrainedModel(TemplateLM):
 
     Args:
         requests: sends requests to all processes.
-        text: the model's tokenizer.
         max_length: maximum number of tokens of a text; longer contexts are truncated on the left, as in lm-eval's `hf`
             model.
-        chat: prompts are rendered by the chat template.
         cut_middle: prompts of generated answers are truncated in the middle instead, as in LongBench's own code.
     """
 
-    def __init__(
-        self, requests: Requests, text: ModelText, max_length: int, *, chat: bool = False, cut_middle: bool = False
-    ) -> None:
+    def __init__(self, requests: Requests, max_length: int, *, cut_middle: bool = False) -> None:
         super().__init__()
-        self.requests, self.text, self.max_length, self.chat = requests, text, max_length, chat
-        self.cut_middle = cut_middle
+        self.requests, self.max_length, self.cut_middle = requests, max_length, cut_middle
+        self.text = requests.generator.text
 
     @property
     def eot_token_id(self) -> int:
@@ -108,16 +100,17 @@ class TrainedModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Encode a text, after a BOS if the command has --bos; a chat template spells its own special tokens."""
-        if self.chat:
-            return self.text.encode_chat(string)
-        return self.text.tokenizer.encode(string) if add_special_tokens is False else self.text.encode(string)
+        if add_special_tokens is False and self.text.template is None:
+            return self.text.tokenizer.encode(string)
+        return self.text.encode(string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        template = self.text.chat()[0]
+        template = self.text.template
+        assert template is not None
         return template.prompt(chat_history) if add_generation_prompt else template.render(chat_history).text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self.text.chat()[0].source if chat_template else None
+        return None if self.text.template is None else self.text.template.source
 
     @property
     def tokenizer_name(self) -> str:
@@ -135,7 +128,7 @@ class TrainedModel(TemplateLM):
         choices = [Choice(context, [continuations[n] for n in numbers]) for context, numbers in groups.items()]
         scores = itertools.chain.from_iterable(self.requests.compute("likelihoods", choices))
         found = dict(zip(itertools.chain.from_iterable(groups.values()), scores, strict=True))
-        return [(found[number].log_probability, found[number].greedy) for number in range(len(requests))]
+        return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         windows: list[tuple[Any, list[int], list[int]]] = []
@@ -174,35 +167,38 @@ class TrainedModel(TemplateLM):
 
 
 def evaluate(
-    pretrained: Pretrained, text: ModelText, processes: ParallelConfig, options: argparse.Namespace
-) -> Mapping[str, Any] | None:
-    """Run lm-eval on a trained model; return lm-eval's results on process 0. Collective.
-
-    Args:
-        pretrained, text: the model and its tokenizer.
-        processes: the parallel layout.
-        options: the flags of `tools/evaluate.py lm-eval`.
+    options: argparse.Namespace, processes: ParallelConfig, models: Mapping[str, tuple[Pretrained, ModelText]]
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """Run lm-eval on trained models; return a part of the record, and every answer of each model. Collective.
 
     Raises:
         UserError: an unknown task, data that cannot be read, or no --max-length.
     """
-    length = options.max_length or pretrained.length
-    if length is None:
-        raise UserError(f"max_length: {pretrained.folder} does not say its trained length; give --max-length")
-    with open_model(pretrained, inference_layout(processes), length, options.dtype) as model:
-        stop = text.chat()[1] if options.chat else text.stop
-        requests = Requests(Generator(model, options.batch_size, stop, text.decode))
-        if model.ranks.world:
-            requests.serve()
-            return None
-        try:
-            trained = TrainedModel(requests, text, length, chat=options.chat, cut_middle=options.cut_middle)
-            found = _run_lm_eval(trained, options)
-        except UserError as error:
-            requests.finish(str(error))
-            raise
-        requests.finish()
-        return found
+    results: list[dict[str, Any]] = []
+    items, samples = {}, {}
+    for name, (pretrained, text) in models.items():
+        length = options.max_length or pretrained.length
+        if length is None:
+            raise UserError(f"max_length: {pretrained.folder} does not say its trained length; give --max-length")
+        with open_generator(pretrained, text, processes, length, options) as generator:
+            requests = Requests(generator)
+            if generator.model.ranks.world:
+                requests.serve()
+                continue
+            try:
+                found = _run_lm_eval(TrainedModel(requests, length, cut_middle=options.cut_middle), options)
+            except UserError as error:
+                requests.finish(str(error))
+                raise
+            requests.finish()
+        own = list(results_of(found))
+        if options.split_length is not None:
+            own += results_by_prompt_length(found, text.encode, options.split_length)
+        results += [{"model": name, **result} for result in own]
+        items[name] = items_of(found)
+        samples[name] = [{"task": task, **one} for task, answers in found["samples"].items() for one in answers]
+    settings = {name: getattr(options, name) for name in ("tasks", "shots", "limit", "lengths", "chat", "cut_middle")}
+    return {"settings": settings, "results": results, "differences": list(compare(items)) if items else []}, samples
 
 
 def _run_lm_eval(model: TrainedModel, options: argparse.Namespace) -> Mapping[str, Any]:
@@ -255,11 +251,8 @@ def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
     """Return the main score of each question of each task, by the task's first filter; for RULER, by length."""
     items: dict[Key, Float64] = {}
     for task, own in _answers(found):
-        names = [
-            name
-            for name in dict.fromkeys((*MAIN, *(own[0].get("metrics", ()) if own else ())))
-            if own and isinstance(own[0].get(name), (int, float))
-        ]
+        known = dict.fromkeys((*MAIN, *own[0].get("metrics", ())))
+        names = [name for name in known if isinstance(own[0].get(name), (int, float))]
         lengths = [name for name in names if name.isdigit()]
         for name in lengths or names[:1]:
             scores = np.array([float(answer[name]) for answer in own])

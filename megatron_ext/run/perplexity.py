@@ -1,9 +1,21 @@
-"""Losses of whole documents with sliding windows, under any parallel layout."""
+"""Perplexity of documents with a sliding window, under any parallel layout.
+
+Windows of L tokens start S tokens apart along a stream. The first window scores all of its labels, a later one its last
+S, each with at least L - S tokens before it (short_context.py draws them).
+
+With the document mask each document is a stream. Without it the documents of a source form one stream, an end token
+after each, and a token sees all tokens before it in its window.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import argparse
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,21 +23,18 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_ext.arrays import Float64, Int64
 from megatron_ext.batch import PackedBatch, Tokens
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
+from megatron_ext.data.text.documents import read_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
-from megatron_ext.evaluation.by_position import BINS, bin_of
-from megatron_ext.evaluation.perplexity import (
-    Document,
-    Evaluated,
-    Limits,
-    Stream,
-    stream_chunks,
-    streams,
-)
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.by_position import BINS, bin_of, losses_by_position, mean_loss
+from megatron_ext.evaluation.model_text import ModelText
+from megatron_ext.evaluation.report import Key, compare
 from megatron_ext.rope import dynamic_base
-from megatron_ext.run.inference import Dtype, InferenceModel, open_model, warn_beyond_training
+from megatron_ext.run.inference import InferenceModel, open_model
 from megatron_ext.run.scoring import ChunkScorer
 from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 from megatron_ext.token_weighting.short_pass import chunk_batches
@@ -33,115 +42,184 @@ from megatron_ext.token_weighting.short_pass import chunk_batches
 CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
 
 
-def evaluate_perplexity(
-    pretrained: Pretrained,
-    processes: ParallelConfig,
-    documents: Sequence[Document],
-    windows: Sequence[ShortContext],
-    *,
-    document_mask: bool,
-    batch_tokens: int,
-    dtype: Dtype = "auto",
-) -> Evaluated:
-    """Score documents with windows of several lengths. Collective; all processes get the result.
+@dataclass(frozen=True, eq=False)
+class Document:
+    """A text to score: its file or domain, and its tokens, int64 [n], n >= 2, end token included."""
 
-    Args:
-        pretrained, processes: the model and its parallel layout.
-        documents: the same on every process.
-        windows: lengths and strides.
-        document_mask: attention stays inside documents.
-        batch_tokens: approximate number of tokens of a micro-batch.
-        dtype: of the computation.
+    source: str
+    tokens: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Tokens along which windows slide, int64 [n+1], and the number of each label's document, int64 [n]."""
+
+    tokens: Int64
+    document: Int64
+
+
+def evaluate_perplexity(
+    options: argparse.Namespace,
+    processes: ParallelConfig,
+    models: Mapping[str, tuple[Pretrained, ModelText]],
+    lengths: Sequence[int],
+) -> dict[str, Any]:
+    """Score documents with windows of several lengths; return a part of the record. Collective.
 
     Raises:
-        UserError: the model does not fit the layout.
+        UserError: documents that cannot be read, or a model that does not fit the layout.
     """
-    all_streams = streams(documents, document_mask=document_mask)
-    for window in windows:
-        warn_beyond_training(pretrained, window.length)
-    with open_model(pretrained, processes, max(window.length for window in windows), dtype) as model:
-        at = {
-            window.length: _Scorer(model, window, batch_tokens, len(documents)).run(all_streams) for window in windows
-        }
-    return Evaluated([document.source for document in documents], at)
+    windows = []
+    for length in lengths:
+        stride = options.stride if options.stride is not None else max(length // 2, 1)
+        if stride > length:
+            raise UserError(f"stride: got {stride}, needs at most the window's {length}; lower it")
+        windows.append(ShortContext(length, stride, every_token=True))
+    pretrained, text = next(iter(models.values()))  # their tokenizers are the same
+    if options.data_path is not None:
+        found = dataset_documents(options, pretrained.model.vocab_size)
+    else:
+        found = file_documents(options, text)
+    documents = list(itertools.islice(found, options.documents))
+    if not documents:
+        raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
+    chosen = {"all": list(range(len(documents)))}
+    for number, document in enumerate(documents):
+        chosen.setdefault(document.source, []).append(number)
+    streams = list(make_streams(documents, document_mask=options.document_mask))
+    results: list[dict[str, Any]] = []
+    losses: dict[str, dict[Key, Float64]] = {}
+    for name, (pretrained, _) in models.items():
+        losses[name] = {}
+        with open_model(pretrained, processes, max(lengths), options.dtype) as model:
+            for window in windows:
+                sums = window_losses(model, window, streams, len(documents), options.batch_tokens)
+                losses[name]["all", "loss", window.length] = sums[0].sum(dim=1).numpy()
+                for task, own in chosen.items():
+                    at = {"model": name, "task": task, "length": window.length}
+                    results += [{**at, **result} for result in results_of(sums[:, own])]
+    counts = dict.fromkeys(losses[name], sums[1].sum(dim=1).numpy())  # the same for all models and lengths
+    settings = {
+        "document_mask": options.document_mask,
+        "stride": {str(window.length): window.stride for window in windows},
+        "documents": len(documents),
+        "tokens": sum(len(document.tokens) for document in documents),
+    }
+    return {"settings": settings, "results": results, "differences": list(compare(losses, counts))}
 
 
-class _Scorer:
-    """Scores streams with windows of one length."""
-
-    def __init__(self, model: InferenceModel, window: ShortContext, batch_tokens: int, documents: int) -> None:
-        self.model, self.window = model, window
-        self.scorer = ChunkScorer(model, max(batch_tokens, window.length))
-        self.sums = np.zeros((2, documents, BINS))
-
-    def run(self, all_streams: Sequence[Stream]) -> Tensor:
-        """Return float64 [2, documents, BINS], on the host of every process."""
-        ranks, device = self.model.ranks, self.model.platform.device
-        label = f"windows of {self.window.length}"
-        with tqdm(total=sum(map(len, all_streams)), unit="token", desc=label, disable=ranks.world != 0) as bar:
-            for chunk in stream_chunks(all_streams, CHUNK_TOKENS):
-                self._score(chunk)
-                bar.update(sum(map(len, chunk)))
-        counted = ranks.reports_loss and ranks.context == 0
-        sums = torch.from_numpy(self.sums * counted).to(device)
-        dist.all_reduce(sums)
-        return sums.cpu()
-
-    def _score(self, chunk: Sequence[Stream]) -> None:
-        """Add the losses of this data-parallel rank's windows of some streams."""
-        borders = np.cumsum([0, *map(len, chunk)])
-        tokens = Tokens(
-            tokens=np.concatenate([stream.tokens[:-1] for stream in chunk]),
-            labels=np.concatenate([stream.tokens[1:] for stream in chunk]),
-            trained=np.zeros(borders[-1], dtype=np.bool_),
-        )
-        windows = [short_chunks(len(stream), np.zeros(len(stream), dtype=np.int64), self.window) for stream in chunk]
-        shifted = (
-            np.concatenate([getattr(part, name) + first for part, first in zip(windows, borders, strict=False)])
-            for name in ("start", "end", "scored")
-        )
-        everyones = Chunks(*shifted)
-        ranks = self.model.ranks
-        mine = everyones.chosen(np.arange(ranks.data, len(everyones.start), ranks.data_size))
-        for chunks, batches in self._batches(tokens, borders, mine):
-            loss_T = self.scorer.losses(batches, int(borders[-1]))
-            if loss_T is None:
-                continue
-            scored = chunks.scored_tokens()
-            document = np.concatenate([stream.document for stream in chunk])[scored]
-            place = bin_of(torch.from_numpy(scored - np.repeat(chunks.start, chunks.end - chunks.scored))).numpy()
-            np.add.at(self.sums[0], (document, place), loss_T.cpu().double().numpy()[scored])
-            np.add.at(self.sums[1], (document, place), 1.0)
-
-    def _batches(
-        self, tokens: Tokens, borders: np.ndarray, chunks: Chunks
-    ) -> Iterator[tuple[Chunks, list[PackedBatch]]]:
-        """Yield windows with their micro-batches: all together, or each alone if RoPE depends on its length."""
-        if not len(chunks.start):
-            return
-        total = int(borders[-1])
-        masks = self.model.config.mask_options().at(total, [borders[1:]], total)
-        division, context = self.scorer.division, self.scorer.context
-        if not self.model.follows_text:
-            yield chunks, chunk_batches(tokens, masks, chunks, division, context)
-            return
-        shape = self.model.pretrained.model
-        for number in range(len(chunks.start)):
-            alone = chunks.chosen(np.array([number]))
-            length = int(alone.lengths[0])
-            whole = replace(division, capacity=length)
-            batches = chunk_batches(tokens, masks, alone, whole, context)
-            yield alone, [replace(batch, rotary_base=dynamic_base(shape, length)) for batch in batches]
+def file_documents(options: argparse.Namespace, text: ModelText) -> Iterator[Document]:
+    """Tokenize the texts of `--input`, each with an end-of-document token if there is one."""
+    end = [] if text.end is None else [text.end]
+    taken: Counter[str] = Counter()
+    for one in read_documents(options.input, options.json_key, key_field=options.source_key):
+        source = str(one.source) if one.key is None else one.key
+        if taken[source] == options.documents_per_source:
+            continue
+        tokens = text.encode(one.text) + end
+        if len(tokens) >= options.min_tokens:
+            taken[source] += 1
+            yield Document(source, np.array(tokens[: options.max_tokens], dtype=np.int64))
 
 
-def dataset_documents(prefixes: Iterable[str], vocab_size: int | None, limits: Limits) -> Iterator[Document]:
-    """Read documents of .bin/.idx datasets.
+def dataset_documents(options: argparse.Namespace, vocab_size: int | None) -> Iterator[Document]:
+    """Read documents of the .bin/.idx datasets of `--data-path`.
 
     Raises:
         UserError: a dataset cannot be read, or has token ids beyond the model's vocabulary.
     """
-    for prefix in prefixes:
+    for prefix in options.data_path:
         source = IndexedSource(prefix, vocab_size)
         lengths = source.document_lengths
-        for number in np.flatnonzero(lengths >= limits.shortest)[: limits.per_source].tolist():
-            yield Document(prefix, source.read(number, 0, int(lengths[number]))[: limits.longest])
+        for number in np.flatnonzero(lengths >= options.min_tokens)[: options.documents_per_source].tolist():
+            yield Document(prefix, source.read(number, 0, int(lengths[number]))[: options.max_tokens])
+
+
+def make_streams(documents: Sequence[Document], *, document_mask: bool) -> Iterator[Stream]:
+    """Yield one stream per document, or one per source from all of its documents."""
+    numbers: dict[Any, list[int]] = {}
+    for number, document in enumerate(documents):
+        numbers.setdefault(number if document_mask else document.source, []).append(number)
+    for joined in numbers.values():
+        tokens = [documents[number].tokens for number in joined]
+        yield Stream(np.concatenate(tokens), np.repeat(joined, list(map(len, tokens)))[1:])
+
+
+def results_of(sums: Tensor) -> Iterator[dict[str, Any]]:
+    """Yield the loss of documents, overall and by position in the window; float64 [2, documents, BINS]."""
+    total = sums.sum(dim=1)
+    loss = mean_loss(total)
+    assert loss is not None  # a document has at least 2 tokens
+    counts = {"count": int(total[1].sum()), "documents": sums.shape[1]}
+    yield {**counts, "metric": "loss", "value": loss}
+    yield {**counts, "metric": "perplexity", "value": math.exp(min(loss, 700.0))}  # avoid float overflow
+    for position, mean in losses_by_position(total).items():
+        yield {"metric": "loss", "position": position, "value": mean}
+
+
+def window_losses(
+    model: InferenceModel, window: ShortContext, streams: Sequence[Stream], documents: int, batch_tokens: int
+) -> Tensor:
+    """Score streams with windows of one length, in micro-batches of about `batch_tokens` tokens. Collective.
+
+    Returns:
+        float64 [2, documents, BINS], on the host of every process: for each document what `sums_by_position` returns;
+        positions count from the window's start.
+    """
+    ranks, device = model.ranks, model.platform.device
+    scorer = ChunkScorer(model, max(batch_tokens, window.length))
+    sums = np.zeros((2, documents, BINS))
+    ends = np.cumsum([len(stream.document) for stream in streams])
+    label = f"windows of {window.length}"
+    with tqdm(total=int(ends[-1]), unit="token", unit_scale=True, desc=label, disable=ranks.world != 0) as bar:
+        for _, numbers in itertools.groupby(range(len(streams)), lambda number: ends[number] // CHUNK_TOKENS):
+            some = [streams[number] for number in numbers]
+            document = np.concatenate([stream.document for stream in some])
+            for chunks, batches in _batches(scorer, window, some):
+                loss_T = scorer.losses(batches, len(document))
+                if loss_T is None:
+                    continue
+                scored = chunks.scored_tokens()
+                position = scored - np.repeat(chunks.start, chunks.end - chunks.scored)
+                place = document[scored], bin_of(torch.from_numpy(position)).numpy()
+                np.add.at(sums[0], place, loss_T.cpu().double().numpy()[scored])
+                np.add.at(sums[1], place, 1.0)
+            bar.update(len(document))
+    everyones = torch.from_numpy(sums * (ranks.reports_loss and ranks.context == 0)).to(device)
+    dist.all_reduce(everyones)
+    return everyones.cpu()
+
+
+def _batches(
+    scorer: ChunkScorer, window: ShortContext, streams: Sequence[Stream]
+) -> Iterator[tuple[Chunks, list[PackedBatch]]]:
+    """Yield this data-parallel rank's windows with their micro-batches.
+
+    All windows come together, or each alone if RoPE depends on its length.
+    """
+    model = scorer.model
+    borders = np.cumsum([0, *(len(stream.document) for stream in streams)])
+    total = int(borders[-1])
+    tokens = Tokens(
+        tokens=np.concatenate([stream.tokens[:-1] for stream in streams]),
+        labels=np.concatenate([stream.tokens[1:] for stream in streams]),
+        trained=np.zeros(total, dtype=np.bool_),
+    )
+    windows = [short_chunks(length, np.zeros(length, dtype=np.int64), window) for length in np.diff(borders).tolist()]
+    start, end, scored = (
+        np.concatenate([getattr(part, name) + first for part, first in zip(windows, borders, strict=False)])
+        for name in ("start", "end", "scored")
+    )
+    mine = np.arange(model.ranks.data, len(start), model.ranks.data_size)
+    if not len(mine):
+        return
+    chunks = Chunks(start, end, scored).chosen(mine)
+    masks = model.config.mask_options().at(total, [borders[1:]], total)
+    if not model.follows_text:
+        yield chunks, chunk_batches(tokens, masks, chunks, scorer.division, scorer.context)
+        return
+    for number, length in enumerate(chunks.lengths.tolist()):
+        alone = chunks.chosen(np.array([number]))
+        batches = chunk_batches(tokens, masks, alone, replace(scorer.division, capacity=length), scorer.context)
+        base = dynamic_base(model.pretrained.model, length)
+        yield alone, [replace(batch, rotary_base=base) for batch in batches]

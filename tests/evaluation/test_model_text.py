@@ -64,4 +64,4 @@ def test_a_damaged_generation_config_is_refused(folder: Path, content: str) -> N
 def test_a_chat_template_that_cannot_be_rendered_is_refused(folder: Path) -> None:
     tokenizer = put_tokenizer(folder / "tokenizer", "{{ raise_exception('no assistant') }}")
     with pytest.raises(UserError, match=r"chat: .*no assistant.*; correct the template"):
-        ModelText.of(Pretrained.find(folder), str(tokenizer)).chat()
+        ModelText.of(Pretrained.find(folder), str(tokenizer), chat=True)

@@ -140,10 +140,11 @@ def test_long_prompts_lose_their_middle() -> None:
         sent.extend(prompt.tokens for prompt in prompts)
         return [[] for _ in prompts]
 
-    text = SimpleNamespace(encode=lambda string: list(range(int(string))), answer=lambda _: "")
+    text = SimpleNamespace(template=None, encode=lambda string: list(range(int(string))), answer=lambda _: "")
     requests = [SimpleNamespace(args=(length, {"max_gen_toks": 3, "until": []})) for length in ("4", "7", "20")]
     for cut_middle in (False, True):
-        TrainedModel(SimpleNamespace(compute=compute), text, 10, cut_middle=cut_middle).generate_until(requests)
+        sender = SimpleNamespace(compute=compute, generator=SimpleNamespace(text=text))
+        TrainedModel(sender, 10, cut_middle=cut_middle).generate_until(requests)
     short = [[0, 1, 2, 3], list(range(7))]
     assert sent == [*short, [13, 14, 15, 16, 17, 18, 19], *short, [0, 1, 2, 16, 17, 18, 19]]
 

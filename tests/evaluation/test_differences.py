@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_ext.evaluation.statistics import difference
+from megatron_ext.evaluation.report import difference
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
