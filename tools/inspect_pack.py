@@ -61,7 +61,7 @@ def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Read a row of the dataset with the trainer's code: its document ends and, if requested, its tokens' texts."""
     from megatron_ext.data.text.metadata import check_tokenizer
     from megatron_ext.data.text.tokenizer import Tokenizer
-    from megatron_ext.run.rows import open_rows  # importing Megatron takes seconds
+    from megatron_ext.run.inputs import open_rows  # importing Megatron takes seconds
 
     if options.sample < 0:
         raise UserError(f"sample: got {options.sample}, needs at least 0")
@@ -79,7 +79,7 @@ def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
 
 def compare(options: argparse.Namespace) -> str:
     """Return a line for each policy: what it keeps, cuts and pads of the training split, and the keys of a token."""
-    from megatron_ext.run.rows import splits
+    from megatron_ext.run.inputs import splits
 
     if len(options.data_path) != 1:
         raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")

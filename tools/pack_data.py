@@ -33,7 +33,7 @@ from megatron_ext.data.packing import (
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_ext.run.rows import Split
+    from megatron_ext.run.inputs import Split
 
 
 @command
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 def pack(configs: Sequence[Config]) -> None:
     """Make the plans of all stages: of the training split, and of the validation split if it needs plans."""
     from megatron_ext.data.rows.identity import vocabulary  # importing Megatron takes seconds
-    from megatron_ext.run.rows import splits
+    from megatron_ext.run.inputs import splits
 
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:

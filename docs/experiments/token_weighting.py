@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.run.rows import open_rows
+from megatron_ext.run.inputs import open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
 RUNS = {

@@ -20,7 +20,7 @@ from token_weighting import GROUPS, TITLES, Name, Sums, find_names, measure, tok
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.evaluation.report import table
-from megatron_ext.run.rows import open_rows
+from megatron_ext.run.inputs import open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
 SHORT, ROW = 256, 1024

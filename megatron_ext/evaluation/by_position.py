@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,35 +41,3 @@ def losses_by_position(sums: Tensor) -> dict[int, float]:
     """Return the mean loss by number of keys n: over the tokens that see at least n and fewer than 2n tokens."""
     pairs = enumerate(sums.T.tolist())
     return {2**power: loss / count for power, (loss, count) in pairs if count}
-
-
-def evaluation_record(
-    step: int,
-    tokens: int,
-    sums: Mapping[int, Tensor],
-    *,
-    document_mask: bool = False,
-    stride: int | None = None,
-) -> dict[str, Any]:
-    """Return a line of evaluation.jsonl; losses without trained tokens are None, not 0.
-
-    Args:
-        step: completed steps.
-        tokens: number of tokens at each length.
-        sums: by context length, from `sums_by_position`.
-        document_mask: whether attention stayed inside documents. Records are comparable only if this and `stride` are
-            equal.
-        stride: of sliding windows; None for blocks.
-    """
-    longest = sums[max(sums)]
-    loss = mean_loss(longest)
-    return {
-        "step": step,
-        "valid_loss": loss,
-        "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # avoid float overflow
-        "tokens": tokens,
-        "document_mask": document_mask,
-        "stride": stride,
-        "by_length": {str(length): mean_loss(at) for length, at in sums.items()},
-        "by_position": {str(keys): mean for keys, mean in losses_by_position(longest).items()},
-    }

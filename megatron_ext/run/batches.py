@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from megatron_ext.data.rows.balance import assign_rows
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.masks import LayerMasks, MaskOptions
-from megatron_ext.run.rows import RowAt
+from megatron_ext.run.inputs import RowAt
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import Division, short_pass, sliding_evaluation
 
@@ -83,13 +83,7 @@ class BatchMaker:
         rows = [[row_at(sample) for sample in group] for group in samples]
         tokens = [lay_end_to_end(group) for group in rows]
         masks = [self._masks(group, window, self.config.mask_options()) for group in rows]
-        short: list[PackedBatch] = []
-        scores: list[RowScores | None] = [None] * len(samples)
-        match self.config.weighting.token_weighting:
-            case "frozen":
-                scores = [self._frozen(group, own) for group, own in zip(samples, tokens, strict=True)]
-            case "unfrozen":
-                scores, short = self._unfrozen(samples, tokens, masks)
+        scores, short = self._scores(samples, tokens, masks)
         measured, sampled = self._sampled(step, len(tokens[0].tokens))
         balanced = self.config.training.moe_aux_loss_coeff > 0 and self.config.balances_rows
         batches = [
@@ -109,13 +103,6 @@ class BatchMaker:
         if self.ranks.data != 0:
             return True, None
         return True, sample_queries(self.config.training.seed, step, tokens, logging.attention_health_queries)
-
-    def row(self, row: TokenRow, window: int) -> PackedBatch:
-        """Make a batch of one row that requests the loss of each of its tokens."""
-        tokens = lay_end_to_end([row])
-        tokens = replace(tokens, wanted=np.ones(len(tokens.tokens), dtype=np.bool_))
-        batch = assemble(tokens, self._masks([row], window, self.config.mask_options()), self.context)
-        return self._with_base([batch], window)[0]
 
     def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
         """Make validation batches whose attention reaches back at most to the last multiple of `length`.
@@ -164,51 +151,34 @@ class BatchMaker:
             return batches
         return [replace(batch, rotary_base=self.config.model.rotary_base_at(window)) for batch in batches]
 
-    def _frozen(self, samples: list[int], tokens: Tokens) -> RowScores:
-        """Read the short-context losses of a micro-batch's rows that a frozen scorer stored."""
-        assert self.short_losses is not None
-        short = np.concatenate([self.short_losses(sample) for sample in samples])
-        return self._scores(samples, tokens, short_loss_T=torch.from_numpy(short))
-
-    def _unfrozen(
+    def _scores(
         self, samples: list[list[int]], tokens: list[Tokens], masks: list[LayerMasks]
-    ) -> tuple[list[RowScores | None], list[PackedBatch]]:
-        """Prepare the step's own short-context pass: the scores known before it, and its batches."""
-        weighting = self.config.weighting
+    ) -> tuple[Sequence[RowScores | None], list[PackedBatch]]:
+        """Return the inputs of each micro-batch's weights, and the batches of the step's own short-context pass."""
+        weighting, seed = self.config.weighting, self.config.training.seed
+        if weighting.token_weighting not in ("frozen", "unfrozen"):
+            return [None] * len(samples), []
+        scores = [
+            RowScores(
+                trained_T=torch.from_numpy(own.trained),
+                labels_T=torch.from_numpy(own.labels),
+                samples=tuple(group),
+                seeds=tuple(row_seed(seed, sample) for sample in group),
+            )
+            for group, own in zip(samples, tokens, strict=True)
+        ]
+        if weighting.token_weighting == "frozen":
+            assert self.short_losses is not None
+            short = [np.concatenate([self.short_losses(sample) for sample in group]) for group in samples]
+            return [replace(s, short_loss_T=torch.from_numpy(own)) for s, own in zip(scores, short, strict=True)], []
         if not weighting.needs_short_losses:
-            return [self._scores(group, own) for group, own in zip(samples, tokens, strict=True)], []
-        work = short_pass(
-            tokens,
-            masks,
-            weighting.short(),
-            division(self.config, self.ranks, len(tokens[0].tokens)),
-            self.context,
-            bos_id=self.bos_id,
-        )
+            return scores, []
+        cut = division(self.config, self.ranks, len(tokens[0].tokens))
+        work = short_pass(tokens, masks, weighting.short(), cut, self.context, bos_id=self.bos_id)
         # tokens that the pass does not score have the same context in both passes: their score is 0
         same = np.split(~work.scored, len(tokens))
-        scores: list[RowScores | None] = [
-            self._scores(group, own, same_context_T=torch.from_numpy(alike))
-            for group, own, alike in zip(samples, tokens, same, strict=True)
-        ]
+        scores = [replace(s, same_context_T=torch.from_numpy(own)) for s, own in zip(scores, same, strict=True)]
         return scores, work.batches
-
-    def _scores(
-        self,
-        samples: list[int],
-        tokens: Tokens,
-        *,
-        short_loss_T: torch.Tensor | None = None,
-        same_context_T: torch.Tensor | None = None,
-    ) -> RowScores:
-        return RowScores(
-            trained_T=torch.from_numpy(tokens.trained),
-            labels_T=torch.from_numpy(tokens.labels),
-            samples=tuple(samples),
-            seeds=tuple(row_seed(self.config.training.seed, sample) for sample in samples),
-            short_loss_T=short_loss_T,
-            same_context_T=same_context_T,
-        )
 
 
 def row_seed(seed: int, sample: int) -> int:

@@ -32,21 +32,14 @@ Answers = tuple[float, Tensor, list[int]]  # mean loss, logits float32 [T, V], g
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of two models on one text; in pairs, Hugging Face's value comes first.
+    """Comparison of two models on one text; in pairs, Hugging Face's value comes first."""
 
-    Attributes:
-        largest, mean: maximum and mean absolute difference of logits.
-        scale: the largest absolute logit.
-        losses, greedy: of each model.
-        dtype: in which both computed.
-    """
-
-    largest: float
-    mean: float
-    scale: float
+    largest: float  # maximum absolute difference of logits
+    mean: float  # mean absolute difference of logits
+    scale: float  # the largest absolute logit
     losses: tuple[float, float]
     greedy: tuple[list[int], list[int]]
-    dtype: Dtype
+    dtype: Dtype  # in which both computed
 
     @property
     def allowed(self) -> tuple[float, float, float]:

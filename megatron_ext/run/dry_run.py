@@ -78,7 +78,7 @@ def _part(config: Config, vocab_size: int, index: int) -> str:
     Raises:
         UserError: it cannot be read, its packing plan has not been made, or it has no validation data.
     """
-    from megatron_ext.run.rows import TRAINING, VALIDATION, needed_tokens, open_part, open_split  # imports Megatron
+    from megatron_ext.run.inputs import TRAINING, VALIDATION, needed_tokens, open_part, open_split  # imports Megatron
 
     split = open_part(config, vocab_size, TRAINING, index)
     rows = open_split(split, config)

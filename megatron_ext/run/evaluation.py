@@ -19,8 +19,8 @@ from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, mean_loss
 from megatron_ext.monitoring.early_stopping import EarlyStopping
 from megatron_ext.run.batches import BatchMaker
+from megatron_ext.run.inputs import RowAt
 from megatron_ext.run.records import RunRecords
-from megatron_ext.run.rows import RowAt
 from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
 
@@ -36,10 +36,8 @@ class Validation:
         records: RunRecords,
         early: EarlyStopping,
     ) -> None:
-        self.training, self.data = config.training, config.data
-        self.window = config.window_schedule()
-        self.stepper, self.batches, self.row_at, self.records = stepper, batches, row_at, records
-        self.early = early
+        self.config, self.training, self.window = config, config.training, config.window_schedule()
+        self.stepper, self.batches, self.row_at, self.records, self.early = stepper, batches, row_at, records, early
 
     def is_due(self, step: int) -> bool:
         """Return whether a run validates after this many steps."""
@@ -47,11 +45,7 @@ class Validation:
         return bool(interval) and (step % interval == 0 or step == self.training.train_iters)
 
     def after_step(self, step: int, request: StopRequest | None) -> int:
-        """Validate if it is due after `step` steps.
-
-        Args:
-            step: completed steps.
-            request: ends the validation; None: signals are deferred.
+        """Validate if it is due after `step` completed steps, until a signal interrupts it; None: signals are deferred.
 
         Returns:
             The signal that interrupted the validation, which then has no record; 0 otherwise.
@@ -62,7 +56,7 @@ class Validation:
         if not self.is_due(step):
             return 0
         assert self.row_at is not None
-        lengths = sorted(self.training.eval_lengths or (self.data.seq_length,))
+        lengths = sorted(self.training.eval_lengths or (self.config.data.seq_length,))
         trained_window = self.window.window_at(max(step - 1, 0))
         sums = {length: torch.zeros(2, BINS, dtype=torch.float64) for length in lengths}
         for length, number in itertools.product(lengths, range(self.training.eval_iters)):
@@ -73,7 +67,7 @@ class Validation:
                 dist.all_reduce(received, dist.ReduceOp.MAX)
                 if received:
                     return int(received)
-            first_sample = number * self.data.global_batch_size
+            first_sample = number * self.config.data.global_batch_size
             batches = self.batches.evaluate(self.row_at, first_sample, length, trained_window)
             sums[length] += self.stepper.evaluate(batches)
         for at_length in sums.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,33 +26,26 @@ class SpikeWatch:
     """Keeps the finite losses of the last `window` steps; a loss above mean + deviations * std of them is a spike.
 
     This is OLMo 2's rule (arXiv 2501.00656), with the population's standard deviation. Before there are `window`
-    losses, nothing is a spike. Spikes are included in the window, so a loss that stays high soon becomes the expected
-    value.
-
-    A window of 0 never finds a spike. `losses` are of the previous steps, the latest last.
+    losses, nothing is a spike; with a window of 0, nothing ever is. Spikes are included in the window, so a loss that
+    stays high soon becomes the expected value.
     """
 
-    def __init__(self, window: int, deviations: float, losses: Iterable[float] = ()) -> None:
+    def __init__(self, window: int, deviations: float) -> None:
         self.window, self.deviations = window, deviations
-        self._losses: deque[float] = deque((loss for loss in losses if math.isfinite(loss)), maxlen=window)
-
-    @property
-    def losses(self) -> list[float]:
-        """The losses of the previous steps, the latest last."""
-        return list(self._losses)
+        self.losses: deque[float] = deque(maxlen=window)  # the latest last
 
     def bound(self) -> float | None:
         """Return the bound above which the next loss is a spike; None if fewer than `window` losses are known."""
-        if not self.window or len(self._losses) < self.window:
+        if not self.window or len(self.losses) < self.window:
             return None
-        losses = np.array(self._losses)
+        losses = np.array(self.losses)
         mean = float(losses.mean())
         return mean + self.deviations * max(float(losses.std()), _ROUNDING * abs(mean))
 
     def note(self, loss: float) -> None:
         """Add a step's loss; non-finite losses are ignored."""
         if math.isfinite(loss):
-            self._losses.append(loss)
+            self.losses.append(loss)
 
 
 SPIKE = "loss spike"
@@ -106,12 +99,11 @@ class Incidents:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs for identical decisions, as JSON types."""
-        return {"loss_history": self.watch.losses, "skips": self._skips}
+        return {"loss_history": list(self.watch.losses), "skips": self._skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; {} is the initial state."""
-        for loss in state.get("loss_history", ()):
-            self.watch.note(loss)
+        self.watch.losses.extend(state.get("loss_history", ()))
         self._skips = state.get("skips", 0)
 
     def _incident(self, result: StepResult) -> DivergedError | None:

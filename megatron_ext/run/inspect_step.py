@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_ext.batch import pack
 from megatron_ext.checkpoint.folders import folder_name, read_checkpoint, saved_steps
 from megatron_ext.config import CheckpointConfig, Config, LoggingConfig, ParallelConfig
 from megatron_ext.config.arguments import from_dict
@@ -17,7 +18,6 @@ from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.pipeline import Pipeline
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step
-from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.trainer import build
 
 
@@ -25,7 +25,7 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     """Recompute the rows of a step and the losses of their tokens, on one process, and describe them in lines.
 
     After what was recorded follows a line for each document, the largest loss first: the mean over its trained tokens,
-    in nats, and its text, or its token ids without a tokenizer.
+    in nats, and the first `characters` of its text, or its token ids without a tokenizer.
 
     Args:
         run: the run's folder.
@@ -67,13 +67,14 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
 def _documents(config: Config, samples: range, window: int, characters: int) -> Iterator[tuple[float, str]]:
     """Yield the loss of each document of some rows, and its description."""
     built = build(config)
-    batches = BatchMaker(config, built.ranks, None)
     pipeline = Pipeline([in_precision(chunk, config) for chunk in built.chunks])
     model = config.data.tokenizer_model
     tokenizer = Tokenizer(model) if model else None
+    base = config.model.rotary_base_at(window) if config.model.rope_window_bases else None
     for sample in samples:
         row = built.inputs.rows.train(sample)
-        (loss_t,) = pipeline.token_losses([batches.row(row, window).to(built.platform.device)])
+        batch = replace(pack([row], window, config.mask_options()), rotary_base=base)
+        (loss_t,) = pipeline.token_losses([batch.to(built.platform.device)])
         losses = loss_t.cpu().numpy()
         ends = sorted({*(int(end) for end in row.document_ends if end < len(losses)), len(losses)})
         for first, end in itertools.pairwise([0, *ends]):

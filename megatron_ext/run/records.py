@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.engine.step import StepResult
-from megatron_ext.evaluation.by_position import evaluation_record
+from megatron_ext.evaluation.by_position import losses_by_position, mean_loss
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.monitoring.history import note_end, note_start
 from megatron_ext.monitoring.metrics import MetricsWriter
@@ -34,34 +35,21 @@ class RunInfo:
 
 @dataclass
 class StepRecord:
-    """The record of a step; every field except `samples` and `result` is a key of metrics.jsonl.
+    """The record of a step; every field except `samples` and `result` is a key of metrics.jsonl."""
 
-    Attributes:
-        step: counted from 0.
-        samples: the rows of its global batch.
-        consumed_samples: rows that the run has trained on, including this step.
-        window, learning_rate, result: of this step.
-        cp_bytes: sent through all context-parallel groups.
-        peak_memory_bytes: maximum over processes.
-        step_time_s, data_wait_s: duration of the step, and of the wait for its batches within it.
-        save_stall_s: training time lost to saving since the previous step.
-        spike: whether its loss is a spike; set by `Incidents`.
-        source_rows: number of its rows from each dataset of a mixture; None for a single dataset.
-    """
-
-    step: int
-    samples: range
-    consumed_samples: int
+    step: int  # counted from 0
+    samples: range  # the rows of its global batch
+    consumed_samples: int  # rows that the run has trained on, including this step
     window: int
     learning_rate: float
     result: StepResult
-    cp_bytes: int
-    peak_memory_bytes: int
+    cp_bytes: int  # sent through all context-parallel groups
+    peak_memory_bytes: int  # maximum over processes
     step_time_s: float
-    data_wait_s: float
-    save_stall_s: float
-    spike: bool = False
-    source_rows: Mapping[str, int] | None = None
+    data_wait_s: float  # the wait for its batches, part of `step_time_s`
+    save_stall_s: float  # training time lost to saving since the previous step
+    spike: bool = False  # whether its loss is a spike; set by `Incidents`
+    source_rows: Mapping[str, int] | None = None  # its rows from each dataset of a mixture; None for a single dataset
 
 
 class RunRecords:
@@ -138,16 +126,21 @@ class RunRecords:
 
     def evaluation(self, step: int, sums: Mapping[int, Tensor]) -> None:
         """Record a validation after `step` steps: its `sums_by_position` by context length."""
-        training = self.config.training
-        record = evaluation_record(
-            step,
-            training.eval_iters * self.tokens_per_step,
-            sums,
-            document_mask=training.eval_document_mask,
-            stride=training.eval_stride,
-        )
-        if record["valid_loss"] is not None:
-            self.note(f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(sums)}")
+        training, longest = self.config.training, sums[max(sums)]
+        loss = mean_loss(longest)  # None without trained tokens
+        record = {
+            "step": step,
+            "valid_loss": loss,
+            "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # avoid float overflow
+            "tokens": training.eval_iters * self.tokens_per_step,
+            # records are comparable only if these two are equal
+            "document_mask": training.eval_document_mask,
+            "stride": training.eval_stride,
+            "by_length": {str(length): mean_loss(at) for length, at in sums.items()},
+            "by_position": {str(keys): mean for keys, mean in losses_by_position(longest).items()},
+        }
+        if loss is not None:
+            self.note(f"validation after {step} steps: loss {loss:.4f} at context {max(sums)}")
         else:
             self._note_once(
                 "no validation loss",

@@ -22,7 +22,7 @@ from megatron_ext.engine.pipeline import Pipeline
 from megatron_ext.errors import UserError
 from megatron_ext.run.batches import context_options, division
 from megatron_ext.run.inference import InferenceModel, open_model
-from megatron_ext.run.rows import RowAt, open_rows
+from megatron_ext.run.inputs import RowAt, open_rows
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import short_pass
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
@@ -79,16 +79,7 @@ def score_rows(
 def score_missing(
     model: InferenceModel, run: Config, short: ShortContext, row_at: RowAt, store: ScoreStore, wanted: range
 ) -> None:
-    """Score this data-parallel rank's share of the wanted rows that are missing in the store. Collective.
-
-    Args:
-        model: the scorer.
-        run: the training run.
-        short: the chunks.
-        row_at: the run's rows.
-        store: where losses are written.
-        wanted: samples.
-    """
+    """Score this data-parallel rank's share of the wanted rows of a run that are missing in the store. Collective."""
     ranks, data, length = model.ranks, run.data, run.data.seq_length
     options = replace(model.config.mask_options(), document_mask=run.window.document_mask)
     scorer = ChunkScorer(model, data.micro_batch_size * length)
@@ -111,12 +102,7 @@ def score_missing(
 
 
 class ChunkScorer:
-    """Computes the losses of chunks with a loaded model, on all of its ranks.
-
-    Args:
-        model: the model.
-        tokens: approximate number of tokens of a micro-batch.
-    """
+    """Computes the losses of chunks in micro-batches of about `tokens` tokens, on all ranks of a loaded model."""
 
     def __init__(self, model: InferenceModel, tokens: int) -> None:
         self.model = model

@@ -73,13 +73,12 @@ def train(config: Config, request: StopRequest, *, run: Path | None, has_next_st
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
     """
     built = build(config)
-    here = environment.look(config, built.platform)
-    log_setup(config, built, here)
+    info = describe_run(config, built)
     request.listen()
     ranks, save = built.ranks, config.checkpoint.save
     timeout_s = config.parallel.watchdog_seconds(ranks.world_size)
     with Watchdog(ranks.world, Path(save) if save else None, timeout_s):
-        ending = Trainer(config, built, run_info(config, built, here)).fit(request, run, has_next_stage)
+        ending = Trainer(config, built, info).fit(request, run, has_next_stage)
         parallel.finish_stage()
     return ending
 
@@ -118,40 +117,32 @@ def build(config: Config) -> Built:
     return Built(platform, ranks, inputs, chunks)
 
 
-def log_setup(config: Config, built: Built, here: environment.Environment) -> None:
-    """Log the run's setup and warnings on rank 0. Collective: it compares the environments of all processes."""
-    platform, ranks, inputs = built.platform, built.ranks, built.inputs
+def describe_run(config: Config, built: Built) -> RunInfo:
+    """Describe the run for its history, and log its setup and warnings on rank 0. Collective."""
+    platform, ranks, inputs, data = built.platform, built.ranks, built.inputs, config.data
+    here = environment.look(config, platform)
     environments = [here] * ranks.world_size
     dist.all_gather_object(environments, here)
-    if ranks.world != 0:
-        return
-    data, schedule, pretrained = config.data, config.window_schedule(), inputs.pretrained
+    parameters, schedule = count_parameters(config.model, inputs.vocab_size), config.window_schedule()
     fused = [name for name, is_fused in fusions_here(platform, config).items() if is_fused]
-    lines = []
-    if pretrained is not None:
-        lines = [f"weights from {pretrained.folder}"]
-    lines += [
+    lines = [
+        *([f"weights from {inputs.pretrained.folder}"] if inputs.pretrained is not None else []),
         *here.summary(),
         *environment.differences(environments),
         f"device {platform.device.type}, {platform.communication}; fused: {', '.join(fused) or 'nothing'}",
-        f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
-        f"{ranks.layout}, {gradient_sharing(config)}",
+        f"{parameters:,} parameters on {ranks.world_size} processes: {ranks.layout}, {gradient_sharing(config)}",
         f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "
         f"{data.seq_length:,}, {config.microbatches(ranks.world_size)} micro-batches per rank",
         f"window: {schedule.kind.value}, {schedule.window_at(0):,} at step 0, {schedule.end:,} from step "
         f"{schedule.expansion_steps:,} of {config.training.train_iters:,} on",
     ]
-    for line in lines:
-        logger.info("%s", line)
-    for line in broken(WARNINGS, config):
-        logger.warning("warning: %s", line)
-
-
-def run_info(config: Config, built: Built, here: environment.Environment) -> RunInfo:
-    """Describe the model, the machine and the data for the run's history."""
-    ranks, vocab_size, mixed = built.ranks, built.inputs.vocab_size, built.inputs.rows.mixed
+    if ranks.world == 0:
+        for line in lines:
+            logger.info("%s", line)
+        for line in broken(WARNINGS, config):
+            logger.warning("warning: %s", line)
     peak_flops = None
-    if built.platform.device.type == "cuda" and config.training.bf16:
+    if platform.device.type == "cuda" and config.training.bf16:
         gpu = read_speeds().of_device(torch.cuda.get_device_name())
         teraflops = None if gpu is None else gpu.fp8 if config.training.fp8_format is not None else gpu.bf16
         peak_flops = None if teraflops is None else teraflops * 1e12 * ranks.world_size
@@ -161,17 +152,17 @@ def run_info(config: Config, built: Built, here: environment.Environment) -> Run
         "devices": here.devices,
         "processes": ranks.world_size,
         "layout": ranks.layout,
-        "parameters": count_parameters(config.model, vocab_size),
-        "vocab_size": vocab_size,
+        "parameters": parameters,
+        "vocab_size": inputs.vocab_size,
         "versions": {name: version for name, version in here.versions.items() if version is not None},
-        "data": [{"name": part.label, "prefix": part.prefix, "packing": part.packing} for part in config.data.parts],
+        "data": [{"name": part.label, "prefix": part.prefix, "packing": part.packing} for part in data.parts],
     }
-    if mixed is not None:
+    if (mixed := inputs.rows.mixed) is not None:
         facts["sources"] = {
             label: {"share": share, "row_tokens": dataset.row_tokens}
             for label, share, dataset in zip(mixed.labels, mixed.shares, mixed.datasets, strict=True)
         }
-    return RunInfo(count_active_parameters(config.model, vocab_size), peak_flops, facts)
+    return RunInfo(count_active_parameters(config.model, inputs.vocab_size), peak_flops, facts)
 
 
 @dataclass(frozen=True)
@@ -250,7 +241,11 @@ class Trainer:
             with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as prefetch:
                 stopped_by = self._train(request, prefetch)
         except DivergedError as error:  # raised on all ranks; nothing is saved anymore
-            return self._diverged(error)
+            self.checkpointer.finish()
+            self.records.close(self.position.step, f"diverged: the {error.what} was {error.value}")
+            source = self.inputs.checkpoint
+            saved = self.checkpointer.saved or (source.folder if source is not None else None)
+            return Ending(0, self.position.step, saved, error)
         finally:
             gc.unfreeze()
         return self._finish(stopped_by, run, has_next_stage)
@@ -366,20 +361,16 @@ class Trainer:
         return torch.cat([of_all[:, :-1].amax(dim=0), of_all[:, -1:].sum(dim=0)])
 
     def _save(self) -> None:
-        """Start saving a checkpoint of the current position, if the run has a folder."""
-        if self.folder is not None:
-            heartbeat.beat(f"saving after {self.position.step} steps")
-            self._write_passage()
-            self.checkpointer.save(self.folder, replace(self.position, trainer_state=self.incidents.state_dict()))
-
-    def _write_passage(self) -> None:
-        """Write passage.json: some tokens of one row with their latest weights."""
-        if self.folder is None or not self.ranks.shows_passage:
+        """Start saving a checkpoint of the current position and, of one rank, passage.json; if the run has a folder."""
+        if self.folder is None:
             return
-        model = self.config.data.tokenizer_model
-        passage = self.stepper.weigher.passage(self.position.step - 1, Tokenizer(model) if model else None)
-        if passage is not None:
-            passage.write(self.folder)
+        heartbeat.beat(f"saving after {self.position.step} steps")
+        if self.ranks.shows_passage:
+            model = self.config.data.tokenizer_model
+            passage = self.stepper.weigher.passage(self.position.step - 1, Tokenizer(model) if model else None)
+            if passage is not None:
+                passage.write(self.folder)
+        self.checkpointer.save(self.folder, replace(self.position, trainer_state=self.incidents.state_dict()))
 
     def _finish(self, stopped_by: int, run: Path | None, has_next_stage: bool) -> Ending:
         """Publish the last checkpoint, report how the run ended, and close its files."""
@@ -408,19 +399,11 @@ class Trainer:
             )
         if note is not None:
             self.records.note(note)
+        if early is not None and not ending.signal:
+            self.records.note(f"{early}; {step} of {training.train_iters} steps done")
         if self.trajectory is not None:
             sync_params(self.model)
             self.trajectory.weights("final")
-        self._write_passage()
-        if early is not None and not ending.signal:
-            self.records.note(f"{early}; {step} of {training.train_iters} steps done")
         how = f"stopped by {signal.Signals(ending.signal).name}" if ending.signal else early or "done"
         self.records.close(step, how)
         return ending
-
-    def _diverged(self, error: DivergedError) -> Ending:
-        """End a run whose values are not finite."""
-        self.checkpointer.finish()
-        self.records.close(self.position.step, f"diverged: the {error.what} was {error.value}")
-        saved, source = self.checkpointer.saved, self.inputs.checkpoint
-        return Ending(0, self.position.step, source.folder if saved is None and source is not None else saved, error)

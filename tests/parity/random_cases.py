@@ -34,7 +34,7 @@ from megatron_ext.data.build.indexed import MASK
 from megatron_ext.data.packing import build_plan, plan_folder, save_plan
 from megatron_ext.data.rows.identity import row_identity
 from megatron_ext.data.rows.mixture import MixturePart
-from megatron_ext.run.rows import splits
+from megatron_ext.run.inputs import splits
 from megatron_ext.schedule import ScheduleKind
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 

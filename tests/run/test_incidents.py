@@ -1,4 +1,4 @@
-"""The state of a resumed run: the losses before a spike, and the number of skipped steps."""
+"""Which losses are spikes; and the state of a resumed run: the losses before, and the number of skipped steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_records import RESULT, TERMS, finished, records
 
@@ -14,7 +15,7 @@ from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.engine.step import StepResult
 from megatron_ext.errors import DivergedError
 from megatron_ext.loss import GlobalLoss
-from megatron_ext.run.incidents import Incidents
+from megatron_ext.run.incidents import Incidents, SpikeWatch
 
 OPTIONS = TrainingConfig(on_non_finite="skip", skip_limit=3, spike_window=2, train_iters=20)
 BAD = GlobalLoss(replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan), denominator=4.0)
@@ -24,6 +25,7 @@ STEPS: dict[str, StepResult] = {
     "refused": replace(RESULT, loss=BAD, skipped=True, refused=True),
     "without tokens": replace(RESULT, loss=NOTHING, skipped=True),
 }
+LOSSES = [3.0, 2.5, 2.75, 2.25]
 
 
 def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | None:
@@ -65,3 +67,38 @@ def test_only_losses_of_trained_steps_are_kept(tmp_path: Path) -> None:
     for step, kind in enumerate(["well", "without tokens", "refused"]):
         incidents.after_step(replace(finished(step), result=STEPS[kind]))
     assert incidents.state_dict() == {"loss_history": [2.0], "skips": 1}
+
+
+def watching(window: int, deviations: float, losses: list[float]) -> SpikeWatch:
+    watch = SpikeWatch(window, deviations)
+    for loss in losses:
+        watch.note(loss)
+    return watch
+
+
+def test_the_bound_is_the_mean_plus_deviations_of_the_last_window() -> None:
+    watch = SpikeWatch(3, 2.0)
+    for loss in [math.nan, *LOSSES[:2], math.inf]:
+        watch.note(loss)
+        assert watch.bound() is None
+    for loss in LOSSES[2:]:
+        watch.note(loss)
+    assert watch.bound() == pytest.approx(np.mean(LOSSES[1:]) + 2 * np.std(LOSSES[1:]))
+
+
+def test_a_loss_that_stays_high_is_a_spike_once() -> None:
+    watch, spikes = watching(8, 4.0, [1.0, 1.1] * 4), 0
+    for _ in range(20):
+        bound = watch.bound()
+        spikes += bound < 5.0
+        watch.note(5.0)
+    assert spikes == 1
+
+
+def test_constant_losses_leave_room_for_rounding() -> None:
+    bound = watching(4, 7.0, [2.0] * 4).bound()
+    assert 2.0 * (1 + 1e-7) < bound < 2.001
+
+
+def test_a_window_of_0_finds_no_spike() -> None:
+    assert watching(0, 7.0, LOSSES).bound() is None

@@ -1,33 +1,67 @@
-"""Inputs of a run are checked before its processes wait for each other."""
+"""Inputs of a run: bad weights are refused, and the rows of a mixture are counted by their dataset."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_ext.config import CheckpointConfig, Config, ModelConfig
+from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from megatron_ext.data.packing import build_plan, save_plan
+from megatron_ext.data.rows.dataset import part_seed
+from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
-from megatron_ext.run.inputs import first_weights
+from megatron_ext.run.inputs import first_weights, open_rows
+from tests.theirs import write_theirs
 
+LENGTH = 16
 SHAPES = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "rms_norm_eps": 1e-5}
 SHAPES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
 
 
-def config(folder: Path, init_optimizer: bool = False, **shapes: int) -> Config:
-    model = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2} | shapes
-    model |= {"num_query_groups": 2, "untie_embeddings_and_output_weights": True}
-    checkpoint = CheckpointConfig(init_from=str(folder), init_optimizer=init_optimizer)
-    return Config(model=ModelConfig(**model), checkpoint=checkpoint)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def test_a_missing_optimizer_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES))
-    return tmp_path
-
-
-def test_a_missing_optimizer_state_is_refused(folder: Path) -> None:
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=2,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=True,
+    )
+    config = Config(model=model, checkpoint=CheckpointConfig(init_from=str(tmp_path), init_optimizer=True))
     with pytest.raises(UserError, match="is a Hugging Face folder, which has no optimizer state"):
-        first_weights(config(folder, init_optimizer=True), 64)
+        first_weights(config, 64)
+
+
+def write_data(prefix: Path, token: int, length: int) -> str:
+    write_theirs(prefix, (np.full(length, token) for _ in range(40)), 10)
+    return str(prefix)
+
+
+def test_rows_are_counted_by_dataset(tmp_path: Path) -> None:
+    parts = [write_data(tmp_path / folder / "x", token, 20) for token, folder in enumerate("ab", start=1)]
+    rows = open_rows(Config(data=DataConfig(data_path=("7", parts[0], "3", parts[1]), seq_length=LENGTH)), 10)
+    assert rows.mixed.labels == ["x (1)", "x (2)"]
+    assert rows.mixed.shares == pytest.approx((0.7, 0.3))
+    for samples in (range(8), range(5, 33), range(1000, 1001)):
+        counted = Counter(int(rows.train(sample).tokens[0]) for sample in samples)
+        assert rows.mixed.rows_of(samples) == {"x (1)": counted[1], "x (2)": counted[2]}
+
+
+def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
+    """Rows of one document of 12 tokens among rows of 16: drawn as often as their share of the tokens needs."""
+    full, padded = write_data(tmp_path / "full", 1, 20), write_data(tmp_path / "padded", 2, 12)
+    mixture = (MixturePart(full, 0.5), MixturePart(padded, 0.5, packing="best_fit"))
+    config = Config(data=DataConfig(mixture=mixture, seq_length=LENGTH, split="1,0,0"))
+    source = IndexedSource(padded)
+    arguments = ("best_fit", source, range(40), LENGTH, part_seed(config.training.seed, 1))
+    save_plan(build_plan(*arguments), padded)
+    mixed = open_rows(config, 10).mixed
+    assert [dataset.row_tokens for dataset in mixed.datasets] == [16.0, 12.0]
+    drawn = mixed.rows_of(range(700))
+    assert drawn == {"full": 300, "padded": 400}

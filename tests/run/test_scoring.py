@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,10 +115,6 @@ def opened(store: Path, rows: int) -> ScoreStore:
     sizes = {"rows": rows, "row_length": LENGTH, "short_context": CHUNK, "short_stride": CHUNK, "seed": 1}
     contents = dict.fromkeys(("data", "packing", "tokenizer", "model"), "0" * 64)
     return ScoreStore.create_or_resume(store, StoreIdentity(vocab_size=VOCABULARY, **sizes, **contents))  # type: ignore[arg-type]
-
-
-def losses(store: Path, rows: int) -> Iterator[np.ndarray]:
-    return (opened(store, rows).read(row) for row in range(rows))
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])

@@ -37,6 +37,7 @@ from megatron_ext.engine.optimizer import build_optimizer, wrap
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
 from megatron_ext.run.batches import BatchMaker, context_options
+from megatron_ext.run.inputs import RowAt
 from megatron_ext.run.rehearsal import cuda_mock
 from megatron_ext.run.rehearsal.collectives import Collectives
 from megatron_ext.run.rehearsal.kernels import segment_pairs
@@ -44,7 +45,6 @@ from megatron_ext.run.rehearsal.memory import Part
 from megatron_ext.run.rehearsal.meter import Meter
 from megatron_ext.run.rehearsal.rows import rows_of
 from megatron_ext.run.rehearsal.sites import Sites, shown
-from megatron_ext.run.rows import RowAt
 
 
 @dataclass(frozen=True)

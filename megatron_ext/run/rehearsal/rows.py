@@ -8,7 +8,7 @@ import numpy.typing as npt
 from megatron_ext.config import Config
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.errors import UserError
-from megatron_ext.run.rows import RowAt, open_rows
+from megatron_ext.run.inputs import RowAt, open_rows
 
 MEDIAN, SIGMA = 849, 0.974  # lognormal with a mean of 1,364 tokens, as FineWeb-Pro (arXiv 2503.15450, Table 26)
 SHORTEST = 16
