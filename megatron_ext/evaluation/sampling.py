@@ -16,19 +16,13 @@ from megatron_ext.errors import UserError
 class Sampling:
     """Options of sampling; without temperature, top_k and top_p the likeliest token is taken.
 
-    Attributes:
-        temperature: divides the logits; None for 1.
-        top_k: sample among this many likeliest tokens; None for all.
-        top_p: sample among the likeliest tokens that together have this probability, at least one; None for all.
-        seed: of the random numbers.
-
     Raises:
         UserError: a number out of range.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: float | None = None  # divides the logits; None for 1
+    top_k: int | None = None  # sample among this many likeliest tokens; None for all
+    top_p: float | None = None  # among the likeliest that together have this probability, at least one; None for all
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -47,13 +41,7 @@ class Sampling:
 
 
 def choose(logits_nV: Tensor, sampling: Sampling, draws: list[np.random.Generator]) -> Tensor:
-    """Choose the next token of n texts; return int64 [n].
-
-    Args:
-        logits_nV: float32.
-        sampling: the options.
-        draws: of each text; one number of each is used unless greedy.
-    """
+    """Choose the next token of n texts, with the next of each text's `draws` unless greedy; return int64 [n]."""
     if sampling.temperature is None and sampling.top_k is None and sampling.top_p is None:
         return logits_nV.argmax(dim=-1)
     probability_nV, token_nV = probabilities(logits_nV, sampling)

@@ -64,9 +64,9 @@ def compare(hugging_face: Path, checkpoint: Path, tokens: list[int], dtype: Dtyp
     their_loss, theirs_TV, their_greedy = transformers_answers(hugging_face, tokens, dtype, greedy)
     gc.collect()
     our_loss, ours_TV, our_greedy = megatron_answers(checkpoint, tokens, dtype, greedy)
-    if theirs_TV.shape != ours_TV.shape:
-        sizes = theirs_TV.shape[1], ours_TV.shape[1]
-        raise UserError(f"verify: got models with {sizes[0]} and {sizes[1]} token ids, needs the same model twice")
+    theirs, ours = theirs_TV.shape[1], ours_TV.shape[1]
+    if theirs != ours:
+        raise UserError(f"verify: got models with {theirs} and {ours} token ids, needs the same model twice")
     difference_TV = (theirs_TV - ours_TV).abs()
     return Comparison(
         largest=float(difference_TV.max()),

@@ -92,12 +92,9 @@ def open_generator(
 
 
 class Generator:
-    """Continues prompts and scores continuations.
+    """Continues prompts and scores continuations, `slots` texts at a time on each copy of the model.
 
-    Args:
-        model: without sequence parallelism.
-        text: the model's tokenizer, with the tokens that end a text; the end token is the last token of the answer.
-        slots: number of concurrent texts on each copy of the model.
+    The last token of an answer may be one of the tokens of `text` that end a text. See `open_generator`.
     """
 
     def __init__(self, model: InferenceModel, text: ModelText, slots: int) -> None:
@@ -119,10 +116,10 @@ class Generator:
         sampling: Sampling | None = None,
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[list[int]]:
-        """Continue every prompt. Collective; all processes get all answers.
+        """Continue every prompt. Collective; all processes pass the same prompts and get all answers.
 
         Args:
-            prompts: the same on every process.
+            prompts: to continue.
             sampling: how tokens are chosen; None for the likeliest.
             on_token: called with the number of a prompt of this copy of the model and its next token.
 
@@ -132,10 +129,7 @@ class Generator:
         return self._shared(prompts, lambda own: self._generate(own, sampling or Sampling(), on_token))
 
     def likelihoods(self, choices: Sequence[Choice]) -> list[list[Likelihood]]:
-        """Score every continuation of every choice; each context is computed once. Collective.
-
-        The choices are the same on every process. Raises what `answer` raises.
-        """
+        """Score every continuation of every choice; each context is computed once. Otherwise as `answer`."""
         return self._shared(choices, self._score)
 
     def _shared(
@@ -247,15 +241,11 @@ class Generator:
     def _forward(
         self, cache: KeyValueCache, texts: Mapping[int, Sequence[int]], *, every: bool = False
     ) -> Tensor | None:
-        """Append tokens to cached texts, through all pipeline stages.
-
-        Args:
-            cache: of this stage's layers.
-            texts: the next tokens of some slots.
-            every: return the logits after each of these tokens, not only after the last one of each text.
+        """Append tokens to the cached texts of some slots, through all pipeline stages.
 
         Returns:
-            float32 [texts or tokens, V] on the last stage; None on the others.
+            The logits after the last token of each text, or after `every` token, float32 [texts or tokens, V], on the
+            last stage; None on the others.
         """
         appended = cache.append(list(texts), [len(tokens) for tokens in texts.values()])
         tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in texts.values()])

@@ -135,12 +135,7 @@ def parts_of(config: Config, share: int) -> tuple[MixturePart, ...]:
 
 
 def open_rows(config: Config, vocab_size: int) -> Rows:
-    """Open the datasets.
-
-    Raises:
-        UserError: a dataset that cannot be read, a required split without documents, or a packing plan that has not
-            been made.
-    """
+    """Open the datasets of training and validation. Raises what `open_part` and `open_split` raise."""
 
     def blend(share: int) -> RowSource:
         row_length, parts = config.data.seq_length, parts_of(config, share)
