@@ -179,6 +179,23 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
 
 
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return the `type` of a flag whose value is a whole number from `low` to `high`."""
+
+    def convert(text: str) -> int:
+        number = int(text)
+        if number < low or (high is not None and number > high):
+            needs = f"at least {low}" if high is None else f"{low}..{high}"
+            raise argparse.ArgumentTypeError(f"got {number}, needs {needs}")
+        return number
+
+    convert.__name__ = "int"  # for argparse's message about other text
+    return convert
+
+
+positive = integer(1)
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return "; did you mean X?" for the known name most similar to `name`, or "" if none is similar."""
     near = difflib.get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1)

@@ -13,13 +13,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import is_hugging_face
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, integer, positive
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
@@ -27,46 +29,41 @@ from megatron_ext.errors import UserError
 def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, help in (
-        ("hf-to-megatron", "write a run folder for --init-from"),
-        ("megatron-to-hf", "write a folder that transformers loads"),
-        ("verify", "run both on a text and compare logits, loss and greedy text"),
-    ):
-        command = commands.add_parser(name, help=help, description=help)
-        command.add_argument("--input", required=True, type=Path, metavar="FOLDER")
-        command.add_argument("--output", required=True, type=Path, metavar="FOLDER")
-        if name == "hf-to-megatron":
-            text = "pad the embedding up to a multiple of this [128]"
-            command.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=text)
-        if name == "megatron-to-hf":
-            command.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="of one file [2GB]")
-            text = "folder with the tokenizer, or none [the run's own]"
-            command.add_argument("--tokenizer", metavar="FOLDER", help=text)
-        if name == "verify":
-            command.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 [pages of Python's manual]")
-            command.add_argument("--tokens", type=int, default=512, metavar="N", help="of the text [512]")
-            text = "token ids to continue the text by, on both sides [16]"
-            command.add_argument("--greedy-tokens", type=int, default=16, metavar="N", help=text)
-            text = "in which both compute [float32]"
-            command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
-            text = "folder with the tokenizer [the Hugging Face folder]"
-            command.add_argument("--tokenizer", type=Path, metavar="FOLDER", help=text)
+
+    def subcommand(name: str, help: str) -> Callable[..., Any]:
+        add = commands.add_parser(name, help=help, description=help).add_argument
+        add("--input", required=True, type=Path, metavar="FOLDER")
+        add("--output", required=True, type=Path, metavar="FOLDER")
+        return add
+
+    add = subcommand("hf-to-megatron", "write a run folder for --init-from")
+    text = "pad the embedding up to a multiple of this [128]"
+    add("--make-vocab-size-divisible-by", type=integer(1, 2**24), default=128, metavar="N", help=text)
+
+    add = subcommand("megatron-to-hf", "write a folder that transformers loads")
+    add("--max-shard-size", type=size, default="2GB", metavar="SIZE", help="of one file [2GB]")
+    add("--tokenizer", metavar="FOLDER", help="folder with the tokenizer, or none [the run's own]")
+
+    add = subcommand("verify", "run both on a text and compare logits, loss and greedy text")
+    add("--text", type=Path, metavar="FILE", help="UTF-8 [pages of Python's manual]")
+    add("--tokens", type=positive, default=512, metavar="N", help="of the text [512]")
+    add("--greedy-tokens", type=integer(0), default=16, metavar="N", help="to continue the text by, on both sides [16]")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both computations [float32]")
+    add("--tokenizer", type=Path, metavar="FOLDER", help="folder with the tokenizer [the Hugging Face folder]")
     return parser.parse_args(argv)
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes, such as 2GB or 500MB."""
+    return TypeAdapter(ByteSize).validate_python(text)
 
 
 def convert(options: argparse.Namespace) -> None:
     if options.command == "megatron-to-hf":
-        try:
-            limit = TypeAdapter(ByteSize).validate_python(options.max_shard_size)
-        except ValidationError:
-            raise UserError(
-                f"max_shard_size: got {options.max_shard_size!r}, needs a size such as 2GB or 500MB"
-            ) from None
+        limit = options.max_shard_size
         megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
-        return
-    if not 1 <= (divisible_by := options.make_vocab_size_divisible_by) <= 2**24:
-        raise UserError(f"make_vocab_size_divisible_by: got {divisible_by}, needs 1..{2**24}")
-    hf_to_megatron(options.input, options.output, divisible_by=divisible_by)
+    else:
+        hf_to_megatron(options.input, options.output, divisible_by=options.make_vocab_size_divisible_by)
 
 
 def verify(options: argparse.Namespace) -> bool:
@@ -78,9 +75,6 @@ def verify(options: argparse.Namespace) -> bool:
         raise UserError(
             "verify: needs one Hugging Face folder and one run or checkpoint folder as --input and --output"
         )
-    for name, least in (("tokens", 1), ("greedy_tokens", 0)):
-        if (value := getattr(options, name)) < least:
-            raise UserError(f"{name}: got {value}, needs at least {least}")
     tokenizer = Tokenizer(options.tokenizer or theirs[0])
     tokens = tokenizer.encode(text_of(options.text))[: options.tokens + 1]
     if len(tokens) < 2:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
@@ -48,58 +48,53 @@ def _perplexity_flags(add: Callable[..., Any]) -> None:
     add("--json-key", default="text", metavar="FIELD", help="field of --input that holds the text [text]")
     add("--source-key", metavar="FIELD", help="field that names a text's source, such as its domain [the file]")
     add("--data-path", nargs="+", metavar="PREFIX", help=".bin/.idx datasets instead of files; each is a source")
-    add("--lengths", nargs="+", type=int, metavar="L", help="tokens of a window [the trained length]")
-    add("--stride", type=int, metavar="S", help="tokens between the starts of windows [half of each length]")
+    add("--lengths", nargs="+", type=positive, metavar="L", help="tokens of a window [the trained length]")
+    add("--stride", type=positive, metavar="S", help="tokens between the starts of windows [half of each length]")
     text = "a token sees its own document alone [yes]"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=text)
-    add("--documents", type=int, metavar="N", help="score the first N documents in all [all]")
-    add("--documents-per-source", type=int, metavar="N", help="score the first N documents of each source [all]")
-    add("--min-tokens", type=int, default=2, metavar="N", help="skip shorter documents [2]")
-    add("--max-tokens", type=int, metavar="N", help="cut documents to N tokens [whole documents]")
-    add("--batch-tokens", type=int, default=8192, metavar="N", help="tokens of a micro-batch, at least a window [8192]")
+    add("--documents", type=positive, metavar="N", help="score the first N documents in all [all]")
+    add("--documents-per-source", type=positive, metavar="N", help="score the first N documents of each source [all]")
+    add("--min-tokens", type=integer(2), default=2, metavar="N", help="skip shorter documents [2]")
+    add("--max-tokens", type=integer(2), metavar="N", help="cut documents to N tokens [whole documents]")
+    add("--batch-tokens", type=positive, default=8192, metavar="N", help="of a micro-batch, at least a window [8192]")
 
 
 def _recall_flags(add: Callable[..., Any]) -> None:
-    add("--lengths", nargs="+", type=int, metavar="L", help="tokens of prompt and answer together [the trained length]")
+    add("--lengths", nargs="+", type=positive, metavar="L", help="tokens of prompt and answer [the trained length]")
     tasks = ["needle", "json_kv"]
     add("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK", help="needle, json_kv [both]")
-    add("--samples", type=int, default=60, metavar="N", help="samples of each task and length, at six depths [60]")
+    add("--samples", type=positive, default=60, metavar="N", help="samples of each task and length, at six depths [60]")
     add("--haystack", nargs="+", metavar="FILE", help="texts that hide the needle: .txt, .jsonl, .parquet [a sentence]")
     add("--json-key", default="text", metavar="FIELD", help="field of --haystack that holds the text [text]")
-    add("--seed", type=int, default=42, help="seed of keys and values [42]")
-    add("--batch-size", type=int, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
+    add("--seed", type=integer(0), default=42, help="seed of keys and values [42]")
+    add("--batch-size", type=positive, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
 
 
 def _lm_eval_flags(add: Callable[..., Any]) -> None:
     text = "names of lm-eval's tasks and groups (`lm-eval ls tasks`), or of --include-path"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=text)
-    add("--shots", type=int, metavar="N", help="solved examples before a question [each task's own]")
-    add("--limit", type=int, metavar="N", help="questions of each task [all]")
+    add("--shots", type=integer(0), metavar="N", help="solved examples before a question [each task's own]")
+    add("--limit", type=positive, metavar="N", help="questions of each task [all]")
     add("--include-path", type=Path, metavar="DIR", help="folder with your own task files, whose code is run")
-    add("--lengths", nargs="+", type=int, metavar="L", help="lengths of RULER's texts [lm-eval's: 4096]")
-    add("--max-length", type=int, metavar="L", help="longer contexts lose their beginning [the trained length]")
+    add("--lengths", nargs="+", type=positive, metavar="L", help="lengths of RULER's texts [lm-eval's: 4096]")
+    add("--max-length", type=positive, metavar="L", help="longer contexts lose their beginning [the trained length]")
     add("--cut-middle", action="store_true", help="contexts of generated answers lose their middle (LongBench)")
-    add("--split-length", type=int, metavar="L", help="also average over prompts of at most L tokens, and longer ones")
+    add("--split-length", type=positive, metavar="L", help="also average over prompts up to L tokens, and longer ones")
     add("--chat", action="store_true", help="use the chat template of the tokenizer")
-    add("--batch-size", type=int, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
+    add("--batch-size", type=positive, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
 
 
 def check(options: argparse.Namespace) -> None:
     """Check the options before any model is read.
 
     Raises:
-        UserError: a number out of range, incompatible options, or an output that exists.
+        UserError: incompatible options, or an output that exists.
     """
     written = options.output and options.output / f"{options.command}.json"
     if written and written.exists() and not options.overwrite:
         raise UserError(f"output: {written} exists; pass --overwrite or another folder")
     if options.command == "perplexity" and (options.input is None) == (options.data_path is None):
         raise UserError("input, data_path: needs one of the two; give --input FILES or --data-path PREFIX")
-    least = {"min_tokens": 2, "max_tokens": 2, "shots": 0, "seed": 0}  # a document of one token has no label
-    for name, value in vars(options).items():
-        for number in value if isinstance(value, list) else [value]:
-            if type(number) is int and number < least.get(name, 1):
-                raise UserError(f"{name}: got {number}, needs at least {least.get(name, 1)}")
 
 
 @command

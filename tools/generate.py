@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
@@ -34,12 +34,12 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--json-key", default="text", metavar="FIELD", help="field of --input that holds the text [text]")
     add("--chat", action="store_true", help="chat by the tokenizer's template; turns are --prompt or lines of stdin")
     add("--system", metavar="TEXT", help="system message of --chat")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate at most [128]")
+    add("--max-new-tokens", type=positive, default=128, metavar="N", help="tokens to generate at most [128]")
     add("--temperature", type=float, metavar="T", help="sample with logits divided by T [greedy]")
     add("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of probability P together")
     add("--seed", type=int, default=1234, help="seed; each prompt has its own random numbers [1234]")
-    add("--batch-size", type=int, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
+    add("--batch-size", type=positive, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
     add("--output", type=Path, metavar="FILE", help="write one line of JSON for each prompt instead of text")
     add("--overwrite", action="store_true", help="replace an existing output")
     add_model_flags(parser)
@@ -60,9 +60,6 @@ def check(options: argparse.Namespace) -> Sampling:
         raise UserError("system: needs --chat; add it, or write the text into the prompt")
     if options.output is not None and options.output.exists() and not options.overwrite:
         raise UserError(f"output: {options.output} exists; pass --overwrite or another file")
-    for name in ("max_new_tokens", "batch_size"):
-        if (value := getattr(options, name)) < 1:
-            raise UserError(f"{name}: got {value}, needs at least 1")
     return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
 

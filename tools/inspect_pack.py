@@ -16,7 +16,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, integer
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import Policy
@@ -34,7 +34,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--seq-length", type=int, required=True, metavar="L", help="tokens of the row")
     data = parser.add_argument_group("with --data-path").add_argument
-    data("--sample", type=int, default=0, metavar="N", help="training sample, from 0 (default: 0)")
+    data("--sample", type=integer(0), default=0, metavar="N", help="training sample, from 0 (default: 0)")
     data("--seed", type=int, default=TrainingConfig.seed, help="of the data order (default: %(default)s)")
     data(
         "--split", default=DataConfig.split, help="shares of the documents for train,valid,test (default: %(default)s)"
@@ -63,8 +63,6 @@ def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     from megatron_ext.data.text.tokenizer import Tokenizer
     from megatron_ext.run.inputs import open_rows  # importing Megatron takes seconds
 
-    if options.sample < 0:
-        raise UserError(f"sample: got {options.sample}, needs at least 0")
     if options.text and not options.tokenizer_model:
         raise UserError("text: got no tokenizer to decode tokens with; give --tokenizer-model or leave --text out")
     config = config_of(options)

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command, program
+from megatron_ext.cli import Parser, command, integer, positive, program
 from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
@@ -23,17 +23,15 @@ from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.search import Machine, search
 from megatron_ext.planning.step_time import FACTS, read_speeds
 
-MOST_GPUS = 10**7
-
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--gpus", type=int, required=True, help="number of GPUs")
+    add("--gpus", type=integer(1, 10**7), required=True, help="number of GPUs")
     add("--gpu", default="H100", help="kind of GPU, a name of --gpus-file")
     add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="GPUs, links and the shares that programs reach")
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
-    add("--top", type=int, default=5, help="layouts to show")
+    add("--top", type=positive, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
     return parser.parse_known_args(argv)
 
@@ -41,10 +39,6 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 @command
 def main(argv: list[str]) -> int:
     options, rest = parse_options(argv)
-    if not 1 <= options.gpus <= MOST_GPUS or options.top < 1:
-        raise UserError(
-            f"gpus, top: got {options.gpus} and {options.top}, need 1 or more, and at most {MOST_GPUS:,} gpus"
-        )
     speeds = read_speeds(options.gpus_file)
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
     if not rest:

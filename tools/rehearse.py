@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, positive
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
 from megatron_ext.errors import UserError
@@ -35,7 +35,7 @@ def numbers(field: str, text: str, low: int, high: int, name: str, named: list[i
 @command
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--world-size", type=int, required=True, help="processes of the run")
+    parser.add_argument("--world-size", type=positive, required=True, help="processes of the run")
     parser.add_argument("--ranks", default="stages", help="0,7,63, or the first of each pipeline stage (default)")
     parser.add_argument("--windows", default="full", help="windows in tokens, 32,8192,full (default: full)")
     parser.add_argument(
@@ -43,8 +43,6 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", type=Path, help="write what was found here too")
     options, training = parser.parse_known_args(argv)
-    if options.world_size < 1:
-        raise UserError(f"world_size: got {options.world_size}, needs at least 1")
     config = parse(training)
     check(config, options.world_size)
     per_stage = options.world_size // config.parallel.pipeline_model_parallel_size

@@ -20,7 +20,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, positive
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
 from megatron_ext.launch import is_first, read_launch
@@ -33,7 +33,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--output", required=True, type=Path, metavar="STORE", help="zarr store; made, or continued")
     add("--context", required=True, type=int, metavar="N", help="n, tokens of a chunk")
     add("--stride", type=int, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
-    add("--rows", type=int, help="samples to score, from --first-sample on (default: all that the run takes)")
+    add("--rows", type=positive, help="samples to score, from --first-sample on (default: all that the run takes)")
     add("--part", default="0/1", metavar="I/N", help="of N commands on one store, this is number I, from 0")
     return parser.parse_known_args(argv)
 
@@ -84,8 +84,6 @@ def main(argv: list[str]) -> int:
     number, _, parts = options.part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
         raise UserError(f"part: got {options.part!r}, needs I/N with 0 <= I < N, such as 0/4")
-    if options.rows is not None and options.rows < 1:
-        raise UserError(f"rows: got {options.rows}, needs >= 1 sample; leave it out for all that the run takes")
     end = config.samples if options.rows is None else config.data.first_sample + options.rows
     from megatron_ext.checkpoint.pretrained import Pretrained  # importing Megatron takes seconds
     from megatron_ext.data.rows.identity import vocabulary

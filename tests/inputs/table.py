@@ -142,9 +142,9 @@ PREPROCESS = """
 """
 CONVERT = """
 hf-to-megatron --input {w}/run --output {out}/x | config.json
-hf-to-megatron --input {w}/hf --output {out}/x --make-vocab-size-divisible-by 10000000000000000 | make_vocab_size
+hf-to-megatron --input {w}/hf --output {out}/x --make-vocab-size-divisible-by 10000000000000000 | --make-vocab-size
 megatron-to-hf --input {w}/hf --output {out}/x | holds no checkpoint
-megatron-to-hf --input {w}/run --output {out}/x --max-shard-size big | max_shard_size: got 'big'
+megatron-to-hf --input {w}/run --output {out}/x --max-shard-size big | invalid size value: 'big'
 verify --input {w}/hf --output {w}/hf | verify: needs one Hugging Face folder and one run
 verify --input {w}/hf --output {w}/run --tokens 0 | tokens: got 0, needs at least 1
 verify --input {w}/hf --output {w}/run | tokenizer.json
@@ -171,7 +171,7 @@ OTHERS = {
 --data-path {w}/data --seq-length 64 --text | text: got no tokenizer
 """,
     "tools/plan_run.py": f"""
-{SMALL} --gpus 0 | gpus, top: got 0
+{SMALL} --gpus 0 | --gpus: got 0, needs 1..10000000
 {SMALL} --gpus 1 --gpu H900 | gpu: got 'H900', needs one of
 {SMALL} --gpus 1 --stage x | stage: got
 --gpus 1 | --config is required, for example
@@ -214,7 +214,7 @@ OTHERS = {
     "tools/evaluate.py": """
 perplexity {w}/hf | input, data_path: needs one of the two
 perplexity {w}/hf --input {w}/corpus.jsonl --lengths 0 --tokenizer bytes | lengths: got 0
-perplexity {w}/hf --input {w}/corpus.jsonl --max-tokens 1 | max_tokens: got 1, needs at least 2
+perplexity {w}/hf --input {w}/corpus.jsonl --max-tokens 1 | --max-tokens: got 1, needs at least 2
 perplexity {w}/hf --input {w}/corpus.jsonl --tokenizer bytes --min-tokens 1000000 | no document is left to score
 recall {w}/hf --samples 0 --tokenizer bytes | samples: got 0
 recall {w}/hf --tasks x --lengths 64 --tokenizer bytes | tasks: got x
