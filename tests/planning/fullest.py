@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.config import Config
-from megatron_ext.planning.attention_shapes import attention_shapes
-from megatron_ext.planning.memory import _memory, stage_memory
+from megatron_ext.planning.memory import rank_memories, stage_memory
 
 
 def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
@@ -15,7 +14,6 @@ def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
 def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
     """The lowest rank of those that need most under the widest window."""
     stage, parallel = fullest_stage(config, world_size, vocab_size), config.parallel
-    ranks = attention_shapes(config, config.window_schedule().end)
-    totals = [_memory(config, world_size, vocab_size, stage, shapes).total for shapes in ranks]
+    totals = [memory.total for memory in rank_memories(config, world_size, vocab_size, stage)]
     first = stage * (world_size // parallel.pipeline_model_parallel_size)
     return first + totals.index(max(totals)) * parallel.tensor_model_parallel_size
