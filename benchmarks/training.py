@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from record import timed
 
-from megatron_ext.batch import StepBatches
+from megatron_ext.batch import StepBatches, context_options
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.config.presets import PRESETS
@@ -19,7 +19,7 @@ from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wr
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
 from megatron_ext.planning.flops import step_flops
-from megatron_ext.run.batches import BatchMaker, context_options
+from megatron_ext.run.batches import BatchMaker
 
 
 def configure(preset: str, length: int, rows: int, *, layers: int | None = None, **parallel: Any) -> Config:
@@ -51,7 +51,7 @@ class Training:
         set_learning_rate(optimizer, 1e-5, 0.1)
         group = parallel.context_group(config.parallel, ranks, here)
         self.stepper = Stepper(self.model, optimizer, here, ranks, config, group)
-        self.batch_maker = BatchMaker(config, ranks, context_options(config, ranks, group))
+        self.batch_maker = BatchMaker(config, ranks, context_options(config, group))
 
     def batches(self, step: int, window: int) -> StepBatches:
         """Make the micro-batches of one step under a window."""

@@ -17,6 +17,7 @@ from megatron_ext.arrays import Int64
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import Probe, SampledQueries
 from megatron_ext.attention.interface import AttentionCall, Scheme
+from megatron_ext.config import Config
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.device import tensors_moved
@@ -158,6 +159,22 @@ class ContextOptions:
         exchanged_heads = self.key_heads if self.exchanged_heads is None else self.exchanged_heads
         exchange = int(plan.rows_moved.sum()) * 2 * exchanged_heads
         return Scheme.ULYSSES if ulysses < exchange else Scheme.EXCHANGE
+
+
+def context_options(config: Config, group: ContextGroup) -> ContextOptions | None:
+    """Return how rows are split over the ranks of a group; None if each process holds whole rows."""
+    if group.size == 1:
+        return None
+    model, parallel, tp = config.model, config.parallel, config.parallel.tensor_model_parallel_size
+    return ContextOptions(
+        group=group,
+        policy=parallel.cp_policy,
+        scheme=None if parallel.cp_scheme == "auto" else Scheme(parallel.cp_scheme),
+        heads=model.num_attention_heads // tp,
+        key_heads=model.num_query_groups // tp,
+        exchanged_heads=model.exchanged_width(tp) / model.key_value_size,
+        row_cost=parallel.cp_row_cost,
+    )
 
 
 @dataclass(frozen=True, eq=False)

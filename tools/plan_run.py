@@ -20,8 +20,8 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.search import Machine, search
-from megatron_ext.planning.step_time import FACTS, read_speeds
+from megatron_ext.planning.search import search
+from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

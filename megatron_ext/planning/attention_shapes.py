@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from megatron_ext.arrays import Bool
 from megatron_ext.attention.choice import by_keys, suited
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.interface import Scheme
-from megatron_ext.batch import ContextOptions
+from megatron_ext.batch import ContextOptions, context_options
 from megatron_ext.config import Config
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.masks import AttentionMask, MaskOptions
@@ -60,13 +60,14 @@ def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], .
     device = torch.device("cpu" if parallel.device == "cpu" else "cuda")
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     backends = suited(parallel.attention_backend, device, dtype, model.head_size, sinks=model.has_sinks)
-    tp = parallel.tensor_model_parallel_size
-    context = (
-        *(parallel.context_parallel_size, parallel.cp_policy, parallel.cp_scheme),
-        *(model.num_attention_heads // tp, model.num_query_groups // tp),
-        *(model.exchanged_width(tp) / model.key_value_size, parallel.cp_row_cost),
-    )
+    context = context_options(config, planned_group(parallel.context_parallel_size))
     return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, backends, context)
+
+
+@cache
+def planned_group(size: int) -> ContextGroup:
+    """Return a group without processes, the same object for each size."""
+    return ContextGroup(0, size, None, Traffic())
 
 
 @lru_cache(maxsize=1024)
@@ -76,22 +77,12 @@ def _shapes(
     rows: int,
     window: int,
     backends: tuple[str, ...],
-    context: tuple[int, str, str, int, int, float, float],
+    context: ContextOptions | None,
 ) -> tuple[tuple[Shapes, ...], ...]:
-    ranks, policy, scheme, heads, key_heads, exchanged_heads, row_cost = context
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
-    if ranks == 1:
+    if context is None:
         return (tuple(_whole(mask, 1, backends, None) for _, mask in masks.by_layers()),)
-    choices = ContextOptions(
-        group=ContextGroup(0, ranks, None, Traffic()),
-        policy=policy,
-        scheme=None if scheme == "auto" else Scheme(scheme),
-        heads=heads,
-        key_heads=key_heads,
-        exchanged_heads=exchanged_heads,
-        row_cost=row_cost,
-    )
-    plans = [(plan, choices.choose(plan)) for plan in choices.plans(masks)]
+    plans, ranks = [(plan, context.choose(plan)) for plan in context.plans(masks)], context.group.size
     return tuple(
         tuple(
             _whole(plan, ranks, backends, chosen) if chosen is Scheme.ULYSSES else _of_rank(plan, rank, backends)

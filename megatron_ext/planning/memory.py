@@ -329,7 +329,7 @@ class _Rank:
 
     @property
     def flights(self) -> int:
-        """The model chunks in flight: micro-batches times chunks whose forward pass precedes the first backward pass."""
+        """The model chunks in flight: those whose forward pass precedes the first backward pass."""
         behind = self.pp - self.stage
         flights = behind if self.chunks == 1 else 2 * (behind - 1) + (self.chunks - 1) * self.pp + 1
         return min(flights, self.microbatches * self.chunks)

@@ -7,16 +7,16 @@ and results are cached, because a search needs them for hundreds of layouts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_ext.arrays import Float64
-from megatron_ext.attention.exchange import ContextGroup, Traffic
-from megatron_ext.batch import ContextOptions
+from megatron_ext.batch import context_options
 from megatron_ext.config import Config
 from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.planning.attention_shapes import planned_group
 
 MOST_ROWS, TOKENS = 256, 2**24  # rows read, and their total tokens; at least the rows of two batches
 SHARED_TOKENS = 2**20  # tokens of the rows that are planned for each number of ranks; at least two rows
@@ -49,9 +49,9 @@ class SampledRows:
         # the policy needs only the document borders, so the tokens are not kept
         count = min(MOST_ROWS, max(TOKENS // data.seq_length, 2 * data.global_batch_size))
         self._ends = [np.asarray(row_at(sample).document_ends) for sample in range(count)]
-        self._costs_at = lru_cache(maxsize=None)(self._costs)
-        self.shared = lru_cache(maxsize=None)(self._shared)
-        self.imbalance = lru_cache(maxsize=None)(self._imbalance)
+        self._costs_at = cache(self._costs)
+        self.shared = cache(self._shared)
+        self.imbalance = cache(self._imbalance)
 
     def context(self, window: int) -> float:
         """Return the effective context C, the mean over tokens, layers and rows, in tokens."""
@@ -81,17 +81,9 @@ class SampledRows:
 
     def _shared(self, window: int, cp_size: int) -> Shared:
         """Plan some rows for a number of ranks."""
-        if cp_size == 1:
+        options, length = context_options(self._config, planned_group(cp_size)), self._config.data.seq_length
+        if options is None:
             return Shared(exchanged=0.0, imbalance=1.0)
-        length, parallel = self._config.data.seq_length, self._config.parallel
-        options = ContextOptions(
-            group=ContextGroup(0, cp_size, None, Traffic()),
-            policy=parallel.cp_policy,
-            scheme=None,
-            heads=1,
-            key_heads=1,
-            row_cost=parallel.cp_row_cost,
-        )
         found: list[Shared] = []
         for ends in self._ends[: max(SHARED_TOKENS // length, 2)]:
             masks = self._options.at(length, [ends], window)

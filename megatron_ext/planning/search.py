@@ -16,8 +16,7 @@ from typing import Any
 from megatron_ext.config import Config
 from megatron_ext.config.checks import mistakes
 from megatron_ext.planning.memory import HEADROOM, estimate
-from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, step_time, work_of
+from megatron_ext.planning.step_time import Machine, StepTime, step_time
 
 MLP_BLOCK_TOKENS = 16384  # enough for products to run at full speed
 MOMENTS = 12  # number of schedule points whose windows are timed
@@ -30,36 +29,6 @@ _KEPT: dict[str, Any] = {
     "mlp_block_tokens": None,
     "offload_layer_inputs": False,
 }
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a run's time depends on besides its configuration: `gpus` of the kind `gpu`, a name of `speeds`.
-
-    `rows` are sampled, for the cost of attention; None counts each row as one document.
-    """
-
-    gpus: int
-    gpu: str
-    vocab_size: int
-    speeds: Speeds
-    rows: SampledRows | None = None
-
-    @property
-    def kind(self) -> Gpu:
-        """The peaks of one GPU."""
-        return self.speeds.gpu(self.gpu)
-
-    def step(self, config: Config, window: int) -> StepTime:
-        """Estimate a step under a window."""
-        return step_time(work_of(config, self.gpus, self.gpu, self.vocab_size, window, self.rows), self.speeds)
-
-    def layout(self, config: Config) -> Layout:
-        """Estimate the memory and time of a configuration's layout."""
-        times = {window: self.step(config, window).total for window in set(windows(config))}
-        seconds = sum(times[window] for window in windows(config)) / MOMENTS
-        memory = estimate(config, self.gpus, self.vocab_size).total
-        return Layout(config, self.gpus, memory, seconds, self.step(config, last_window(config)))
 
 
 @dataclass(frozen=True)
@@ -101,6 +70,14 @@ class Layout:
         return ", ".join(words)
 
 
+def layout_of(config: Config, machine: Machine) -> Layout:
+    """Estimate the memory and time of a configuration's layout."""
+    times = {window: step_time(config, window, machine).total for window in set(windows(config))}
+    seconds = sum(times[window] for window in windows(config)) / MOMENTS
+    memory = estimate(config, machine.gpus, machine.vocab_size).total
+    return Layout(config, machine.gpus, memory, seconds, step_time(config, last_window(config), machine))
+
+
 @dataclass(frozen=True)
 class Found:
     """The result of a search.
@@ -127,7 +104,7 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
     moments, refused, number = Counter(windows(config)), Counter[str](), count()
 
     def timed(candidate: Config) -> tuple[float, int, Config]:
-        seconds = sum(machine.step(candidate, window).total * times for window, times in moments.items())
+        seconds = sum(step_time(candidate, window, machine).total * times for window, times in moments.items())
         return seconds, next(number), candidate
 
     queue = [timed(candidate) for candidate in candidates(config, machine, refused)]
@@ -138,10 +115,10 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
     while queue and len(best) < top:
         _, _, candidate = heappop(queue)
         tried += 1
-        if wrong := set(mistakes(candidate, machine.gpus)):
+        if wrong := dict.fromkeys(mistakes(candidate, machine.gpus), 1):
             refused.update(wrong)
             continue
-        layout = machine.layout(candidate)
+        layout = layout_of(candidate, machine)
         if layout.memory <= (1 - HEADROOM) * machine.kind.memory * 2**30:
             best.append(layout)
             continue

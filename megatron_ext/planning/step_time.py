@@ -14,17 +14,19 @@ token, F inside one expert, ep ranks that share them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge, Gt
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
+from megatron_ext.checkpoint.hf.names import full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.options import RecomputeModule
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml, typed
 from megatron_ext.masks import MaskOptions
@@ -109,66 +111,42 @@ def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
     return typed(read_yaml(path), Speeds, path)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """The work of one optimizer step.
+class AttentionLoad(NamedTuple):
+    """What the cost of attention depends on besides sizes."""
 
-    Attributes:
-        model: its shapes, with `vocab_size`.
-        gpu: its name in facts/gpus.yaml; `world` GPUs are used.
-        row: L, tokens of a row; `rows` rows per step (0: one micro-batch on each replica), `micro` at a time.
-        context: C, the effective context in tokens: a token sees C / 2 keys on average; None for causal rows, L.
-        exchanged: keys and values received by the busiest context-parallel rank, as a fraction of all other ranks'
-            keys.
-        imbalance: attention of the slowest rank over the mean.
-        tp, pp, chunks, cp: parallel sizes; model chunks of a pipeline stage.
-        ep: number of data- and context-parallel ranks that share the experts.
-        fp8: whether products use FP8; attention and the output layer stay in bf16.
-        attention_backend: a value of --attention-backend.
-        recompute: the fraction of the layers with full recomputation.
-        recompute_modules: the modules of each layer that are recomputed in addition.
-        host_inputs: inputs copied to the host and back, per layer.
+    context: float  # C, the effective context in tokens: a token sees C / 2 keys on average
+    exchanged: float  # keys that the busiest context-parallel rank receives, as a fraction of all other ranks' keys
+    imbalance: float = 1.0  # attention of the slowest rank over the mean
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run's time depends on besides its configuration: `gpus` of the kind `gpu`, a name of `speeds`.
+
+    `rows` are sampled, for the cost of attention; None counts each row as one document, the upper bound.
     """
 
-    model: ModelConfig
+    gpus: int
     gpu: str
-    world: int
-    row: int
-    rows: int = 0
-    micro: int = 1
-    context: float | None = None
-    exchanged: float = 1.0
-    imbalance: float = 1.0
-    tp: int = 1
-    pp: int = 1
-    chunks: int = 1
-    cp: int = 1
-    ep: int = 1
-    fp8: bool = False
-    attention_backend: str = "auto"
-    recompute: float = 0.0
-    recompute_modules: tuple[RecomputeModule, ...] = ()
-    host_inputs: float = 0.0
+    vocab_size: int
+    speeds: Speeds
+    rows: SampledRows | None = None
 
     @property
-    def replicas(self) -> int:
-        """Data-parallel size."""
-        return self.world // (self.tp * self.pp * self.cp)
+    def kind(self) -> Gpu:
+        """The peaks of one GPU."""
+        return self.speeds.gpu(self.gpu)
 
-    @property
-    def microbatches(self) -> float:
-        """Number of micro-batches of a replica in a step."""
-        return max(self.rows / self.replicas / self.micro, 1.0) if self.rows else 1.0
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of a step."""
-        return self.microbatches * self.micro * self.row * self.replicas
-
-    @property
-    def effective_context(self) -> float:
-        """C, in tokens."""
-        return self.row if self.context is None else self.context
+    def attention(self, config: Config, window: int) -> AttentionLoad:
+        """Return the cost of attention under a window in tokens."""
+        length, rows = config.data.seq_length, self.rows
+        if rows is None:
+            context = _whole_row_context(config.mask_options(), length, window)
+            # a window as long as the row needs all remote keys; a small one only those of segments that ranks share
+            return AttentionLoad(context, min(context / length, 1.0))
+        shared = rows.shared(window, config.parallel.context_parallel_size)
+        imbalance = shared.imbalance * rows.imbalance(window, config.data_parallel_size(self.gpus))
+        return AttentionLoad(rows.context(window), shared.exchanged, imbalance)
 
 
 @dataclass(frozen=True)
@@ -211,11 +189,20 @@ class StepTime:
         return max(vars(self).items(), key=lambda part: part[1])[0]
 
 
+class Amount(NamedTuple):
+    """Work of a forward pass, and the fraction of it that recomputation repeats."""
+
+    forward: float
+    again: float
+
+    def times(self, passes: float) -> float:
+        """Return the work of forward and backward, `passes` times that of forward, and of recomputation."""
+        return self.forward * (passes + self.again)
+
+
 @dataclass(frozen=True)
 class Layer:
-    """FLOPs, elements read or written, and bytes sent, of one rank in one layer's forward pass over one micro-batch.
-
-    With the same fields: how much of that is computed again in backward.
+    """The work of one rank in one layer over one micro-batch.
 
     Attributes:
         products, attention: FLOPs, without those of experts.
@@ -226,223 +213,164 @@ class Layer:
         experts: bytes sent to the experts and back.
     """
 
-    products: float
-    attention: float
-    elements: float
-    tensor: float
-    context: float
-    expert_products: float
-    expert_elements: float
-    expert_tensor: float
-    experts: float
+    products: Amount
+    attention: Amount
+    elements: Amount
+    tensor: Amount
+    context: Amount
+    expert_products: Amount
+    expert_elements: Amount
+    expert_tensor: Amount
+    experts: Amount
 
 
-def step_time(work: Work, speeds: Speeds) -> StepTime:
-    """Estimate an optimizer step."""
-    gpu, model, layer, again = speeds.gpu(work.gpu), work.model, _layer(work), _recomputed(work)
-    reached = speeds.reached[gpu.family]
+def step_time(config: Config, window: int, machine: Machine) -> StepTime:
+    """Estimate an optimizer step under a window in tokens."""
+    model, parallel, data, speeds, gpu = config.model, config.parallel, config.data, machine.speeds, machine.kind
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    chunk = parallel.num_layers_per_virtual_pipeline_stage
+    replicas, micros = config.data_parallel_size(machine.gpus), config.microbatches(machine.gpus)
+    layers, vocabulary = model.num_layers / pp, machine.vocab_size  # of this rank
+    load, reached, matrices = machine.attention(config, window), speeds.reached[gpu.family], matrices_of(model)
+    layer = layer_work(config, load)
+
     bandwidth = gpu.bandwidth * 1e9 * speeds.bandwidth
     matmul = gpu.bf16 * 1e12 * reached.matmul
-    products_speed = matmul * (speeds.fp8_speedup if work.fp8 and gpu.fp8 else 1)
-    share = getattr(reached, reached.kernel(work.attention_backend))
+    products_speed = matmul * (speeds.fp8_speedup if config.training.fp8_format and gpu.fp8 else 1)
+    share = getattr(reached, reached.kernel(parallel.attention_backend))
     attention_speed = gpu.bf16 * 1e12 * share * (1.0 if model.head_size >= TILE else speeds.narrow_heads)
 
     def link(ranks: int) -> float:
         return (gpu.nvlink if ranks <= gpu.node else gpu.network) * 1e9 * speeds.links
 
-    shared, expert = _shared_parameters(model), _expert_parameters(model)
-    layers, micros = model.num_layers / work.pp, work.microbatches
     # of a layer, on this rank
-    expert_parameters = expert * (model.num_experts or 0) * _expert_share(model) / work.tp / work.ep
-    uneven = speeds.uneven_experts if work.ep > 1 else 1.0
+    expert_parameters = matrices.expert * (model.num_experts or 0) * model.expert_layers / model.num_layers / tp / ep
+    uneven = speeds.uneven_experts if ep > 1 else 1.0
 
     def expert_products(flops: float, moved: int) -> float:
         # with few tokens per expert, bound by reading the weights: all of a rank's
         return max(flops * uneven / products_speed, expert_parameters * moved / bandwidth)
 
-    products = layer.products / products_speed * (3 + again.products)
-    products += expert_products(layer.expert_products, 2) * (1 + again.experts)
-    products += expert_products(2 * layer.expert_products, 2 + 8)  # reads and writes fp32 gradients too
+    flops, again = layer.expert_products
+    products = layer.products.times(3) / products_speed + expert_products(flops, 2) * (1 + again)
+    products += expert_products(2 * flops, 2 + 8)  # reads and writes fp32 gradients too
     # a causal segment of n tokens costs n + a tile of keys for each query, not n, halved
-    tiles = (work.effective_context + TILE) / work.effective_context * work.imbalance
-    attention_forward = layer.attention * tiles / attention_speed
-    attention = attention_forward * (3.5 + again.attention)  # backward: five products instead of two
-    memory = layer.elements * (3 + again.elements) + layer.expert_elements * uneven * (3 + again.experts)
-    memory *= 2 / bandwidth
-    tensor = 0.5 * layer.tensor / link(work.tp) * (2.25 + again.tensor)  # half hidden; backward gathers inputs again
-    experts = layer.experts / link(work.tp * work.ep) + layer.expert_tensor / link(work.tp)
-    experts *= uneven * (2 + again.experts)  # not overlapped with any matrix product
-    received = layer.context / link(work.tp * work.cp)
-    # the part hidden by attention; some is always exposed at its beginning
-    forward = max(received - attention_forward, 0.1 * received)
-    backward = max(2 * received - 2.5 * attention_forward, 0.2 * received)
-    context = forward * (1 + again.context) + backward
-    # on the last stage, and all stages wait for it; six passes over fp32 logits
-    t, vocabulary = work.micro * work.row / work.cp / work.tp, model.vocab_size or 0
-    head = 6 * model.hidden_size * vocabulary * t / matmul + 4 * 6 * vocabulary * t / bandwidth
+    tiles = (load.context + TILE) / load.context * load.imbalance
+    attention = layer.attention.times(3.5) * tiles / attention_speed  # backward: five products instead of two
+    memory = (layer.elements.times(3) + uneven * layer.expert_elements.times(3)) * 2 / bandwidth
+    tensor = 0.5 * layer.tensor.times(2.25) / link(tp)  # half hidden; backward gathers inputs again
+    # not overlapped with any matrix product
+    experts = uneven * (layer.experts.times(2) / link(tp * ep) + layer.expert_tensor.times(2) / link(tp))
+    # the part that attention does not hide; some is always exposed at its beginning
+    received, hiding = layer.context.forward / link(tp * cp), layer.attention.forward * tiles / attention_speed
+    context = max(received - hiding, 0.1 * received) * (1 + layer.context.again)
+    context += max(2 * received - 2.5 * hiding, 0.2 * received)
     layer_seconds = products + attention + memory + tensor + context + experts
+
+    t = data.micro_batch_size * data.seq_length / cp / tp
     # one input each way, while a layer runs forward, a quarter of its time with recomputation, or backward
-    copied = work.host_inputs * 2 * model.hidden_size * t / (gpu.pcie * 1e9 * speeds.bandwidth)
+    inputs = 1 / parallel.recompute_num_layers if parallel.offload_layer_inputs else 0.0
+    copied = inputs * 2 * model.hidden_size * t / (gpu.pcie * 1e9 * speeds.bandwidth)
     host = max(copied - layer_seconds / 4, 0) + max(copied - layer_seconds * 3 / 4, 0)
+    # on the last stage, and all stages wait for it; six passes over fp32 logits
+    head = 6 * model.hidden_size * vocabulary * t / matmul + 4 * 6 * vocabulary * t / bandwidth
     micro = layers * (layer_seconds + host) + head
 
-    ends = 2 if work.pp == 1 else 1  # embedding and output matrix
-    parameters = (shared * layers + ends * vocabulary * model.hidden_size) / work.tp
-    shards = work.replicas * work.cp
-    copies = shards / work.ep  # copies of each expert
+    ends = 2 if pp == 1 else 1  # embedding and output matrix
+    parameters = (matrices.shared * layers + ends * vocabulary * model.hidden_size) / tp
+    shards = replicas * cp
+    copies = shards / ep  # copies of each expert
     # fp32 gradients reduced and bf16 weights gathered
     reduced = parameters * (shards - 1) / shards + expert_parameters * layers * (copies - 1) / copies
-    moved = 6 * reduced / link(work.world)
+    moved = 6 * reduced / link(machine.gpus)
+    of_layers = {"products": products, "attention": attention, "memory": memory, "tensor": tensor}
+    of_layers |= {"context": context, "experts": experts, "host": host}
     return StepTime(
-        products=micros * layers * products,
-        attention=micros * layers * attention,
-        memory=micros * layers * memory,
+        **{name: micros * layers * seconds for name, seconds in of_layers.items()},
         head=micros * head,
-        tensor=micros * layers * tensor,
-        context=micros * layers * context,
-        experts=micros * layers * experts,
-        host=micros * layers * host,
-        bubble=(work.pp - 1) / work.chunks * micro,
+        bubble=(pp - 1) * (chunk / layers if chunk else 1) * micro,
         data=max(moved - 0.8 * micro, 0.05 * moved),
         optimizer=24 * (parameters / shards + expert_parameters * layers / copies) / bandwidth,
     )
 
 
-def _layer(work: Work) -> Layer:
-    model, t = work.model, work.micro * work.row / work.cp
-    hidden = model.hidden_size
-    copies = model.moe_router_topk * _expert_share(model)  # of each token, one for each of its experts
-    crossed = 2 * 2 * hidden * t * (work.tp - 1) / work.tp  # a gather and a scatter of the hidden states
-    rotated = (model.num_attention_heads + model.num_query_groups) * model.head_size
-    received = t * (work.cp - 1) * work.exchanged  # rows
-    width = model.exchanged_width(work.tp)
-    # each rank computes the keys and values of the latents that it gets
-    repeated = _up_projection(model) if width < model.num_query_groups // work.tp * model.key_value_size else 0
-    return Layer(
-        products=2 * (_shared_parameters(model) * t + repeated * received) / work.tp,
-        attention=work.effective_context * model.num_attention_heads * model.key_value_size * t / work.tp,
-        elements=(12 * hidden + 4 * rotated + 3 * _mlp_width(model)) * t / work.tp,
-        tensor=(1 + _mlp_share(model)) * crossed,  # of attention and the MLP
-        context=2 * width * received,
-        expert_products=2 * copies * _expert_parameters(model) * t / work.tp,
-        # a copy is permuted for sending and sorted by expert on arrival, and the same on the way back
-        expert_elements=copies * (8 * hidden + 3 * model.expert_width) * t / work.tp,
-        expert_tensor=copies * crossed,
-        experts=2 * 2 * copies * hidden * t / work.tp * (work.ep - 1) / work.ep,
+def layer_work(config: Config, load: AttentionLoad) -> Layer:
+    """Count the work of a layer, as a mean over layers with and without experts."""
+    model, parallel, matrices = config.model, config.parallel, matrices_of(config.model)
+    tp, cp, ep = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
     )
+    hidden, t = model.hidden_size, config.data.micro_batch_size * config.data.seq_length / cp
+    with_experts, shared = model.expert_layers / model.num_layers, model.moe_shared_expert_intermediate_size or 0
+    # layers with an MLP for every token, a single one or shared experts, and its mean width
+    with_mlp = 1.0 if shared else 1.0 - with_experts
+    mlp_width = with_experts * shared + (1 - with_experts) * model.ffn_hidden_size
 
-
-def _recomputed(work: Work) -> Layer:
-    model, modules, layer = work.model, work.recompute_modules, _layer(work)
-    mlp, core = "mlp" in modules, "core_attn" in modules
-    t = work.micro * work.row / work.cp / work.tp
-    # two norms read and write the hidden states; the activation function reads two factors and writes their product
-    elements: float = ("layernorm" in modules) * 4 * model.hidden_size
-    elements += mlp * 3 * _mlp_width(model)
-    router_or_mlp = _shared_parameters(model) - _attention_parameters(model)
-    parts = Layer(
-        products=mlp * router_or_mlp / _shared_parameters(model),
-        attention=core,
-        elements=elements * t / layer.elements,
-        tensor=mlp * _mlp_share(model) / (1 + _mlp_share(model)),  # attention has as many gathers and scatters
-        context=core,  # the exchange is part of attention
-        expert_products=mlp,
-        expert_elements=mlp,
-        expert_tensor=mlp,
-        experts=mlp,
-    )
-    return Layer(**{name: work.recompute + share for name, share in vars(parts).items()})
-
-
-def _attention_parameters(model: ModelConfig) -> int:
-    """Count the parameters of one layer's attention."""
-    if model.multi_latent_attention:
-        hidden, query = model.hidden_size, model.query_width
-        queries = hidden * query if model.q_lora_rank is None else model.q_lora_rank * (hidden + query)
-        down = hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
-        return queries + down + _up_projection(model) + model.num_attention_heads * model.v_head_dim * hidden
-    return 2 * model.hidden_size * model.head_size * (model.num_attention_heads + model.num_query_groups)
-
-
-def _up_projection(model: ModelConfig) -> int:
-    """Count the parameters that make a latent the keys and values of all heads."""
-    return model.kv_lora_rank * model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
-
-
-def _expert_parameters(model: ModelConfig) -> int:
-    """Count the parameters of one expert; 0 without experts."""
-    return 3 * model.hidden_size * model.expert_width if model.num_experts else 0
-
-
-def _expert_share(model: ModelConfig) -> float:
-    """Return the fraction of the layers that have experts."""
-    return model.expert_layers / model.num_layers
-
-
-def _mlp_share(model: ModelConfig) -> float:
-    """Return the fraction of the layers that have an MLP for every token: a single one, or shared experts."""
-    return 1.0 if model.moe_shared_expert_intermediate_size else 1.0 - _expert_share(model)
-
-
-def _mlp_width(model: ModelConfig) -> float:
-    """Return the mean width over layers of the MLP for every token."""
-    share = _expert_share(model)
-    return share * (model.moe_shared_expert_intermediate_size or 0) + (1 - share) * model.ffn_hidden_size
-
-
-def _shared_parameters(model: ModelConfig) -> float:
-    """Count the parameters of one layer's matrices that every token uses, as a mean over layers; includes routers."""
-    matrices = 2 if model.block == "phi" else 3
-    mlp = matrices * _mlp_width(model) + (model.num_experts or 0) * _expert_share(model)
-    return _attention_parameters(model) + model.hidden_size * mlp
-
-
-def work_of(
-    config: Config, world: int, gpu: str, vocab_size: int, window: int, rows: SampledRows | None = None
-) -> Work:
-    """Describe a step of a configuration on `world` GPUs under a window in tokens.
-
-    `rows` are sampled, for the cost of attention and its exchange; None counts each row as one document, the upper
-    bound.
-    """
-    parallel, data, model = config.parallel, config.data, config.model
-    chunk, pp = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
-    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
-    chunks = model.num_layers // pp // chunk if chunk else 1
-    if rows is None:
-        context = _whole_row_context(config.mask_options(), data.seq_length, window)
-        # a window as long as the row needs all remote keys; a small one only those of segments that ranks share
-        exchanged, imbalance = min(context / data.seq_length, 1.0), 1.0
-    else:
-        context, shared = rows.context(window), rows.shared(window, cp)
-        exchanged, imbalance = shared.exchanged, shared.imbalance * rows.imbalance(window, world // (tp * pp * cp))
-    recompute = 0.0
+    modules, whole = parallel.recomputed_modules, 0.0  # the fraction of layers with full recomputation
     if parallel.recompute_granularity == "full":
-        block = parallel.recompute_num_layers * chunks * pp / model.num_layers
-        recompute = 1.0 if parallel.recompute_method == "uniform" else min(block, 1.0)
-    return Work(
-        model=_with_vocabulary(model, vocab_size),
-        fp8=config.training.fp8_format is not None,
-        gpu=gpu,
-        world=world,
-        row=data.seq_length,
-        rows=data.global_batch_size,
-        micro=data.micro_batch_size,
-        context=context,
-        exchanged=exchanged,
-        imbalance=imbalance,
-        tp=tp,
-        pp=pp,
-        chunks=chunks,
-        cp=cp,
-        ep=parallel.expert_model_parallel_size,
-        attention_backend=parallel.attention_backend,
-        recompute=recompute,
-        recompute_modules=parallel.recomputed_modules,
-        host_inputs=1 / parallel.recompute_num_layers if parallel.offload_layer_inputs else 0.0,
+        stage = model.num_layers / parallel.pipeline_model_parallel_size
+        block = parallel.recompute_num_layers / (parallel.num_layers_per_virtual_pipeline_stage or stage)
+        whole = 1.0 if parallel.recompute_method == "uniform" else min(block, 1.0)
+    mlp, core = "mlp" in modules, "core_attn" in modules
+    # two norms read and write the hidden states; the activation function reads two factors and writes their product
+    repeated = ("layernorm" in modules) * 4 * hidden + mlp * 3 * mlp_width
+
+    rotated = (model.num_attention_heads + model.num_query_groups) * model.head_size
+    elements = 12 * hidden + 4 * rotated + 3 * mlp_width
+    received = t * (cp - 1) * load.exchanged  # rows
+    width = model.exchanged_width(tp)
+    # each rank computes the keys and values of the latents that it gets
+    expanded = matrices.up if width < model.num_query_groups // tp * model.key_value_size else 0
+    crossed = 2 * 2 * hidden * t * (tp - 1) / tp  # a gather and a scatter of the hidden states
+    copies = model.moe_router_topk * with_experts  # of each token, one for each of its experts
+    return Layer(
+        products=Amount(
+            2 * (matrices.shared * t + expanded * received) / tp, whole + mlp * matrices.mlp / matrices.shared
+        ),
+        attention=Amount(load.context * model.num_attention_heads * model.key_value_size * t / tp, whole + core),
+        elements=Amount(elements * t / tp, whole + repeated / elements),
+        # attention has as many gathers and scatters as the MLP
+        tensor=Amount((1 + with_mlp) * crossed, whole + mlp * with_mlp / (1 + with_mlp)),
+        context=Amount(2 * width * received, whole + core),  # the exchange is part of attention
+        expert_products=Amount(2 * copies * matrices.expert * t / tp, whole + mlp),
+        # a copy is permuted for sending and sorted by expert on arrival, and the same on the way back
+        expert_elements=Amount(copies * (8 * hidden + 3 * model.expert_width) * t / tp, whole + mlp),
+        expert_tensor=Amount(copies * crossed, whole + mlp),
+        experts=Amount(2 * 2 * copies * hidden * t / tp * (ep - 1) / ep, whole + mlp),
     )
+
+
+class Matrices(NamedTuple):
+    """The weights of a layer's matrices, as a mean over layers; of one expert in layers that have them."""
+
+    attention: float
+    up: float  # of attention, those that make a latent the keys and values of all heads
+    mlp: float  # for every token: a single one or shared experts, and routers
+    expert: float
+
+    @property
+    def shared(self) -> float:
+        """The weights that every token uses."""
+        return self.attention + self.mlp
 
 
 @cache
-def _with_vocabulary(model: ModelConfig, vocab_size: int) -> ModelConfig:
-    return replace(model, vocab_size=vocab_size)
+def matrices_of(model: ModelConfig) -> Matrices:
+    """Count the weights of a layer's matrices."""
+    counts: Counter[str] = Counter()
+    for parameter in parameters_of(model):
+        layers = sum(parameter.in_layer(model, layer) for layer in range(model.num_layers))
+        for name in parameter.hugging_face:
+            shape = full_shape(name, model, 0)
+            if not parameter.stacked or len(shape) < 2:
+                continue
+            if parameter.of_experts:
+                counts["expert"] += math.prod(shape)
+                continue
+            counts["attention" if "self_attn" in name else "mlp"] += layers * math.prod(shape)
+            counts["up"] += layers * math.prod(shape) if "kv_b_proj" in name else 0
+    attention, up, mlp = (counts[part] / model.num_layers for part in ("attention", "up", "mlp"))
+    return Matrices(attention, up, mlp, counts["expert"])

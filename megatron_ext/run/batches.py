@@ -15,9 +15,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_ext.arrays import Int64
-from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import sample_queries
-from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
 from megatron_ext.data.rows.balance import assign_rows
@@ -27,22 +25,6 @@ from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.run.inputs import RowAt
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import Division, short_pass, sliding_evaluation
-
-
-def context_options(config: Config, ranks: Ranks, group: ContextGroup) -> ContextOptions | None:
-    """Return how rows are split over context-parallel ranks; None if each process holds whole rows."""
-    if group.size == 1:
-        return None
-    model, scheme = config.model, config.parallel.cp_scheme
-    return ContextOptions(
-        group=group,
-        policy=config.parallel.cp_policy,
-        scheme=None if scheme == "auto" else Scheme(scheme),
-        heads=model.num_attention_heads // ranks.tensor_size,
-        key_heads=model.num_query_groups // ranks.tensor_size,
-        exchanged_heads=model.exchanged_width(ranks.tensor_size) / model.key_value_size,
-        row_cost=config.parallel.cp_row_cost,
-    )
 
 
 def division(config: Config, ranks: Ranks, tokens: int) -> Division:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.batch import PackedBatch, lay_end_to_end
+from megatron_ext.batch import PackedBatch, context_options, lay_end_to_end
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import row_identity
@@ -20,7 +20,7 @@ from megatron_ext.engine import parallel
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.pipeline import Pipeline
 from megatron_ext.errors import UserError
-from megatron_ext.run.batches import context_options, division
+from megatron_ext.run.batches import division
 from megatron_ext.run.inference import InferenceModel, open_model
 from megatron_ext.run.inputs import RowAt, open_rows
 from megatron_ext.short_context import ShortContext
@@ -108,7 +108,7 @@ class ChunkScorer:
         self.model = model
         self.pipeline = Pipeline([in_precision(chunk, model.config) for chunk in model.chunks])
         self.group = parallel.context_group(model.config.parallel, model.ranks, model.platform)
-        self.context = context_options(model.config, model.ranks, self.group)
+        self.context = context_options(model.config, self.group)
         self.division = division(model.config, model.ranks, tokens)
 
     def losses(self, batches: Sequence[PackedBatch], tokens: int) -> Tensor | None:

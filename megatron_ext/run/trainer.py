@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext import heartbeat
-from megatron_ext.batch import StepBatches
+from megatron_ext.batch import StepBatches, context_options
 from megatron_ext.checkpoint.damage import agree
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.cli import program
@@ -46,7 +46,7 @@ from megatron_ext.engine.weights import blank, initialise
 from megatron_ext.errors import DivergedError
 from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.planning.step_time import read_speeds
-from megatron_ext.run.batches import BatchMaker, context_options
+from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.evaluation import Validation
 from megatron_ext.run.incidents import Incidents
 from megatron_ext.run.inputs import Inputs, open_inputs
@@ -194,7 +194,7 @@ class Trainer:
             model=self.model, optimizer=self.optimizer, platform=platform, ranks=ranks, config=config, context=context
         )
         short_losses = inputs.scores.read if inputs.scores is not None else None
-        self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses, inputs.bos_id)
+        self.batches = BatchMaker(config, ranks, context_options(config, context), short_losses, inputs.bos_id)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.began = self.position = self._restore()
         step, first = self.began.step, ranks.world == 0

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from context_parallel.cases import STEPS, VALIDATION, VOCABULARY, Case, Outcome, Parallel, Probe, ProbeOutcome, Weighed
+from megatron_ext.batch import context_options
 from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
@@ -23,7 +24,7 @@ from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, sy
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import gather, initialise
 from megatron_ext.evaluation.by_position import mean_loss
-from megatron_ext.run.batches import BatchMaker, context_options
+from megatron_ext.run.batches import BatchMaker
 from megatron_ext.token_weighting.weigher import Weigher
 
 SEED = 5
@@ -109,7 +110,7 @@ class Worker:
     def train(self, case: Case) -> Outcome:
         config = case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
-        context = context_options(config, self.ranks, group)
+        context = context_options(config, group)
         model = self.model(case)
         optimizer = build_optimizer(model, config)
         maker = BatchMaker(config, self.ranks, context, case.short_losses)
@@ -154,7 +155,7 @@ class Worker:
     def probe(self, probe: Probe) -> ProbeOutcome:
         case, config = probe.case, probe.case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
-        context = context_options(config, self.ranks, group)
+        context = context_options(config, group)
         (model,) = self.model(case)
 
         def losses(row_at: Callable[[int], TokenRow]) -> np.ndarray:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.planning.step_time import Work, _layer, _recomputed
+from megatron_ext.config import Config
+from megatron_ext.planning.step_time import AttentionLoad, layer_work
 
 
 @dataclass(frozen=True)
@@ -17,19 +18,17 @@ class RankWork:
     expert_bytes: float
 
 
-def rank_work(work: Work, *, head: bool) -> RankWork:
+def rank_work(config: Config, load: AttentionLoad, gpus: int, vocab_size: int, *, head: bool) -> RankWork:
     """Count a rank's work; `head`: its pipeline stage is the last one."""
-    layer, again, model = _layer(work), _recomputed(work), work.model
-    flops = layer.products * (3 + again.products) + layer.expert_products * (3 + again.experts)
-    flops += layer.attention * (3.5 + again.attention)
-    t = work.micro * work.row / work.cp / work.tp
-    outputs = 8 * model.hidden_size * (model.vocab_size or 0) * t if head else 0.0  # backward recomputes the logits
-    # backward gathers its inputs again; tensors gathered for experts are kept
-    tensor = layer.tensor * (2.5 + again.tensor) + layer.expert_tensor * (2 + again.experts)
-    layers = work.microbatches * model.num_layers / work.pp
+    layer, parallel, data = layer_work(config, load), config.parallel, config.data
+    flops = layer.products.times(3) + layer.expert_products.times(3) + layer.attention.times(3.5)
+    t = data.micro_batch_size * data.seq_length / parallel.context_parallel_size / parallel.tensor_model_parallel_size
+    outputs = 8 * config.model.hidden_size * vocab_size * t if head else 0.0  # backward recomputes the logits
+    layers = config.microbatches(gpus) * config.model.num_layers / parallel.pipeline_model_parallel_size
     return RankWork(
-        flops=layers * flops + work.microbatches * outputs,
-        tensor_bytes=layers * tensor,
-        context_bytes=layers * layer.context * (2 + again.context),  # backward returns gradients
-        expert_bytes=layers * layer.experts * (2 + again.experts),
+        flops=layers * flops + config.microbatches(gpus) * outputs,
+        # backward gathers its inputs again; tensors gathered for experts are kept
+        tensor_bytes=layers * (layer.tensor.times(2.5) + layer.expert_tensor.times(2)),
+        context_bytes=layers * layer.context.times(2),  # backward returns gradients
+        expert_bytes=layers * layer.experts.times(2),
     )

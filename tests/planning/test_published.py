@@ -11,59 +11,59 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from megatron_ext.checkpoint.hf.names import count_parameters
-from megatron_ext.config import ModelConfig
-from megatron_ext.config.presets import PRESETS
+from megatron_ext.config.arguments import parse
 from megatron_ext.files.yaml_file import read_yaml, typed
-from megatron_ext.planning.step_time import Speeds, Work, read_speeds, step_time
-from megatron_ext.schedule import build_schedule
+from megatron_ext.planning.step_time import Machine, Speeds, read_speeds, step_time
 
 FITTED = ("ampere.matmul", "hopper.matmul", "hopper.cudnn")
 MOMENTS = 200  # at which a schedule's step is timed
+LLAMA_2 = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --num-query-groups 32 "
+LLAMA_2 += "--vocab-size 32000 --fp8-format hybrid --attention-backend te_thd"
 
 
 @dataclass(config=ConfigDict(extra="forbid", frozen=True))
 class Figure:
-    """One entry of published.yaml; `setting` has the fields of `Work`, with a preset or sizes as `model`."""
+    """One entry of published.yaml; the linear schedule of `time_saved` begins with a window of 32 tokens."""
 
     name: str
     quantity: Literal["gpu_hours", "time_saved", "tflops_full_attention", "tokens_per_s", "step_seconds"]
     value: float
     source: str
-    setting: dict[str, Any]
+    gpu: str
+    gpus: int
+    flags: str
+    llama2: bool = False
     fit: bool = False
     tokens: float = 0.0  # gpu_hours: of the whole run
-    rate: float = 0.0  # time_saved: of the linear schedule, from a window of 32 tokens on
-    steps: int = 0
 
     def predicted(self, speeds: Speeds) -> float:
-        setting = dict(self.setting)
-        shapes = setting.pop("model")
-        model = ModelConfig(**(PRESETS[shapes] if isinstance(shapes, str) else shapes))
-        work = Work(model=model, **setting)
-        seconds = step_time(work, speeds).total
+        flags = f"{LLAMA_2 if self.llama2 else ''} --train-iters 100000 --window-start 32 --bf16 {self.flags}"
+        config = parse(flags.split())
+        model, row, vocab_size = config.model, config.data.seq_length, config.model.vocab_size or 0
+        machine, tokens = Machine(self.gpus, self.gpu, vocab_size, speeds), config.data.global_batch_size * row
+        seconds = step_time(config, row, machine).total
         match self.quantity:
             case "step_seconds":
                 return seconds
             case "tokens_per_s":
-                return work.tokens / seconds / work.world
+                return tokens / seconds / self.gpus
             case "gpu_hours":
-                return self.tokens / work.tokens * seconds * work.world / 3600
+                return self.tokens / tokens * seconds * self.gpus / 3600
             case "tflops_full_attention":  # as NeMo counts: attention as if no key were masked
-                vocab_size = model.vocab_size or 0
                 parameters = count_parameters(model, vocab_size) - vocab_size * model.hidden_size
-                flops = 6 * parameters + 12 * model.num_layers * model.hidden_size * work.row
-                return work.tokens / seconds / work.world * flops / 1e12
+                flops = 6 * parameters + 12 * model.num_layers * model.hidden_size * row
+                return tokens / seconds / self.gpus * flops / 1e12
             case "time_saved":
-                schedule = build_schedule(kind="linear", start=32, end=work.row, rate=self.rate)
-                windows = [schedule.window_at(int((k + 0.5) / MOMENTS * self.steps)) for k in range(MOMENTS)]
-                times = (replace(work, context=one, exchanged=one / work.row) for one in windows)
-                return 1 - mean(step_time(one, speeds).total for one in times) / seconds
+                schedule = config.window_schedule()
+                moments = [int((k + 0.5) / MOMENTS * config.training.train_iters) for k in range(MOMENTS)]
+                times = [step_time(config, schedule.window_at(moment), machine).total for moment in moments]
+                return 1 - mean(times) / seconds
 
 
 PUBLISHED = Path(__file__).with_name("published.yaml")

@@ -16,8 +16,8 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse, parse_stages
 from megatron_ext.config.checks import mistakes
 from megatron_ext.planning.memory import HEADROOM, estimate
-from megatron_ext.planning.search import Machine, candidates, search, windows, with_less_kept
-from megatron_ext.planning.step_time import read_speeds
+from megatron_ext.planning.search import candidates, search, windows, with_less_kept
+from megatron_ext.planning.step_time import Machine, read_speeds, step_time
 from pretrain_skyladder import main as pretrain
 from tools.plan_run import main
 
@@ -76,7 +76,7 @@ def test_no_legal_layout_that_fits_is_faster_than_the_best() -> None:
 
 
 def run_seconds(config: Config, machine: Machine) -> float:
-    return mean(machine.step(config, window).total for window in windows(config))
+    return mean(step_time(config, window, machine).total for window in windows(config))
 
 
 @given(
@@ -220,8 +220,8 @@ def test_the_last_window_is_that_of_the_last_step(capsys: pytest.CaptureFixture[
     config = parse([*SKYLADDER[:2], *shrinking[:4]])
     machine = Machine(8, "H100", 32000, SPEEDS)
     best = search(config, machine, top=1).best[0]
-    assert best.last == machine.step(best.config, 693)
-    assert best.last.total < best.seconds < machine.step(best.config, 8192).total
+    assert best.last == step_time(best.config, 693, machine)
+    assert best.last.total < best.seconds < step_time(best.config, 8192, machine).total
 
 
 def test_memory_is_the_reason_where_nothing_else_is(capsys: pytest.CaptureFixture[str]) -> None:

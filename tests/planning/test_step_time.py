@@ -8,65 +8,77 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_work import rank_work
+from rank_work import RankWork, rank_work
 
-from megatron_ext.config import ModelConfig
-from megatron_ext.config.presets import PRESETS
+from megatron_ext.config import Config
+from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
-from megatron_ext.planning.step_time import FACTS, Work, read_speeds, step_time
+from megatron_ext.planning.step_time import FACTS, AttentionLoad, Machine, Speeds, StepTime, read_speeds, step_time
 
-LLAMA = ModelConfig(**PRESETS["Llama-3-8B"])
-MIXTURE = ModelConfig(**PRESETS["Qwen3-30B-A3B"])
-MOONLIGHT = ModelConfig(**PRESETS["Moonlight-16B-A3B"])
 SPEEDS = read_speeds()
-WORK = Work(model=LLAMA, gpu="H100", world=64, row=131072, rows=64, tp=4, cp=4)
+VOCABULARY = 128256
+WORK = "--model-preset Llama-3-8B --seq-length 131072 --global-batch-size 64"
+SPLIT = f"{WORK} --tensor-model-parallel-size 4 --context-parallel-size 4"
+FULL = f"{SPLIT} --recompute-granularity full"
+AGAIN = "--recompute-granularity selective --recompute-modules"
 windows = st.integers(1, 131072)
 
 
-def at_window(work: Work, window: int) -> Work:
-    """The same step under blocks of `window` tokens."""
-    return replace(work, context=window, exchanged=window / work.row)
+def config(flags: str) -> Config:
+    return parse(flags.split())
 
 
-def seconds(work: Work) -> float:
-    return step_time(work, SPEEDS).total
+def time(flags: str, gpus: int = 64, window: int | None = None, speeds: Speeds = SPEEDS) -> StepTime:
+    run = config(flags)
+    return step_time(run, window or run.data.seq_length, Machine(gpus, "H100", VOCABULARY, speeds))
+
+
+def work(flags: str, gpus: int = 64, window: int | None = None, *, head: bool = False) -> RankWork:
+    run = config(flags)
+    load = Machine(gpus, "H100", VOCABULARY, SPEEDS).attention(run, window or run.data.seq_length)
+    return rank_work(run, load, gpus, VOCABULARY, head=head)
 
 
 @given(windows, windows)
 def test_a_wider_window_never_takes_less_time(one: int, other: int) -> None:
     narrow, wide = sorted((one, other))
-    # tiles: just below a multiple of the tile the kernel computes as much, so compare windows a tile apart or more
-    if wide - narrow >= 128:
-        assert seconds(at_window(WORK, narrow)) <= seconds(at_window(WORK, wide)) * (1 + 1e-9)
-        works = (at_window(WORK, window) for window in (narrow, wide))
-        less, more = (rank_work(work, head=False).flops for work in works)
-        assert less <= more * (1 + 1e-12)
+    # tiles: just below a multiple of the tile the kernel computes as much, and a last block may be narrower
+    if wide >= 2 * narrow + 128:
+        assert time(SPLIT, window=narrow).total <= time(SPLIT, window=wide).total * (1 + 1e-9)
+        assert work(SPLIT, window=narrow).flops <= work(SPLIT, window=wide).flops * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("axis", ["tensor-model", "context"])
 def test_sharing_a_row_keeps_the_time_of_products(axis: str) -> None:
-    alone = Work(model=LLAMA, gpu="H100", world=2, row=8192, rows=2)
-    shared = replace(alone, **{axis: 2})
-    assert step_time(shared, SPEEDS).products == pytest.approx(step_time(alone, SPEEDS).products)
-    assert getattr(step_time(shared, SPEEDS), "tensor" if axis == "tp" else "context") > 0
+    flags = "--model-preset Llama-3-8B --seq-length 8192 --global-batch-size 2"
+    alone, shared = time(flags, 2), time(f"{flags} --{axis}-parallel-size 2", 2)
+    assert shared.products == pytest.approx(alone.products)
+    assert getattr(shared, "tensor" if axis == "tensor-model" else "context") > 0
 
 
 def test_latent_attention_moves_the_narrower_row() -> None:
     """A latent of 512 + 64, or keys and values of 192 + 128 for each head; each rank expands the latents it gets."""
     for tp, width, expanded in ((1, 576, 512 * 16 * 256), (8, 576, 512 * 2 * 256), (16, 320, 0)):
-        works = [Work(model=MOONLIGHT, gpu="H100", world=tp * cp, row=8192 * cp, tp=tp, cp=cp) for cp in (1, 4)]
-        alone, shared = (rank_work(work, head=False) for work in works)
+        alone, shared = (
+            work(
+                f"--model-preset Moonlight-16B-A3B --seq-length {8192 * cp} --global-batch-size 1 "
+                f"--tensor-model-parallel-size {tp} --context-parallel-size {cp}",
+                tp * cp,
+            )
+            for cp in (1, 4)
+        )
         assert shared.context_bytes == pytest.approx(27 * 2 * 2 * width * 3 * 8192)
         pairs = 27 * 3.5 * (4 - 1) * 8192 * 8192 * 16 * (192 + 128) / tp
         assert shared.flops - alone.flops == pytest.approx(pairs + 27 * 3 * 2 * expanded * 3 * 8192)
 
 
 def test_the_bubble_is_the_idle_share_of_the_schedule() -> None:
-    work = replace(WORK, pp=4, cp=1, rows=64)
-    time = step_time(work, SPEEDS)
-    busy = time.total - time.bubble - time.data - time.optimizer
-    assert time.bubble == pytest.approx(busy * 3 / work.microbatches)
-    assert step_time(replace(work, chunks=2), SPEEDS).bubble == pytest.approx(time.bubble / 2)
+    flags = f"{WORK} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"
+    whole = time(flags)
+    busy = whole.total - whole.bubble - whole.data - whole.optimizer
+    assert whole.bubble == pytest.approx(busy * 3 / 16)  # micro-batches on each of 4 replicas
+    halves = time(f"{flags} --num-layers-per-virtual-pipeline-stage 4")
+    assert halves.bubble == pytest.approx(whole.bubble / 2)
 
 
 def test_wrong_gpus_and_files_are_refused(tmp_path: Path) -> None:
@@ -79,31 +91,27 @@ def test_wrong_gpus_and_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_recomputed_parts_add_up_to_less_than_the_layer() -> None:
-    plain, whole = step_time(WORK, SPEEDS), step_time(replace(WORK, recompute=1.0), SPEEDS)
+    plain, whole = time(SPLIT), time(FULL)
     assert whole.products == pytest.approx(plain.products * 4 / 3)
-    parts = {
-        modules: step_time(replace(WORK, recompute_modules=modules), SPEEDS)
-        for modules in (("core_attn",), ("layernorm",), ("mlp",))
-    }
-    assert parts["core_attn",].attention == pytest.approx(plain.attention * 4.5 / 3.5)
-    assert parts["core_attn",].products == plain.products
-    mlp, attention = 3 * 4096 * 14336, 2 * 4096 * 128 * (32 + 8)
-    assert parts["mlp",].products == pytest.approx(plain.products * (3 + mlp / (mlp + attention)) / 3)
-    assert parts["layernorm",].total == pytest.approx(plain.total + parts["layernorm",].memory - plain.memory, rel=1e-3)
-    assert all(plain.total < part.total < whole.total for part in parts.values())
-    half = step_time(replace(WORK, recompute=0.5), SPEEDS)
+    core, norms, mlp = (time(f"{SPLIT} {AGAIN} {module}") for module in ("core_attn", "layernorm", "mlp"))
+    assert core.attention == pytest.approx(plain.attention * 4.5 / 3.5)
+    assert core.products == plain.products
+    width, attention = 3 * 4096 * 14336, 2 * 4096 * 128 * (32 + 8)
+    assert mlp.products == pytest.approx(plain.products * (3 + width / (width + attention)) / 3)
+    assert norms.total == pytest.approx(plain.total + norms.memory - plain.memory, rel=1e-3)
+    assert all(plain.total < part.total < whole.total for part in (core, norms, mlp))
+    half = time(f"{FULL} --recompute-method block --recompute-num-layers 16")
     assert half.products == pytest.approx((plain.products + whole.products) / 2)
 
 
 def test_copies_to_the_host_take_what_layers_do_not_hide() -> None:
-    full = replace(WORK, recompute=1.0)
-    assert step_time(replace(full, host_inputs=1.0), SPEEDS) == step_time(full, SPEEDS)  # a layer takes longer
+    host = f"{FULL} --offload-layer-inputs"
+    assert time(host) == time(FULL)  # a layer takes longer
     slow = replace(SPEEDS, gpus=SPEEDS.gpus | {"H100": replace(SPEEDS.gpu("H100"), pcie=0.1)})
     copied = 32 * 2 * (2 * 4096 * 131072 / 4 / 4) / (0.1e9 * SPEEDS.bandwidth)  # both ways
-    times = step_time(full, slow)
+    times = time(FULL, speeds=slow)
     layers = times.products + times.attention + times.memory + times.tensor + times.context
-    exposed = step_time(replace(full, host_inputs=1.0), slow).host
-    assert exposed == pytest.approx(full.microbatches * copied - layers)
+    assert time(host, speeds=slow).host == pytest.approx(16 * copied - layers)  # 16 micro-batches
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
@@ -112,54 +120,55 @@ def test_the_flops_of_segments_are_the_sum_of_their_own(lengths: list[int]) -> N
     row = sum(lengths)
 
     def flops(tokens: int, context: float) -> float:
-        return rank_work(Work(model=LLAMA, gpu="H100", world=1, row=tokens, context=context), head=True).flops
+        run = config(f"--model-preset Llama-3-8B --seq-length {tokens} --global-batch-size 1")
+        return rank_work(run, AttentionLoad(context, 1.0), 1, VOCABULARY, head=True).flops
 
     together = flops(row, sum(length * length for length in lengths) / row)
     assert together == pytest.approx(sum(flops(length, length) for length in lengths))
 
 
-@pytest.mark.parametrize("modules", [(), ("mlp",), ("mlp", "layernorm")])
-def test_experts_that_all_tokens_use_take_no_less_than_one_mlp_as_wide(modules: tuple[str, ...]) -> None:
-    dense = replace(WORK, recompute_modules=modules)
-    model = replace(LLAMA, moe_ffn_hidden_size=LLAMA.ffn_hidden_size // 4, num_experts=4, moe_router_topk=4)
-    mixture = replace(dense, model=model, ep=2)
-    one, other = step_time(dense, SPEEDS), step_time(mixture, SPEEDS)
+@pytest.mark.parametrize("modules", ["", f"{AGAIN} mlp", f"{AGAIN} mlp layernorm"])
+def test_experts_that_all_tokens_use_take_no_less_than_one_mlp_as_wide(modules: str) -> None:
+    dense = f"{SPLIT} {modules}"
+    mixture = f"{dense} --num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size {14336 // 4}"
+    mixture += " --expert-model-parallel-size 2"
+    one, other = time(dense), time(mixture)
     assert other.products > one.products  # the router in addition
     assert other.memory > one.memory
     assert other.total > one.total
-    assert rank_work(mixture, head=True).flops > rank_work(dense, head=True).flops
+    assert work(mixture, head=True).flops > work(dense, head=True).flops
 
 
-@pytest.mark.parametrize("modules", [(), ("mlp",)])
-def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("modules", ["", f"{AGAIN} mlp"])
+def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: str) -> None:
     """Shared experts are an MLP for every token, as is that of a layer without experts."""
-    layers = LLAMA.num_layers
-    routed = replace(LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512)
-    shared = replace(routed, moe_shared_expert_intermediate_size=LLAMA.ffn_hidden_size)
-    some = replace(shared, moe_layer_freq=(0, 1) * (layers // 2))
+    dense = f"{SPLIT} {modules}"
+    routed = f"{dense} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --expert-model-parallel-size 2"
+    shared = f"{routed} --moe-shared-expert-intermediate-size 14336"
+    some = f"{shared} --moe-layer-freq {'0 1 ' * 16}"
     of = {
-        name: vars(rank_work(replace(WORK, model=model, ep=2, recompute_modules=modules), head=True))
-        for name, model in {"dense": LLAMA, "routed": routed, "shared": shared, "some": some}.items()
+        name: vars(work(flags, head=True))
+        for name, flags in {"dense": dense, "routed": routed, "shared": shared, "some": some}.items()
     }
     for part in of["dense"]:
         assert of["some"][part] == pytest.approx((of["dense"][part] + of["shared"][part]) / 2)
-    tokens, again = WORK.micro * WORK.row / WORK.cp * WORK.microbatches, 4 if modules else 3
-    mlp = 2 * 3 * LLAMA.hidden_size * LLAMA.ffn_hidden_size * tokens / WORK.tp * layers / WORK.pp
+    tokens, again = 131072 / 4 * 16, 4 if modules else 3
+    mlp = 2 * 3 * 4096 * 14336 * tokens / 4 * 32
     assert of["shared"]["flops"] - of["routed"]["flops"] == pytest.approx(again * mlp)
     assert of["shared"]["tensor_bytes"] >= of["routed"]["tensor_bytes"]
 
 
 @pytest.mark.parametrize(("tp", "ep", "nvlink"), [(1, 8, True), (2, 4, True), (2, 8, False), (1, 32, False)])
 def test_tokens_travel_to_their_experts_and_back(tp: int, ep: int, nvlink: bool) -> None:
-    work = Work(model=MIXTURE, gpu="H100", world=64, row=8192, tp=tp, ep=ep)
+    flags = f"--model-preset Qwen3-30B-A3B --seq-length 8192 --global-batch-size {64 // tp}"
+    flags += f" --tensor-model-parallel-size {tp} --expert-model-parallel-size {ep}"
     copies = 8 * 8192 // tp * (ep - 1) // ep  # those that leave the rank
     there_and_back = 2 * copies * 2048 * 2
-    assert rank_work(work, head=False).expert_bytes == 48 * 2 * there_and_back  # forward and backward
+    assert work(flags).expert_bytes == 48 * 2 * there_and_back  # forward and backward
     gpu = SPEEDS.gpu("H100")
     link = (gpu.nvlink if nvlink else gpu.network) * 1e9 * SPEEDS.links
     # each tensor-parallel rank has a part of the tokens, and gathers the copies of the others' for its part of F
     gathered = 2 * 8 * 8192 * (tp - 1) // tp * 2048 * 2 / (gpu.nvlink * 1e9 * SPEEDS.links)
     expected = SPEEDS.uneven_experts * 48 * 2 * (there_and_back / link + gathered)
-    assert step_time(work, SPEEDS).experts == pytest.approx(expected)
-    again = step_time(replace(work, recompute_modules=("mlp",)), SPEEDS)
-    assert again.experts == pytest.approx(expected * 1.5)
+    assert time(flags).experts == pytest.approx(expected)
+    assert time(f"{flags} {AGAIN} mlp").experts == pytest.approx(expected * 1.5)

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ext.attention import flash_attn_4
-from megatron_ext.batch import PackedBatch
+from megatron_ext.batch import PackedBatch, context_options
 from megatron_ext.config import Config
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.engine import compat, parallel, platform
@@ -36,7 +36,7 @@ from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, wrap
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
-from megatron_ext.run.batches import BatchMaker, context_options
+from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.inputs import RowAt
 from megatron_ext.run.rehearsal import cuda_mock
 from megatron_ext.run.rehearsal.collectives import Collectives
@@ -153,7 +153,7 @@ def rehearse(
             _label(stepper, meter)
     except Exception as error:
         return replace(done, fault=_fault(error))
-    runner = _StepRunner(config, stepper, meter, mode, context_options(config, ranks, group), row_at)
+    runner = _StepRunner(config, stepper, meter, mode, context_options(config, group), row_at)
     for window in windows:
         done.steps.append(runner.step(window))
         if done.steps[-1].fault is not None:

@@ -25,7 +25,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import stage_memory
-from megatron_ext.planning.step_time import work_of
+from megatron_ext.planning.step_time import Machine, read_speeds
 from megatron_ext.run.rehearsal.process import Request, in_process
 from tools.rehearse import main as rehearse
 
@@ -210,8 +210,8 @@ def within(case: Case) -> None:
     assert stage_memory(config, *sizes, stage).total == pytest.approx(rehearsed, rel=LARGEST_DIFFERENCE), step["memory"]
     assert step["cycles"] == 0
     if config.weighting.token_weighting == "none":  # the short contexts of others are not in the time model
-        work = work_of(config, case.world_size, "H100", case.vocab_size, window)
-        planned = rank_work(work, head=stage == config.parallel.pipeline_model_parallel_size - 1)
+        load = Machine(case.world_size, "H100", case.vocab_size, read_speeds()).attention(config, window)
+        planned = rank_work(config, load, *sizes, head=stage == config.parallel.pipeline_model_parallel_size - 1)
         assert planned.flops == pytest.approx(sum(step["flops"].values()), rel=LARGEST_DIFFERENCE)
 
 
