@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from conftest import SmallData
-from launcher import Commands
+from launcher import Commands, Done
 from runs import CONFIG, read_jsonl
 
 from megatron_ext.run.signals import DIVERGED
@@ -25,26 +26,22 @@ def two() -> Commands:
     return Commands(2)
 
 
-def check(run: Path, stderr: str, saved: int | None) -> None:
-    (line,) = [line for line in stderr.splitlines() if line.startswith("diverged: ")]
-    assert "Traceback" not in stderr
-    steps = len(read_jsonl(run / "metrics.jsonl"))
-    facts = json.loads((run / "diverged.json").read_text())
-    assert (facts["exit_code"], facts["step"]) == (DIVERGED, steps)
-    assert steps < 50
-    assert f"the {facts['what']} of step {steps} is {facts['value']}" in line
-    checkpoint = run / "checkpoints" / f"iter_{saved:07d}" if saved is not None else None
-    assert facts["checkpoint"] == (None if checkpoint is None else str(checkpoint))
-    if saved is not None:
-        assert recommended(stderr) == ["--load", str(checkpoint), "--override", "lr", "clip_grad"]
+def check(run: Path, done: list[Done], saved: int | None) -> dict[str, Any]:
+    """All processes have ended, rank 0 with one line and a file, which is returned."""
+    assert [one.status for one in done] == [DIVERGED] * len(done), done[0].stderr
+    assert not any("Traceback" in one.stderr for one in done)
+    assert not any("diverged" in one.stderr for one in done[1:])
+    facts: dict[str, Any] = json.loads((run / "diverged.json").read_text())
+    assert facts["step"] == len(read_jsonl(run / "metrics.jsonl")) < 50
+    assert f"the {facts['what']} of step {facts['step']} is {facts['value']}" in line_of(done[0])
+    assert facts["checkpoint"] == (None if saved is None else str(run / "checkpoints" / f"iter_{saved:07d}"))
     assert not (run / "stopped.json").exists()
+    return facts
 
 
 def test_one_process(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (done,) = alone.attempt(SCRIPT, *COMMON, *small_data.flags, *SPOILT, "--save", run)
-    assert done.status == DIVERGED, done.stderr
-    check(run, done.stderr, None)
+    check(run, alone.attempt(SCRIPT, *COMMON, *small_data.flags, *SPOILT, "--save", run), None)
     alone.run(SCRIPT, *COMMON, *small_data.flags, "--train-iters", 6, "--save", run)
     assert not (run / "diverged.json").exists()  # a run that begins there takes the mark away
 
@@ -52,10 +49,8 @@ def test_one_process(alone: Commands, small_data: SmallData, tmp_path: Path) -> 
 def test_every_process_ends_and_rank_0_prints_the_line(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
     run, parallel = tmp_path / "run", ["--context-parallel-size", 2, "--save-interval", 1]
     done = two.attempt(SCRIPT, *COMMON, *small_data.flags, *SPOILT, *parallel, "--save", run)
-    assert [one.status for one in done] == [DIVERGED] * 2, done[0].stderr + done[1].stderr
-    check(run, done[0].stderr, len(read_jsonl(run / "metrics.jsonl")))
-    assert "diverged" not in done[1].stderr
-    assert "Traceback" not in done[1].stderr
+    facts = check(run, done, len(read_jsonl(run / "metrics.jsonl")))
+    assert recommended(done[0]) == ["--load", facts["checkpoint"], "--override", "lr", "clip_grad"]
 
 
 def test_losses_that_cannot_be_weighted(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
@@ -63,16 +58,17 @@ def test_losses_that_cannot_be_weighted(two: Commands, small_data: SmallData, tm
     run, layout = tmp_path / "run", ["--pipeline-model-parallel-size", 2]
     weighted = ["--token-weighting", "unfrozen", "--short-context", 16, "--init-method-std", OVERFLOWING]
     done = two.attempt(SCRIPT, *COMMON, *small_data.flags, *weighted, *layout, "--save", run)
-    assert [one.status for one in done] == [DIVERGED] * 2, done[0].stderr + done[1].stderr
-    check(run, done[0].stderr, None)
-    assert json.loads((run / "diverged.json").read_text())["what"] == "loss"
-    assert "Traceback" not in done[1].stderr
+    assert check(run, done, None)["what"] == "loss"
 
 
-def recommended(stderr: str) -> list[str]:
+def line_of(done: Done) -> str:
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("diverged: ")]
+    return line
+
+
+def recommended(done: Done) -> list[str]:
     """The flags that the line of a divergence recommends, except the learning rate."""
-    (line,) = [line for line in stderr.splitlines() if line.startswith("diverged: ")]
-    return line.partition("start again with ")[2].partition(" and a lower --lr")[0].split()
+    return line_of(done).partition("start again with ")[2].partition(" and a lower --lr")[0].split()
 
 
 def staged(path: Path, lr: float) -> list[object]:
@@ -89,7 +85,7 @@ def test_the_recommended_flags_continue_a_stage(alone: Commands, small_data: Sma
     command = [SCRIPT, *staged(tmp_path / "run.yaml", 1e30), *small_data.flags, "--save-interval", 1, "--save", run]
     (done,) = alone.attempt(*command)
     assert done.status == DIVERGED, done.stderr
-    flags = recommended(done.stderr)
+    flags = recommended(done)
     assert flags == ["--stage", "wild", "--load", str(run), "--override", "lr", "clip_grad"]
     for checkpoint in sorted((run / "wild" / "checkpoints").glob("iter_*"))[1:]:  # but the first are spoilt
         shutil.rmtree(checkpoint)
@@ -106,18 +102,12 @@ def test_a_validation_loss_that_is_not_finite(two: Commands, small_data: SmallDa
     command += ["--lr-decay-style", "constant"]
     done = two.attempt(*command, "--lr", 1e15, "--clip-grad", 0)
     assert [one.status for one in done] == [DIVERGED] * 2, done[0].stderr
-    check_validation(run)
-    assert all("diverged" not in one.stderr and "Traceback" not in one.stderr for one in done[1:])
-    flags = recommended(done[0].stderr)
-    assert flags == ["--load", str(run / "checkpoints" / "iter_0000001"), "--override", "lr", "clip_grad"]
-    (good, *_) = two.attempt(*command, *flags, "--lr", 1e-4)
-    assert good.status == 0, good.stderr
-    assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1, 2]
-
-
-def check_validation(run: Path) -> None:
     facts = json.loads((run / "diverged.json").read_text())
     newest = run / "checkpoints" / "iter_0000002"
     assert (facts["what"], facts["step"], facts["checkpoint"]) == ("validation loss", 2, str(newest))
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1]
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
+    flags = recommended(done[0])
+    assert flags == ["--load", str(run / "checkpoints" / "iter_0000001"), "--override", "lr", "clip_grad"]
+    two.run(*command, *flags, "--lr", 1e-4)
+    assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1, 2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import SmallData
 from launcher import Commands, Running
-from runs import CONFIG, RunResult, attempt, finish, launch, read_jsonl, refusal, start, weight_error, without_times
+from runs import CONFIG, RunResult, finish, launch, read_jsonl, refusal, start, weight_error, without_times
 
 STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
@@ -51,38 +50,6 @@ def assert_uninterrupted(resumed: RunResult, whole: RunResult) -> None:
     assert weight_error(resumed.weights("final"), whole.weights("final"))[0] == 0
 
 
-def stop_and_resume(
-    data: SmallData, folder: Path, processes: int, layout: tuple[str, ...], stops: list[tuple[signal.Signals, bool]]
-) -> RunResult:
-    """Run to the end through signals that ask for an orderly stop, each sent to one worker or to torchrun.
-
-    A stopped run saves and exits with 85, or 130 for a person's SIGINT; torchrun always exits with 1, but
-    stopped.json tells.
-    """
-    command = resuming(data, folder, *layout)
-    for number, to_torchrun in stops:
-        since, loaded = time.time(), saved_steps(folder)
-        process = start(command, processes, folder)
-        wait_for_steps(process, folder, since, loaded + 2)
-        (process.agent if to_torchrun or processes == 1 else process.workers()[-1]).send_signal(number)
-        stopped = finish(process, folder)
-        by_person = number == signal.SIGINT
-        assert stopped.returncode == (1 if processes > 1 else 130 if by_person else 85), stopped.stderr
-        assert read_jsonl(folder / "stopped.json") == ([] if by_person else [stop_of(number, len(stopped.metrics))])
-        assert loaded + 2 <= len(stopped.metrics) < STEPS
-        assert saved_steps(folder) == len(stopped.metrics)
-        assert f"stopped by a signal; saved after {len(stopped.metrics)} steps" in stopped.stdout + stopped.stderr
-    result = finish(start(command, processes, folder), folder)
-    assert result.returncode == 0, result.stderr
-    assert not (folder / "stopped.json").exists()
-    return result
-
-
-def stop_of(number: signal.Signals, step: int) -> dict[str, object]:
-    """What stopped.json says of a stop after `step` steps."""
-    return {"signal": number.name, "exit_code": 85, "step": step, "checkpoint": f"checkpoints/iter_{step:07d}"}
-
-
 @pytest.fixture(scope="module")
 def wholes(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunResult]:
     """The uninterrupted run of a layout, made once."""
@@ -100,19 +67,12 @@ def wholes(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> C
 Wholes = Callable[..., RunResult]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "layout", "stops"),
     [
-        pytest.param(
-            1, (), [(signal.SIGTERM, False), (signal.SIGINT, False)], id="one process", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            2,
-            DP2,
-            [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)],
-            id="dp2",
-            marks=pytest.mark.slow,
-        ),
+        (1, (), [(signal.SIGTERM, False), (signal.SIGINT, False)]),
+        (2, DP2, [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)]),
     ],
 )
 def test_stopped_and_resumed(
@@ -123,8 +83,31 @@ def test_stopped_and_resumed(
     layout: tuple[str, ...],
     stops: list[tuple[signal.Signals, bool]],
 ) -> None:
-    resumed = stop_and_resume(small_data, tmp_path / "run", processes, layout, stops)
-    assert_uninterrupted(resumed, wholes(processes, *layout))
+    """Signals ask for an orderly stop, each sent to one worker or to torchrun.
+
+    A stopped run saves and exits with 85, or 130 for a person's SIGINT; torchrun always exits with 1, but
+    stopped.json tells.
+    """
+    folder = tmp_path / "run"
+    command = resuming(small_data, folder, *layout)
+    for number, to_torchrun in stops:
+        since, loaded = time.time(), saved_steps(folder)
+        process = start(command, processes, folder)
+        wait_for_steps(process, folder, since, loaded + 2)
+        (process.agent if to_torchrun or processes == 1 else process.workers()[-1]).send_signal(number)
+        stopped = finish(process, folder)
+        steps = len(stopped.metrics)
+        by_person = number == signal.SIGINT
+        assert stopped.returncode == (1 if processes > 1 else 130 if by_person else 85), stopped.stderr
+        facts = {"signal": number.name, "exit_code": 85, "step": steps, "checkpoint": f"checkpoints/iter_{steps:07d}"}
+        assert read_jsonl(folder / "stopped.json") == ([] if by_person else [facts])
+        assert loaded + 2 <= steps < STEPS
+        assert saved_steps(folder) == steps
+        assert f"stopped by a signal; saved after {steps} steps" in stopped.stdout + stopped.stderr
+    result = finish(start(command, processes, folder), folder)
+    assert result.returncode == 0, result.stderr
+    assert not (folder / "stopped.json").exists()
+    assert_uninterrupted(result, wholes(processes, *layout))
 
 
 def refused(alone: Commands, *flags: object) -> str:
@@ -137,20 +120,6 @@ def test_load_without_a_checkpoint_is_refused(alone: Commands, small_data: Small
     assert line.startswith(f"load: got {run}, which holds no checkpoint")
     assert "--load-if-present" in line
     assert not run.exists()
-
-
-@pytest.mark.slow
-def test_a_half_written_checkpoint_is_none(
-    alone: Commands, small_data: SmallData, wholes: Wholes, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    half = run / "checkpoints" / f"iter_{STEPS:07d}.incomplete"
-    shutil.copytree(wholes(1).folder / "checkpoints" / f"iter_{STEPS:07d}", half)
-    assert "holds no checkpoint" in refused(alone, *small_data.flags, *COMMON, "--load", run, "--save", run)
-    started = attempt(resuming(small_data, run), 1, run)
-    assert started.returncode == 0, started.stderr
-    assert not half.exists()
-    assert_uninterrupted(started, wholes(1))
 
 
 def test_saving_onto_another_run_is_refused(alone: Commands, small_data: SmallData, wholes: Wholes) -> None:

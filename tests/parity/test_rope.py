@@ -34,7 +34,6 @@ def test_a_checkpoint_on_the_way_has_the_base_of_its_last_window(small_data: Sma
 @pytest.mark.parametrize(
     ("processes", "flags"),
     [
-        pytest.param(1, [*BASES, *NOPE], id="one process, every second layer NoPE", marks=pytest.mark.slow),
         pytest.param(
             2,
             [*BASES, *NOPE, *WEIGHTED, "--pipeline-model-parallel-size", "2", "--recompute-granularity", "full"],
@@ -69,13 +68,3 @@ def test_evaluation_takes_the_base_that_was_trained_with(small_data: SmallData, 
     losses = [[record["valid_loss"] for record in run.evaluations] for run in (table, plain, other)]
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
-
-
-@pytest.mark.slow
-def test_without_any_angles_only_the_mask_knows_the_order(small_data: SmallData, tmp_path: Path) -> None:
-    """All layers NoPE: the base means nothing."""
-    runs = [
-        train(small_data, tmp_path / base, 1, "--no-rope-freq", "1", "--rotary-base", base) for base in ("50", "90000")
-    ]
-    assert runs[0].series("lm_loss") == runs[1].series("lm_loss")
-    assert_repeated(runs[0], repeat(runs[0].trajectory, runs[0].series("learning_rate")))

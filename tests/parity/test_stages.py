@@ -136,29 +136,6 @@ def test_rows_are_not_taken_twice_after_batches_of_another_size(
 
 
 @pytest.mark.slow
-def test_a_signal_at_the_border_stops_the_stages_after_it(small_data: SmallData, tmp_path: Path) -> None:
-    flags = written(tmp_path / "run.yaml", small_data, [], training={"train_iters": 400})
-    run, began = tmp_path / "run", time.time()
-    process = start(["--config", flags[1], *flags[2:]], 1, run)
-    wait_for_steps(process, run / "short", began, STEPS)
-    process.signal(signal.SIGTERM)
-    assert finish(process, run).returncode == 85
-    assert len(read_jsonl(run / "long/metrics.jsonl")) < 400
-
-
-@pytest.mark.slow
-def test_each_stage_has_a_layout_of_its_own(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    flags = written(tmp_path / "run.yaml", small_data, ["optimizer"])
-    alone.run(TRAINER, *flags, "--save", tmp_path / "whole")
-    run = tmp_path / "run"
-    many = written(tmp_path / "run.yaml", small_data, ["optimizer"], parallel={"context_parallel_size": 2})
-    assert finish(start(["--config", many[1], *many[2:]], 2, run), run).returncode == 0
-    for key in ("lm_loss", "grad_norm"):
-        ours, theirs = ([record[key] for record in trace(folder)] for folder in (run, tmp_path / "whole"))
-        assert relative(ours, theirs) < 1e-4, key
-
-
-@pytest.mark.slow
 def test_stopped_inside_the_second_stage_and_continued_on_two_processes(
     alone: Commands, small_data: SmallData, tmp_path: Path
 ) -> None:

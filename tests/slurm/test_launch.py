@@ -44,9 +44,6 @@ def test_a_dry_run_prints_the_command(tmp_path: Path) -> None:
     assert f"--output={tmp_path}/run/logs/4711-node%n-%N.log" in words
     assert not any(word.startswith("--container") for word in words)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_container_sees_the_checkout_the_run_and_the_mounts(tmp_path: Path) -> None:
     settings = {"CONTAINER_IMAGE": "/images/trainer.sqsh", "CONTAINER_MOUNTS": "/data:/data:ro"}
     words = shlex.split(launch(tmp_path, "python", **settings).stdout)
     assert "--container-image=/images/trainer.sqsh" in words
