@@ -18,7 +18,6 @@ from launcher import ROOT, Commands
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slurm.cluster import Cluster, wait_until
-from slurm.conftest import Say
 
 JOB_S = 300
 SMALL = ["--cpus-per-task=1", "--time=10"]
@@ -53,7 +52,7 @@ def files(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 def test_each_task_preprocesses_its_files(
-    cluster: Cluster, alone: Commands, small_data: SmallData, files: Sequence[Path], tmp_path: Path, say: Say
+    cluster: Cluster, alone: Commands, small_data: SmallData, files: Sequence[Path], tmp_path: Path
 ) -> None:
     """Seven tasks for five files: two have nothing to do."""
     listed = tmp_path / "files.txt"
@@ -70,7 +69,6 @@ def test_each_task_preprocesses_its_files(
             made = (tmp_path / f"part-0000{number}").with_suffix(suffix)
             assert made.read_bytes() == whole.with_suffix(suffix).read_bytes()
     assert "no file left" in (tmp_path / "job-6.log").read_text()
-    say(f"array {job}: {len(list(tmp_path.glob('part-*.bin')))} datasets from {len(files)} files in 7 tasks")
 
 
 def test_wrong_lists_of_files_are_refused(tmp_path: Path) -> None:
@@ -98,9 +96,7 @@ def test_wrong_lists_of_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_array_fills_one_store(
-    cluster: Cluster, alone: Commands, small_data: SmallData, tmp_path: Path, say: Say
-) -> None:
+def test_an_array_fills_one_store(cluster: Cluster, alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=1031, **sizes)).save_pretrained(tmp_path / "model")
@@ -114,4 +110,3 @@ def test_an_array_fills_one_store(
     ours, theirs = (zarr.open_array(tmp_path / name, mode="r")[:] for name in ("scores.zarr", "alone.zarr"))
     assert not np.isnan(theirs).any()
     np.testing.assert_array_equal(ours, theirs)
-    say(f"array {job}: 7 rows in one store, each task its own")

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from slurm.cluster import ROOT, Cluster, wait_until
-from slurm.conftest import Say
 
 LAUNCH = "examples/slurm/launch.sh"
 PRETRAIN = "examples/slurm/pretrain.sbatch"
@@ -140,7 +139,7 @@ def submit(cluster: Cluster, folder: Path, case: Case, *options: str) -> str:
     return cluster.submit(*words, script, "bash", "-c", case.command, environment=settings)
 
 
-def test_how_jobs_end(cluster: Cluster, tmp_path: Path, say: Say) -> None:
+def test_how_jobs_end(cluster: Cluster, tmp_path: Path) -> None:
     folders = {name: tmp_path / str(number) for number, name in enumerate(CASES)}
     for folder in folders.values():
         folder.mkdir()
@@ -159,7 +158,6 @@ def test_how_jobs_end(cluster: Cluster, tmp_path: Path, say: Say) -> None:
             int(cluster.field(job, "Restarts")),
             case.settings,
         )
-        say(f"{name}: {found.state}, {found.code}, {found.restarts} restarts")
         assert found == case, said(name)
     assert not list(tmp_path.rglob("mark")), "a file of crashes is no program"
 
@@ -197,21 +195,3 @@ def test_a_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) 
     assert [cluster.field(task, "Restarts") for task in tasks] == ["0", "0", "1"]
     assert cluster.field(tasks[2], "JobId") == array
     assert {file.name.split("-node")[0] for file in (tmp_path / "logs").glob("*.log")} == set(tasks)
-
-
-@pytest.mark.slow
-def test_the_warning_before_the_end_of_the_time(cluster: Cluster, tmp_path: Path, say: Say) -> None:
-    """Slurm's own, to the steps or to the batch shell, some time in the last 90 of 120 seconds."""
-    case = Case(f"trap 'exit 85' USR1; {FIRST_START} || exit 0; while :; do sleep 0.2; done", "COMPLETED", "0:0", 1)
-    for signal in ("USR1@30", "B:USR1@30"):
-        (tmp_path / signal).mkdir()
-    jobs = {
-        signal: submit(cluster, tmp_path / signal, case, "--time=2", f"--signal={signal}")
-        for signal in ("USR1@30", "B:USR1@30")
-    }
-    for signal, job in jobs.items():
-        wait_until(lambda: cluster.state(job) in OVER, JOB_S + 120, cluster.logs)  # noqa: B023
-        said = next((tmp_path / signal).glob("*.log")).read_text()
-        say(f"{signal}: {said}")
-        assert (cluster.state(job), cluster.field(job, "Restarts")) == ("COMPLETED", "1"), said
-        assert "exit status 85 after start 1" in said

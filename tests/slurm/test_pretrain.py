@@ -13,7 +13,6 @@ from conftest import SmallData
 from runs import read_jsonl, without_times
 
 from slurm.cluster import ROOT, Cluster, wait_until
-from slurm.conftest import Say
 
 pytestmark = pytest.mark.timeout(1800)  # generous: each wait below fails by itself, with the logs
 STEPS = 24
@@ -93,29 +92,18 @@ def assert_same_trace(job: Job, whole: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "signal",
-    [
-        pytest.param((), id="to the steps"),  # as --signal=USR1@300 does
-        pytest.param(("--batch",), id="to the batch shell", marks=pytest.mark.slow),  # as --signal=B:USR1@300 does
-    ],
-)
+@pytest.mark.parametrize("signal", [(), ("--batch",)])  # as --signal=USR1@300 and --signal=B:USR1@300 do
 def test_warned_saved_requeued(
-    cluster: Cluster, small_data: SmallData, whole: Job, tmp_path: Path, say: Say, signal: tuple[str, ...]
+    cluster: Cluster, small_data: SmallData, whole: Job, tmp_path: Path, signal: tuple[str, ...]
 ) -> None:
     job = Job(cluster, small_data, tmp_path / "run")
-    say(f"job {job.number}: pretrain.sbatch on 2 nodes, {STEPS} steps")
     job.wait_for_steps(3)
     cluster.call("scancel", "--signal=USR1", *signal, job.number)
-    say(f"signal USR1 after {len(job.metrics)} steps")
     wait_until(lambda: cluster.field(job.number, "Restarts") == "1", JOB_S, job.logs)
     stopped = job.saved
     assert 3 <= stopped < STEPS, job.logs()
-    say(f"checkpoint of step {stopped}, job requeued: {cluster.state(job.number)}")
     job.wait_for("COMPLETED")
-    say(job.log())
     assert_same_trace(job, whole)
-    say(f"metrics of {len(job.metrics)} steps equal those of the undisturbed job {whole.number}")
     assert f"exit status 85 after start 1, newest checkpoint {stopped}: requeued" in job.log()
     logs = sorted((tmp_path / "run" / "logs").glob(f"{job.number}-node*.log"))
     assert [file.name.split("-")[1] for file in logs] == ["node0", "node1"]
@@ -123,31 +111,26 @@ def test_warned_saved_requeued(
 
 
 @pytest.mark.slow
-def test_cancelled_is_saved_but_not_requeued(cluster: Cluster, small_data: SmallData, tmp_path: Path, say: Say) -> None:
+def test_cancelled_is_saved_but_not_requeued(cluster: Cluster, small_data: SmallData, tmp_path: Path) -> None:
     job = Job(cluster, small_data, tmp_path / "run")
     job.wait_for_steps(3)
     cluster.call("scancel", job.number)
     wait_until(lambda: "not requeued" in job.log(), JOB_S, job.logs)
     job.wait_for("CANCELLED")
-    say(job.log())
     assert 3 <= job.saved < STEPS
     assert json.loads((job.run / "stopped.json").read_text())["exit_code"] == 85
     assert cluster.field(job.number, "Restarts") == "0"
 
 
 @pytest.mark.slow
-def test_preempted_saved_requeued(
-    cluster: Cluster, small_data: SmallData, whole: Job, tmp_path: Path, say: Say
-) -> None:
+def test_preempted_saved_requeued(cluster: Cluster, small_data: SmallData, whole: Job, tmp_path: Path) -> None:
     job = Job(cluster, small_data, tmp_path / "run")
     job.wait_for_steps(3)
     urgent = cluster.submit(
         "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent.log", "--wrap=sleep 5"
     )
-    say(f"job {urgent} preempts job {job.number}")
     wait_until(lambda: cluster.field(job.number, "Restarts") == "1", JOB_S, job.logs)
     assert 3 <= job.saved < STEPS
     job.wait_for("COMPLETED")
     assert cluster.state(urgent) == "COMPLETED"
-    say(job.log())
     assert_same_trace(job, whole)
