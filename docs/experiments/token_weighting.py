@@ -1,48 +1,47 @@
-"""Analysis of token_weighting.sh: held-out losses by position and on names, with bootstrap intervals over rows.
+"""Does token weighting teach a small model to use a context four times as long? See token_weighting.md.
 
-Every number is a sum over tokens (or names) of all rows, divided by their count; an interval is the 2.5th to 97.5th
-percentile of that ratio, or of its difference from the uniform run, over rows drawn again with replacement. The same
-draws serve all runs, so differences are paired.
+python docs/experiments/token_weighting.py NOVELS HF OUT
 
-Legend: R rows, L tokens of a row, M measures.
+HF is the Llama of 260K parameters as a Hugging Face folder. Run the command again to resume after an interruption.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import tokenizers
-from matplotlib.axes import Axes
+from harness import HELD_OUT_NOVELS, Mean, Planned, arguments, command, finished, is_done, train, write_results
 from matplotlib.figure import Figure
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.evaluation.report import table
 from megatron_ext.run.inputs import open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
-RUNS = {
+SHORT, ROW = 256, 1024
+STEPS, BASE_STEPS, BASE_SEED = 160, 500, 1
+ROTARY_BASE = 63_496  # dynamic NTK, 10000 * 4^(8/6): the base of the scorer too, as in the run
+SHAPE: list[object] = [
+    *("--num-layers", 5, "--hidden-size", 64, "--ffn-hidden-size", 172, "--num-attention-heads", 8),
+    *("--num-query-groups", 4, "--no-untie-embeddings-and-output-weights", "--vocab-size", 512),
+]
+OPTIMIZER: list[object] = [*("--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine", "--weight-decay", 0.01)]
+KINDS = {
     "uniform": "uniform",
-    "uniform_2": "uniform, other seed",
     "dense_unfrozen": "dense, unfrozen",
-    "sparse_unfrozen": "sparse, unfrozen",
-    "dense_unfrozen_2": "dense, unfrozen, other seed",
     "dense_frozen": "dense, frozen",
     "sparse_frozen": "sparse, frozen",
 }
-BASELINES = {"dense_unfrozen_2": "uniform_2"}  # of its own seed; the others are compared with `uniform`
-SHORT, BINS, DRAWS, SETTLED = 256, 8, 2000, 10
 GROUPS = {"first": "first in the row", "near": f"last seen <= {SHORT} back", "far": f"last seen > {SHORT} back"}
-COLOURS = dict(zip(RUNS, ("#111827", "#9ca3af", "#2166ac", "#d95f02", "#1b8a6b", "#7fb3dd", "#f4a768"), strict=True))
-
-Table = dict[str, dict[str, dict[str, Any]]]
+CONTROLLED = "gain_far_less_first"
+MEASURES = ("loss", "gain", *(f"{kind}_{group}" for kind in ("loss", "gain") for group in GROUPS))
 
 WORD = re.compile(r"(?<![A-Za-z\x80-\xff])[A-Z][a-z]{2,}(?=[^A-Za-z\x80-\xff])")
 TITLES = {"mrs", "miss", "sir", "lordship", "ladyship", "madam", "madame", "monsieur", "god"}
@@ -57,19 +56,79 @@ class Name:
     tokens: range
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Numerators and denominators of a run's measures, float64 [R, M], with the measures' names."""
+def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
+    """List the runs that start from the base model."""
 
-    names: list[str]
-    sums_RM: np.ndarray
-    counts_RM: np.ndarray
+    def flags(kind: str, seed: int) -> list[object]:
+        post, _, scorer = kind.partition("_")
+        weighting: dict[str, list[object]] = {
+            "": [],
+            "unfrozen": ["--short-context", SHORT],
+            "frozen": ["--score-store", store(out, seed)],
+        }
+        return ["--token-weighting", scorer, "--weight-post", post, *weighting[scorer]] if scorer else []
 
-    def ratios(self, draws_DR: np.ndarray | None = None) -> np.ndarray:
-        """Compute the measures, [M], or [D, M] over rows drawn D times."""
-        if draws_DR is None:
-            return self.sums_RM.sum(0) / self.counts_RM.sum(0)
-        return np.stack([self.sums_RM[draw].sum(0) / self.counts_RM[draw].sum(0) for draw in draws_DR])
+    return [Planned(seed, kind, flags(kind, seed)) for seed in seeds for kind in KINDS]
+
+
+def store(out: Path, seed: int) -> Path:
+    """Return the path of the frozen scores of a seed's rows."""
+    return out / "frozen" / f"seed_{seed}.zarr"
+
+
+def prepare_novels(novels: Path, hf: Path, out: Path) -> None:
+    """Make the data sets unless they exist."""
+    for part in ("train", "valid"):
+        if (out / f"{part}.idx").exists():
+            continue
+        folder = out / "texts" / part
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in novels.glob("*.txt"):
+            if (path.stem in HELD_OUT_NOVELS) == (part == "valid"):
+                shutil.copyfile(path, folder / path.name)
+        command("tools/preprocess_data.py", "--input", folder, "--output-prefix", out / part, "--tokenizer-model", hf)
+
+
+def of_data(part: str, hf: Path, out: Path) -> list[object]:
+    """Return the flags of a data set."""
+    return ["--data-path", out / part, "--split", "1,0,0", "--tokenizer-model", hf]
+
+
+def score(scorer: Path, context: int, stride: int, output: Path, flags: Sequence[object]) -> None:
+    """Compute the losses of rows with a context length, resuming an interrupted call."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    limits = ["--checkpoint", scorer, "--context", context, "--stride", stride, "--output", output]
+    command("tools/score_tokens.py", *limits, *flags)
+
+
+def run_all(options: Any, out: Path) -> None:
+    """Train, score and evaluate whatever is missing."""
+    hf = options.hf.resolve()
+    prepare_novels(options.novels, hf, out)
+    data, base, stride = of_data("train", hf, out), out / "base", SHORT * 3 // 4
+    optimizer = [*OPTIMIZER, "--lr-warmup-iters", options.steps // 8]
+    if not is_done(base):
+        first = ["--seq-length", SHORT, "--global-batch-size", 16, "--micro-batch-size", 16, "--seed", BASE_SEED]
+        first += ["--train-iters", BASE_STEPS * options.steps // STEPS, "--init-from", hf, "--save", base]
+        saving = ["--load", base, "--load-if-present", "--save-interval", 50, "--no-tensorboard"]
+        rotary = ["--rotary-base", ROTARY_BASE]
+        command("pretrain_skyladder.py", *SHAPE, *optimizer, *data, *first, *saving, *rotary)
+    rows = ["--seq-length", ROW, "--global-batch-size", 4, "--micro-batch-size", 4, "--train-iters", options.steps]
+    for seed in options.seeds:
+        score(base, SHORT, stride, store(out, seed), [*data, *rows, "--seed", seed])
+    common = [*SHAPE, *optimizer, *data, *rows, "--init-from", base, "--rotary-base", ROTARY_BASE]
+    plans = planned(options.seeds, out)
+    train(plans, out, common, options.workers)
+    held_out = [*of_data("valid", hf, out), "--seq-length", ROW, "--micro-batch-size", 4, "--seed", 0]
+    for plan in plans:
+        for context, step in ((ROW, ROW), (SHORT, stride)):
+            target = evaluated(out, plan, context)
+            score(plan.folder(out), context, step, target, [*held_out, "--rows", options.held_out])
+
+
+def evaluated(out: Path, plan: Planned, context: int) -> Path:
+    """Return the path of a model's held-out losses with a context length."""
+    return out / "evaluations" / f"seed_{plan.seed}" / f"{plan.name}_{context}.zarr"
 
 
 def token_texts(tokenizer_folder: Path) -> list[str]:
@@ -106,163 +165,107 @@ def find_names(row: TokenRow, texts: list[str], common: set[str]) -> list[Name]:
     return names
 
 
-def measure(losses_RL: np.ndarray, short_RL: np.ndarray, names: list[list[Name]]) -> Sums:
-    """Compute all measures of a run: losses, and gains, which are short-context losses minus losses.
-
-    losses_RL[r, i] is the loss of token i + 1 with the whole row as context; short_RL the same with SHORT tokens.
-    """
-    columns = {}
-    for kind, values_RL in (("loss", losses_RL), ("gain", short_RL - losses_RL)):
-        columns[kind] = values_RL.sum(1), np.full(len(values_RL), values_RL.shape[1])
-        for number, part_RB in enumerate(np.split(values_RL, BINS, axis=1)):
-            columns[f"{kind}_{number}"] = part_RB.sum(1), np.full(len(part_RB), part_RB.shape[1])
-        for group in GROUPS:
-            found = [
-                [values[name.tokens[0] - 1 : name.tokens[-1]] for name in row if name.group == group]
-                for values, row in zip(values_RL, names, strict=True)
-            ]
-            columns[f"{kind}_{group}"] = _per_row(found, np.sum), _per_row(found, len)
-    sums, counts = zip(*columns.values(), strict=True)
-    return Sums(list(columns), np.stack(sums, 1).astype(float), np.stack(counts, 1).astype(float))
-
-
-def _per_row(found: list[list[np.ndarray]], value: Callable[[np.ndarray], float]) -> np.ndarray:
-    return np.array([sum(value(each) for each in row) for row in found])
-
-
-def compare(measured: dict[str, Sums]) -> Table:
-    """Per run and measure: the value, the difference from its baseline, and both intervals."""
-    rows = len(next(iter(measured.values())).sums_RM)
-    draws_DR = np.random.default_rng(0).integers(rows, size=(DRAWS, rows))
-    drawn = {run: sums.ratios(draws_DR) for run, sums in measured.items()}
-    table: Table = {}
-    for run, sums in measured.items():
-        baseline = BASELINES.get(run, "uniform")
-        change = sums.ratios() - measured[baseline].ratios()
-        own, paired = _interval(drawn[run]), _interval(drawn[run] - drawn[baseline])
-        table[run] = {
-            name: {
-                "value": round(float(value), 4),
-                "interval": own[number],
-                "difference": round(float(change[number]), 4),
-                "difference_interval": paired[number],
-            }
-            for number, (name, value) in enumerate(zip(sums.names, sums.ratios(), strict=True))
-        }
-    return table
-
-
-def _interval(drawn_DM: np.ndarray) -> list[list[float]]:
-    return np.percentile(drawn_DM, [2.5, 97.5], axis=0).T.round(4).tolist()
-
-
-def times(run: Path) -> dict[str, float]:
-    """Median and 10th percentile of a step, and the median of its scoring, in seconds."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][SETTLED:]
-    step_times = [step["step_time_s"] for step in steps]
-    scoring = [step.get("score_time_s", 0.0) for step in steps]
-    median, fast = np.median(step_times), np.percentile(step_times, 10)
-    return {
-        "steps": len(steps) + SETTLED,
-        "step_s_median": round(float(median), 3),
-        "step_s_p10": round(float(fast), 3),
-        "score_s_median": round(float(np.median(scoring)), 3),
-    }
-
-
-def draw(table: Table, length: int) -> Figure:
-    """Draw differences from the uniform run: loss by position, loss on names, and gain of long context on names."""
-    figure = Figure(figsize=(14, 4.4), layout="constrained")
-    position, name_loss, name_gain = figure.subplots(1, 3, width_ratios=[1.6, 1, 1])
-    width = length // BINS
-    bins = [f"{number * width}-\n{(number + 1) * width - 1}" for number in range(BINS)]
-    groups = [text.replace(" ", "\n", 2) for text in GROUPS.values()]
-    _points(position, table, [f"loss_{number}" for number in range(BINS)], bins)
-    _points(name_loss, table, [f"loss_{group}" for group in GROUPS], groups)
-    _points(name_gain, table, [f"gain_{group}" for group in GROUPS], groups)
-    position.set(title="Loss of all tokens, by position", ylabel="minus that of uniform, nats / token")
-    name_loss.set(title=f"Loss on names after token {SHORT}")
-    name_gain.set(title=f"Gain of {length} over {SHORT} tokens")
-    position.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
-    position.set_ylim(top=position.get_ylim()[1] * 1.3)
-    return figure
-
-
-def _points(axis: Axes, table: Table, names: list[str], labels: list[str]) -> None:
-    runs = [run for run in RUNS if run != "uniform"]
-    axis.axhline(0, color=COLOURS["uniform"], linewidth=1)
-    for place, run in enumerate(runs):
-        cells = [table[run][name] for name in names]
-        values = np.array([cell["difference"] for cell in cells])
-        spans = np.array([cell["difference_interval"] for cell in cells])
-        axis.errorbar(
-            np.arange(len(names)) + (place - (len(runs) - 1) / 2) * 0.13,
-            values,
-            yerr=np.abs(spans.T - values),
-            fmt="o",
-            markersize=4,
-            linewidth=1.4,
-            color=COLOURS[run],
-            label=RUNS[run],
-        )
-    axis.set_xticks(range(len(names)), labels, fontsize=8)
-    axis.grid(axis="y", color="#e5e7eb")
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="the folder that token_weighting.sh wrote")
-    parser.add_argument("--data-path", required=True, metavar="PREFIX", help="the held-out data set")
-    parser.add_argument("--tokenizer-model", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--figure", type=Path, required=True)
-    options = parser.parse_args()
-
-    stores = {path.stem: ScoreStore.open(path) for path in (options.runs / "eval").glob("*.zarr")}
-    identity = stores["uniform"].identity
-    flags = ["--data-path", options.data_path, "--split", "1,0,0", "--seq-length", str(identity.row_length)]
-    row_at = open_rows(parse([*flags, "--seed", str(identity.seed)]), identity.vocab_size).train
-    rows = [row_at(number) for number in range(identity.rows)]
-
-    texts = token_texts(options.tokenizer_model)
+def held_out_names(hf: Path, out: Path, count: int) -> list[list[Name]]:
+    """Find the names in the rows that all models are evaluated on."""
+    flags = [*of_data("valid", hf, out), "--seq-length", ROW, "--seed", 0]
+    row_at = open_rows(parse([str(flag) for flag in flags]), 512).train
+    rows = [row_at(number) for number in range(count)]
+    texts = token_texts(hf)
     common = TITLES | {
         word for row in rows for word in re.findall(r"[a-z]+", "".join(texts[token] for token in row.tokens))
     }
-    names = [find_names(row, texts, common) for row in rows]
-    losses = {
-        run: np.stack([store.read(number) for number in range(identity.rows)]).astype(float)
-        for run, store in stores.items()
-    }
-    losses["base"] = losses["base_short"]  # the base has no longer context, so its gain is 0
-    table = compare({run: measure(losses[run], losses[f"{run}_short"], names) for run in [*RUNS, "base"]})
-    count = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
-    step_times = {run: times(options.runs / run) for run in RUNS}
-    result = {
-        "rows": identity.rows,
-        "row_length": identity.row_length,
-        "names": count,
-        "time": step_times,
-        "runs": table,
-    }
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    matplotlib.use("Agg")
-    draw(table, identity.row_length).savefig(options.figure, dpi=130)
-    show(result)
+    return [find_names(row, texts, common) for row in rows]
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the numbers of token_weighting.md."""
-    print(f"{result['rows']} rows, names: {result['names']}")
-    for name in result["runs"]["uniform"]:
-        print(name)
-        for run, cells in result["runs"].items():
-            cell = cells[name]
-            print(f"  {run:16}{cell['value']:.4f} {cell['interval']}", end="")
-            print(f"  {cell['difference']:+.4f} {cell['difference_interval']}")
-    for run, found in result["time"].items():
-        print(f"{run:16}{found}")
+def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, float]:
+    """Return a model's mean loss, and its gain, the loss with SHORT tokens of context minus that with the whole row.
+
+    The loss of a name is that of its tokens together.
+    """
+    whole_RL, short_RL = (
+        np.stack([opened.read(row) for row in range(len(names))]).astype(float)
+        for opened in (ScoreStore.open(evaluated(out, plan, context)) for context in (ROW, SHORT))
+    )
+    found = {}
+    for kind, values_RL in (("loss", whole_RL), ("gain", short_RL - whole_RL)):
+        found[kind] = float(values_RL.mean())
+        for group in GROUPS:
+            sums = [
+                values[name.tokens[0] - 1 : name.tokens[-1]].sum()  # the loss of token i + 1 is at i
+                for values, row in zip(values_RL, names, strict=True)
+                for name in row
+                if name.group == group
+            ]
+            found[f"{kind}_{group}"] = float(np.mean(sums))
+    return found
+
+
+def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> tuple[str, dict[str, Any]]:
+    """Make the tables, and the numbers behind them."""
+    names = held_out_names(hf, out, rows_evaluated)
+    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in KINDS}
+    for plan in planned(seeds, out):
+        for one, value in measured(out, plan, names).items():
+            values[plan.name][one].append(value)
+    for own in values.values():  # separates the use of context from a higher probability of all names
+        own[CONTROLLED] = np.subtract(own["gain_far"], own["gain_first"]).tolist()
+    parts = []
+    for kind, unit in (("loss", "Loss"), ("gain", f"Gain of {ROW} over {SHORT} tokens of context")):
+        columns = [kind, *(f"{kind}_{group}" for group in GROUPS), *([CONTROLLED] if kind == "gain" else [])]
+        head = ["run", "all tokens", *GROUPS.values(), "far less first"][: 1 + len(columns)]
+        rows: list[list[object]] = [["uniform", *(f"{np.mean(values['uniform'][one]):.4f}" for one in columns)]]
+        rows += [
+            [label, *(_less(values, run, one) for one in columns)] for run, label in KINDS.items() if run != "uniform"
+        ]
+        parts += [
+            f"{unit} (nats / token or name), {len(seeds)} seeds; below uniform the difference from it, paired by seed, "
+            "± half the 95 % interval over seeds; bold: it excludes 0.",
+            table(head, rows),
+        ]
+    counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
+    return "\n\n".join(parts) + "\n", {"seeds": list(seeds), "names": counts, "values": values}
+
+
+def _less(values: dict[str, dict[str, list[float]]], run: str, one: str) -> Mean:
+    return Mean.of(np.subtract(values[run][one], values["uniform"][one]).tolist())
+
+
+def draw(values: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Draw the gain of long context on names minus that of uniform weights: a point per seed, and the mean."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axis = figure.add_subplot()
+    axis.axhline(0, color="#111827", linewidth=1)
+    for number, kind in enumerate(kind for kind in KINDS if kind != "uniform"):
+        for place, group in enumerate(GROUPS):
+            less = np.subtract(values[kind][f"gain_{group}"], values["uniform"][f"gain_{group}"])
+            at = place + (number - 1) * 0.2
+            axis.plot(np.full(less.size, at), less, ".", color=f"C{number}", alpha=0.6)
+            axis.plot(at, less.mean(), "_", color=f"C{number}", markersize=16, label=None if place else KINDS[kind])
+    axis.set_xticks(range(len(GROUPS)), list(GROUPS.values()))
+    axis.set_ylabel("gain minus uniform's (nats / name)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        steps=STEPS,
+        seeds=(1, 2, 3, 4, 5),
+        held_out=(256, "held-out rows that models are evaluated on"),
+        novels="folder of .txt novels",
+        hf="the Llama of 260K parameters as a Hugging Face folder",
+        out="folder for data, runs and results",
+    )
+    out = options.out.resolve()
+    if not options.only_results:
+        run_all(options, out)
+    seeds = finished(planned(options.seeds, out), out)
+    markdown, numbers = results(options.hf.resolve(), out, seeds, options.held_out)
+    folder = options.results or out / "results"
+    write_results(folder, "token_weighting", markdown, numbers)
+    draw(numbers["values"], folder / "token_weighting.png")
 
 
 if __name__ == "__main__":
