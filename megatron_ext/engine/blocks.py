@@ -130,7 +130,7 @@ def layer_spec(
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = LocalAngles
     attention = layer.submodules.self_attention.submodules
-    mlp = _submodules(layer.submodules.mlp)
+    mlp = layer.submodules.mlp.submodules
     attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
@@ -138,7 +138,7 @@ def layer_spec(
         layer.module = ExpertLayer
         mlp.router = BalancedRouter
         if config.add_bias_linear and not transformer_engine:
-            _submodules(mlp.experts).linear_fc2 = ExpertOutput
+            mlp.experts.submodules.linear_fc2 = ExpertOutput
         layer.submodules.sharded_state_dict_keys_map = {
             old: new for old, new in layer.submodules.sharded_state_dict_keys_map.items() if old == "input_layernorm."
         }  # no layer fuses the other norm with a matrix
@@ -171,8 +171,3 @@ def layer_spec(
         layer.module = SandwichLayer
         layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)
     return layer, norm
-
-
-def _submodules(spec: Any) -> Any:
-    """Return the submodules of a ModuleSpec, or of the functools.partial that later versions of Megatron-Core use."""
-    return getattr(spec, "keywords", vars(spec))["submodules"]

@@ -5,9 +5,6 @@ Legend: t tokens of this rank, D hidden size, N query heads, G key heads, H head
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -29,38 +26,17 @@ from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.attention.cache import Appended
-from megatron_ext.attention.choice import select
 from megatron_ext.attention.inputs import Inputs
-from megatron_ext.attention.interface import Attend, Expand
+from megatron_ext.attention.interface import Expand
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.engine import blockwise_mlp, compat, layer_inputs, te_options
+from megatron_ext.engine import blockwise_mlp, compat, layer_inputs
 from megatron_ext.engine.blocks import layer_spec
 from megatron_ext.engine.compat import OwnAttention
-from megatron_ext.engine.experts import LoadBalance
-from megatron_ext.engine.fusions import fusions_here, rotation_counts
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.transformer import PackedTransformerConfig, rotation_limit, transformer_config
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
-from megatron_ext.masks import MaskOptions
-
-
-@dataclass(kw_only=True)
-class PackedTransformerConfig(TransformerConfig):
-    """Megatron's configuration, extended by the options of `PackedAttention` and the routers."""
-
-    packed_backend: Attend
-    packed_masks: MaskOptions  # which layers are local
-    packed_score_factors: tuple[float, ...]  # for each layer, the factor of the scores of its rotated dimensions
-    packed_rotary_size: int  # number of rotated dimensions of a head; these come first
-    packed_two_bases: bool  # whether local layers have their own rotary angles
-    packed_balance: LoadBalance
-    # of latent attention, under Megatron's names
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 0
-    qk_head_dim: int = 0
-    qk_pos_emb_head_dim: int = 0
-    v_head_dim: int = 0
 
 
 class PackedCall(PackedSeqParams):
@@ -138,27 +114,34 @@ class PackedGPT(OwnAttention, GPTModel):
 
     def __init__(
         self,
-        *args: Any,
-        frequencies: rope.Frequencies,
-        real_vocab_size: int,
-        loss_block_tokens: int,
-        fits_rotation: Callable[[int], bool],
-        entropy: bool = False,
-        output_bias: bool = False,
-        embedding_scale: float = 1.0,
-        **kwargs: Any,
-    ):
-        super().__init__(*args, **kwargs)
-        self.frequencies = frequencies
-        self.real_vocab_size = real_vocab_size
-        self.loss_block_tokens = loss_block_tokens
-        self.entropy = entropy
+        config: Config,
+        vocab_size: int,
+        transformer: PackedTransformerConfig,
+        layers: TransformerBlockSubmodules,
+        vp_stage: int | None,
+    ) -> None:
+        model, weighting = config.model, config.weighting
+        super().__init__(
+            config=transformer,
+            transformer_layer_spec=layers,
+            vocab_size=model.padded_vocab_size(vocab_size),
+            max_sequence_length=config.data.seq_length,
+            pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type="none",  # `forward` passes the angles itself
+            vp_stage=vp_stage,
+        )
+        self.frequencies = rope.Frequencies(model, config.data.seq_length)
+        self.fuses_rotation, self.rotation_limit = transformer.apply_rope_fusion, rotation_limit(config)
+        self.real_vocab_size, self.loss_block_tokens = vocab_size, config.training.loss_block_tokens
+        self.entropy = weighting.token_weighting == "unfrozen" and weighting.weight_score == "mile"
         # rounded to the embedding's precision, as in transformers
-        self.embedding_scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
-        self.fuses_rotation, self.fits_rotation = self.config.apply_rope_fusion, fits_rotation
-        if self.post_process and output_bias:
+        scale = model.hidden_size**0.5 if model.block == "gemma3" else 1.0
+        self.embedding_scale = torch.tensor(scale, dtype=transformer.params_dtype).item()
+        if self.post_process and model.block == "phi":
             rows = self.output_layer.output_size_per_partition
-            bias = torch.nn.Parameter(torch.zeros(rows, dtype=self.config.params_dtype))
+            bias = torch.nn.Parameter(torch.zeros(rows, dtype=transformer.params_dtype))
             set_tensor_model_parallel_attributes(bias, True, 0, 1)
             self.output_layer.bias = bias  # Megatron's output layer never has a bias
         if self.post_process:
@@ -224,7 +207,7 @@ class PackedGPT(OwnAttention, GPTModel):
             if self.embedding_scale != 1.0:
                 hidden = hidden * self.embedding_scale
         # micro-batches of chunks and evaluations may be longer than those of training
-        self.config.apply_rope_fusion = self.fuses_rotation and self.fits_rotation(len(batch.positions_t))
+        self.config.apply_rope_fusion = self.fuses_rotation and len(batch.positions_t) <= self.rotation_limit
         device = batch.positions_t.device
         angles = [rope.angles(batch.positions_t, self.frequencies.at(batch.rotary_base, device))]
         if self.config.packed_two_bases:
@@ -300,31 +283,15 @@ def _put_zeros_for_no_gradient(weight: Tensor) -> None:
 
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:
-    """Build the model chunks of this pipeline stage, with uninitialized weights."""
+    """Build the model chunks of this pipeline stage; their matrices are 0."""
     model, transformer = config.model, transformer_config(config, platform)
     count = model_chunks(config.parallel, model.num_layers)
     copies = layer_inputs.HostCopies(platform.device) if config.parallel.offload_layer_inputs else None
     chunks = []
     for number in range(count):
         vp_stage = number if count > 1 else None  # None: not interleaved
-        chunk = PackedGPT(
-            config=transformer,
-            transformer_layer_spec=_layers(transformer, model, platform, vp_stage),
-            vocab_size=model.padded_vocab_size(vocab_size),
-            max_sequence_length=config.data.seq_length,
-            pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type="none",  # `forward` passes the angles itself
-            frequencies=rope.Frequencies(model, config.data.seq_length),
-            real_vocab_size=vocab_size,
-            loss_block_tokens=config.training.loss_block_tokens,
-            fits_rotation=functools.partial(rotation_counts, config=config),
-            output_bias=model.block == "phi",
-            embedding_scale=model.hidden_size**0.5 if model.block == "gemma3" else 1.0,
-            entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
-            vp_stage=vp_stage,
-        )
+        layers = _layers(transformer, model, platform, vp_stage)
+        chunk = PackedGPT(config, vocab_size, transformer, layers, vp_stage)
         if config.parallel.mlp_block_tokens is not None:
             for layer in chunk.decoder.layers:
                 blockwise_mlp.install(layer.mlp, config.parallel.mlp_block_tokens)
@@ -370,139 +337,3 @@ def _layers(
     }
     norm = by_kind[layers[0]][1]
     return TransformerBlockSubmodules(layer_specs=[by_kind[experts][0] for experts in layers], layer_norm=norm)
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "llama": F.silu,
-    "phi": functools.partial(F.gelu, approximate="tanh"),
-    "gemma3": functools.partial(F.gelu, approximate="tanh"),
-    "olmo3": F.silu,
-    "gpt_oss": lambda gate: gate * torch.sigmoid(1.702 * gate),
-}
-# gpt-oss: the gate is clamped from above, up on both sides, and the product is gate * (up + 1)
-_CLAMPED: dict[str, Any] = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
-
-
-def _leave(weight: Tensor) -> Tensor:
-    """Return the weight unchanged; engine/weights.py initializes it."""
-    return weight
-
-
-def _expert_options(config: Config) -> dict[str, Any]:
-    """Return Megatron's options for the MLP: a single one, or experts."""
-    model, parallel = config.model, config.parallel
-    if model.num_experts is None:
-        return {"ffn_hidden_size": model.ffn_hidden_size}
-    return {
-        "ffn_hidden_size": model.ffn_hidden_size,  # of layers without experts
-        "moe_ffn_hidden_size": model.expert_width,
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "num_moe_experts": model.num_experts,
-        "moe_router_topk": model.moe_router_topk,
-        "moe_router_score_function": model.moe_router_score_function,
-        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
-        "moe_router_bias_update_rate": config.training.moe_router_bias_update_rate,
-        "moe_router_num_groups": model.moe_router_num_groups,
-        "moe_router_group_topk": model.moe_router_group_topk,
-        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
-        "moe_router_load_balancing_type": "none",  # computed in engine/experts.py instead
-        "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": parallel.moe_grouped_gemm,
-        "moe_token_dispatcher_type": "alltoall",  # the others need micro-batches of equal length
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel.tensor_model_parallel_size,
-    }
-
-
-def transformer_config(config: Config, platform: Platform) -> PackedTransformerConfig:
-    """Translate a run's configuration into Megatron's, with our attention backend and masks.
-
-    Raises:
-        UserError: this platform does not support an option.
-    """
-    model, parallel = config.model, config.parallel
-    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
-    te_options.check(config, platform)
-    recompute: dict[str, Any] = {"recompute_granularity": parallel.recompute_granularity}
-    if parallel.recompute_granularity == "selective":
-        compat.install_recompute()
-        recompute |= {"recompute_modules": list(parallel.recompute_modules or ("core_attn",))}
-    if parallel.recompute_granularity == "full":
-        recompute |= {
-            "recompute_method": parallel.recompute_method,
-            "recompute_num_layers": parallel.recompute_num_layers,
-        }
-    rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
-    masks, two_bases = config.mask_options(), model.rotary_base_local is not None
-    scaled = [has_rope and not (two_bases and masks.is_local(n)) for n, has_rope in enumerate(rotated, start=1)]
-    return PackedTransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        **_expert_options(config),
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.head_size,
-        multi_latent_attention=model.multi_latent_attention,
-        q_lora_rank=model.q_lora_rank,
-        kv_lora_rank=model.kv_lora_rank,
-        qk_head_dim=model.qk_head_dim,
-        qk_pos_emb_head_dim=model.qk_pos_emb_head_dim,
-        v_head_dim=model.v_head_dim,
-        normalization="LayerNorm" if model.block == "phi" else "RMSNorm",
-        layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=model.block != "phi",
-        activation_func=_ACTIVATIONS[model.block],
-        **(_CLAMPED if model.block == "gpt_oss" else {}),
-        add_bias_linear=model.block in ("phi", "gpt_oss"),
-        add_qkv_bias=model.add_qkv_bias,
-        layernorm_zero_centered_gamma=model.block == "gemma3",
-        softmax_type="learnable" if model.has_sinks else "vanilla",
-        softmax_scale=(model.query_pre_attn_scalar or model.head_size) ** -0.5 * rope.score_factor(model),
-        # each rank has a part of their gradients; Megatron sums the parts, unless the weight itself is in parts (olmo3)
-        qk_layernorm=model.has_qk_norms and model.block != "olmo3",
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=0.0,
-        # None if all layers use RoPE: with a list, each layer would be compiled separately
-        no_rope_freq=None if all(rotated) else [int(not has_rope) for has_rope in rotated],
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,
-        context_parallel_size=parallel.context_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-        # with batch_p2p_comm the interleaved schedule is silently wrong on gloo
-        overlap_p2p_comm=chunked,
-        batch_p2p_comm=not chunked,
-        # True would synchronize the host after each exchange, Megatron's workaround for a bug in old versions of torch
-        batch_p2p_sync=False,
-        bf16=config.training.bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        # Megatron's initialization still runs, because it also marks which weights are tensor-parallel
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
-        use_cpu_initialization=platform.device.type == "cpu",
-        calculate_per_token_loss=True,
-        **fusions_here(platform, config),
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        tp_comm_overlap=parallel.tp_comm_overlap,
-        fp8=config.training.fp8_format,
-        fp8_recipe=config.training.fp8_recipe,
-        packed_backend=select(
-            parallel.attention_backend, platform.device, dtype, model.head_size, sinks=model.has_sinks
-        ),
-        packed_masks=masks,
-        packed_two_bases=two_bases,
-        packed_balance=LoadBalance(
-            config.training.moe_aux_loss_coeff, by_row=config.balances_rows, row_length=config.data.seq_length
-        ),
-        # YaRN multiplies rotated queries and keys by a factor each, so its square multiplies the scores
-        packed_score_factors=tuple(
-            rope.attention_factor(model) ** 2 if rotated_layer else 1.0 for rotated_layer in scaled
-        ),
-        packed_rotary_size=model.rotary_size,
-        **recompute,
-    )

@@ -1,4 +1,11 @@
-"""Wrap the model chunks in Megatron's data parallelism, and build the optimizer."""
+"""Wrap the model chunks in Megatron's data parallelism; build the optimizer; clip gradients and update weights.
+
+`MegatronOptimizer.step` reads the gradient norm on the host to decide whether to clip, so the host waits for the whole
+backward pass and the device then waits for the host. Here the norm stays on the device, with each rank's part summed in
+float64; gradients are multiplied by min(1, limit / (norm + 1e-6)), which is exact where it is 1. Everything else uses
+Megatron's public methods. `log_num_zeros_in_grad` and fp16's loss scale, which would read from the device, are options
+of Megatron that this package does not set.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from megatron_ext.config import Config
 from megatron_ext.config.options import GradientSharing
@@ -86,6 +94,48 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the optimizer itself, or its parts: under expert parallelism the experts have their own optimizer."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+@torch.no_grad()
+def squared_gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
+    """Return the squared norm of all gradients on all ranks, float32 [] on the device. Collective."""
+    # The ranks over which gradients are distributed. The experts' optimizer, if it is not a distributed one, has
+    # another group: the one in which each expert occurs once.
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    optimizer.prepare_grads()
+    for part in parts_of(optimizer):
+        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_main_grads_for_grad_norm())
+    squared = torch.zeros((), device=device)
+    for group, grads in by_group.items():
+        share: Tensor = torch.zeros((), device=device)
+        if grads:
+            # in float64: torch's `get_total_norm` rounds to the gradients' dtype, and on a CPU it sums ten million
+            # squares sequentially, which makes the norm 4e-4 too small in float32
+            norms = [norm.to(device) for norm in torch._foreach_norm(grads, 2.0, torch.float64)]
+            share = (torch.linalg.vector_norm(torch.stack(norms)) ** 2.0).float()
+        dist.all_reduce(share, group=group)
+        squared += share
+    return squared
+
+
+@torch.no_grad()
+def clip_and_update(optimizer: MegatronOptimizer, squared_norm: Tensor) -> None:
+    """Clip the gradients to the optimizer's limit and update the weights."""
+    limit = optimizer.config.clip_grad
+    if math.isfinite(limit):
+        factor = (limit / (squared_norm.double().sqrt() + 1e-6)).clamp(max=1.0).float()
+        # the gradients that the update reads, as in `clip_grad_by_total_norm_fp32`
+        name = "decoupled_grad" if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+        found = (getattr(param, name, None) for part in parts_of(optimizer) for param in part.get_parameters())
+        grads = [grad for grad in found if grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+    optimizer.step_with_ready_grads()
 
 
 def sync_params(model: Sequence[DistributedDataParallel]) -> None:

@@ -23,7 +23,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_ext import heartbeat
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.checkpoint.damage import together
-from megatron_ext.config import ParallelConfig
+from megatron_ext.config import Config, ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import PERMANENT, UserError
@@ -134,6 +134,23 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     )
     tensor_parallel.model_parallel_cuda_manual_seed(dropout_seed(seed, ranks.data, ranks.context, ranks.pipeline))
     return ranks
+
+
+def start_tensor_overlap(config: Config, ranks: Ranks) -> None:
+    """Allocate the buffers of --tp-comm-overlap for the tokens of a tensor-parallel group. Collective."""
+    if not config.parallel.tp_comm_overlap:
+        return
+    from transformer_engine.pytorch import destroy_ub, initialize_ub
+    from transformer_engine.pytorch.module import UserBufferQuantizationMode as Mode
+
+    tokens = config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
+    destroy_ub()  # of an earlier stage
+    initialize_ub(
+        shape=[tokens, config.model.hidden_size],
+        tp_size=ranks.tensor_size,
+        quantization_modes=[Mode.FP8 if config.training.fp8_format else Mode.NONE],
+        bootstrap_backend="nccl",
+    )
 
 
 def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:

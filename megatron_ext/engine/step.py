@@ -4,8 +4,8 @@
 returned in one tensor, which the caller reads later. Exceptions: a process without trained tokens of its own checks
 whether others have some; a step that may be refused (`accepts`) is read before its update; the dispatcher of experts
 needs the number of tokens of each, and ranks that share experts the number of short contexts of the others. Two
-synchronizations of Megatron are avoided: reading the gradient norm (`update`), and the pipeline's wait after each
-exchange (`batch_p2p_sync`).
+synchronizations of Megatron are avoided: reading the gradient norm (engine/optimizer.py), and the pipeline's wait after
+each exchange (`batch_p2p_sync`).
 
 Within `_forward_backward`, Megatron's schedule determines the order. It calls
 
@@ -34,10 +34,10 @@ from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine.experts import LoadBalance
+from megatron_ext.engine.optimizer import clip_and_update, squared_gradient_norm
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
-from megatron_ext.engine.update import update
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, sums_by_position
 from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, loss_terms
@@ -92,11 +92,10 @@ class PendingStep:
     """A step in flight: launched, results not yet read; `result` returns its `StepResult`."""
 
     values: Tensor  # float64 [V] on the device, the same on every process
-    by_weights: bool  # whether the loss is divided by the sum of weights instead of the number of trained tokens
-    skipped: bool
+    stepper: Stepper
     score_times: tuple[Any, Any]  # begin and end of the short-context pass, of `_now`
-    groups: int  # over which experts are balanced in the global batch: its rows, or its micro-batches
-    attention_values: int = 0  # how many of the values, at the end, are attention statistics
+    attention_values: int  # how many of the values, at the end, are attention statistics
+    skipped: bool = False
     refused: bool = False
 
     def result(self, values: Sequence[float]) -> StepResult:
@@ -108,10 +107,9 @@ class PendingStep:
         of_attention = len(values) - self.attention_values
         *sums, balance, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
         terms: LossTerms[float] = LossTerms(*sums)
-        attention = AttentionHealth.of(values[of_attention:]) if self.attention_values else None
         begin, end = self.score_times
         return StepResult(
-            loss=GlobalLoss(terms, denominator=terms.weight_sum if self.by_weights else terms.token_count),
+            loss=GlobalLoss(terms, terms.weight_sum if self.stepper.by_weights else terms.token_count),
             grad_norm=squared_norm**0.5,
             segments=int(segments),
             effective_context=context / tokens,
@@ -119,8 +117,8 @@ class PendingStep:
             refused=self.refused,
             score_seconds=end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3,
             weight_max=weight_max,
-            attention=attention,
-            moe_aux_loss=balance / self.groups,
+            attention=AttentionHealth.of(values[of_attention:]) if self.attention_values else None,
+            moe_aux_loss=balance / self.stepper.groups,
         )
 
 
@@ -204,35 +202,25 @@ class Stepper:
             self.balance.begin(facts[-1], self.groups)
         biases = [bias.clone() for bias in self.expert_biases]
         sums, largest = self._forward_backward(batches)
-        # without a trained token the gradient is zero, but momentum and weight decay would still change the weights
-        skipped = not trained and not facts[-1].item()
         attention = torch.empty(0, dtype=torch.float64, device=device)
         if step.attention_measured:
             attention = of_layers(self._attention_by_head(probe)).flatten()
-
-        def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> PendingStep:
-            values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
-            return PendingStep(values, self.by_weights, skipped, score_times, self.groups, len(attention), refused)
-
-        def keep_biases() -> None:
+        # without a trained token the gradient is zero, but momentum and weight decay would still change the weights
+        skipped = not trained and not facts[-1].item()
+        squared_norm = torch.zeros((), device=device) if skipped else squared_gradient_norm(self.optimizer, device)
+        values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
+        launched = PendingStep(values, self, score_times, len(attention), skipped)
+        if not skipped and accepts is not None:
+            refusals = to_device([float(not accepts(launched.result(AsyncHostCopy(values).values())))], device)
+            dist.all_reduce(refusals)
+            if refusals.item():
+                launched = replace(launched, skipped=True, refused=True)
+        if not launched.skipped:
+            clip_and_update(self.optimizer, squared_norm)
+        else:  # Megatron has already updated the biases
             for bias, before in zip(self.expert_biases, biases, strict=True):
                 bias.copy_(before)
-
-        if skipped:
-            keep_biases()
-            return launched(torch.zeros((), device=device), skipped=True)
-
-        def all_accept(squared_norm: Tensor) -> bool:
-            assert accepts is not None
-            tried = launched(squared_norm, skipped=False)
-            refusals = to_device([float(not accepts(tried.result(AsyncHostCopy(tried.values).values())))], device)
-            dist.all_reduce(refusals)
-            return not refusals.item()
-
-        squared_norm, changed = update(self.optimizer, device, all_accept if accepts is not None else None)
-        if not changed:
-            keep_biases()
-        return launched(squared_norm, skipped=not changed, refused=not changed)
+        return launched
 
     def _attention_by_head(self, probe: Probe | None) -> Tensor:
         """Combine the statistics of the layers and heads of all processes; float64 [6, layers, N].

@@ -124,14 +124,6 @@ def initial(name: str, model: ModelConfig, vocab_size: int, seed: int) -> Tensor
     return torch.empty(shape).normal_(0.0, deviation(name, model), generator=generator)
 
 
-@torch.no_grad()
-def blank(chunks: Sequence[GPTModel]) -> None:
-    """Set every weight to 0 before loading, because no file contains the rows of padding."""
-    for chunk in chunks:
-        for weight in chunk.parameters():
-            weight.zero_()
-
-
 def deviation(name: str, model: ModelConfig) -> float:
     """Return the standard deviation of a matrix's initial values.
 

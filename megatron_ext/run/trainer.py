@@ -34,15 +34,15 @@ from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.checks import WARNINGS, broken
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.device import AsyncHostCopy, to_device
-from megatron_ext.engine import compat, environment, parallel, te_options
-from megatron_ext.engine.fusions import fusions_here
+from megatron_ext.engine import compat, environment, parallel
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set_learning_rate, sync_params, wrap
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.engine.state import Checkpointer, Position, load_weights
 from megatron_ext.engine.step import Stepper
-from megatron_ext.engine.weights import blank, initialise
+from megatron_ext.engine.transformer import fusions_here
+from megatron_ext.engine.weights import initialise
 from megatron_ext.errors import DivergedError
 from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.planning.step_time import read_speeds
@@ -85,7 +85,7 @@ def train(config: Config, request: StopRequest, *, run: Path | None, has_next_st
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """One process's part of a run; the model's weights are uninitialized if a checkpoint has them."""
+    """One process's part of a run; the model's matrices are 0 if a checkpoint has them."""
 
     platform: Platform
     ranks: parallel.Ranks
@@ -106,12 +106,10 @@ def build(config: Config) -> Built:
     inputs = open_inputs(config)
     ranks = parallel.start(config.parallel, config.model.num_layers, platform, config.training.seed)
     agree(inputs.checkpoint)
-    te_options.start_tensor_overlap(config, ranks.tensor_size)
+    parallel.start_tensor_overlap(config, ranks)
     chunks = build_chunks(config, inputs.vocab_size, platform)
     if inputs.pretrained is None and inputs.checkpoint is None:
         initialise(chunks, config.model, inputs.vocab_size, config.training.seed, ranks)
-    else:
-        blank(chunks)
     if inputs.pretrained is not None:
         load_weights(chunks, inputs.pretrained, ranks)
     return Built(platform, ranks, inputs, chunks)

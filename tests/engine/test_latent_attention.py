@@ -26,7 +26,8 @@ from megatron_ext.config import Config, ModelConfig, ParallelConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.blocks import layer_spec
-from megatron_ext.engine.model import PackedAttention, PackedCall, transformer_config
+from megatron_ext.engine.model import PackedAttention, PackedCall
+from megatron_ext.engine.transformer import transformer_config
 from megatron_ext.masks import MaskOptions
 
 T, D, N, LATENT, QUERY_LATENT, PLAIN, ROTATED, VALUE = 24, 20, 6, 10, 14, 8, 4, 6

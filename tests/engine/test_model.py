@@ -13,8 +13,8 @@ from megatron_ext import rope
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine.model import transformer_config
 from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.transformer import transformer_config
 
 CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 

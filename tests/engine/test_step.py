@@ -23,9 +23,15 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.device import AsyncHostCopy
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
+from megatron_ext.engine.optimizer import (
+    build_optimizer,
+    clip_and_update,
+    set_learning_rate,
+    squared_gradient_norm,
+    unwrap,
+    wrap,
+)
 from megatron_ext.engine.step import Stepper, StepResult
-from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import mean_loss
@@ -297,7 +303,7 @@ def test_only_a_process_without_trained_tokens_synchronizes(
 
 
 def test_megatrons_own_step_reads_the_norm(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When this fails, engine/update.py is no longer needed."""
+    """When this fails, `squared_gradient_norm` and `clip_and_update` are no longer needed."""
     process.stepper.launch(StepBatches([batch(row(0))]))
     reads = HostReads(monkeypatch)
     with reads:
@@ -320,7 +326,12 @@ def test_the_update_equals_megatrons(process: OneProcess, clip: float) -> None:
                 chance = torch.Generator().manual_seed(seed)
                 for parameter in chunk.parameters():
                     parameter.main_grad.copy_(torch.randn(parameter.shape, generator=chance))
-            norm = update(optimizer, process.platform.device)[0].item() ** 0.5 if ours else optimizer.step()[1]
+            if ours:
+                squared = squared_gradient_norm(optimizer, process.platform.device)
+                clip_and_update(optimizer, squared)
+                norm = squared.item() ** 0.5
+            else:
+                norm = optimizer.step()[1]
         seen.append((norm, process.weights()))
     (norm, weights), (their_norm, their_weights) = seen
     assert norm == pytest.approx(their_norm, rel=1e-6)

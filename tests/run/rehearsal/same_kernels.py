@@ -45,10 +45,10 @@ def main(request_file: str, result_file: str) -> None:
 
     from megatron_ext import loss
     from megatron_ext.config.arguments import parse
-    from megatron_ext.engine import compat, fusions, model
+    from megatron_ext.engine import compat, model, transformer
     from megatron_ext.run.rehearsal.process import run
 
-    fusions.find_spec = lambda package: None  # type: ignore[assignment, misc]
+    transformer.find_spec = lambda package: None  # type: ignore[assignment, misc]
     loss.operand = torch.Tensor.float  # type: ignore[assignment]
     model.cross_entropy = functools.partial(model.cross_entropy, fused=False)
     options = parse(request.argv).model

@@ -1,14 +1,16 @@
-"""Which operations are fused, and that they compute the same as our layers."""
+"""Options of Megatron: which operations are fused and compute the same as our layers; options of Transformer Engine."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core.models.common.embeddings.rope_utils as megatron_rope
 import numpy as np
 import pytest
 import torch
+from fake_modules import fake
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from one_process import build_models, one_process
 from torch import Tensor
@@ -16,13 +18,14 @@ from torch import Tensor
 from megatron_ext import rope
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import fusions as choice
-from megatron_ext.engine import model
-from megatron_ext.engine.fusions import fusions_here
-from megatron_ext.engine.model import transformer_config
+from megatron_ext.engine import parallel
+from megatron_ext.engine import transformer as choice
 from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.transformer import fusions_here, rotation_limit, transformer_config
+from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions
 
 NAMES = ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
@@ -52,10 +55,8 @@ def test_everything_that_is_available_is_fused(
 
 def test_the_kernels_index_limit() -> None:
     config = Config(model=ModelConfig(**PRESETS["Llama-3-8B"]))  # rows of 6,144 numbers
-    assert choice.rotation_counts(349_525, config)
-    assert not choice.rotation_counts(349_526, config)
-    halves = ParallelConfig(tensor_model_parallel_size=2)
-    assert choice.rotation_counts(524_288, replace(config, parallel=halves))
+    assert rotation_limit(config) == 349_525
+    assert rotation_limit(replace(config, parallel=ParallelConfig(tensor_model_parallel_size=2))) == 699_050
 
 
 def test_the_fused_rotation_gets_an_angle_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +100,46 @@ def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch
     config = Config(model=ModelConfig(num_layers=2, vocab_size=50), data=DataConfig(seq_length=8))
     width = (config.model.num_attention_heads + 2 * config.model.num_query_groups) * config.model.head_size
     monkeypatch.setattr(choice, "COUNTED", 8 * width + 1)
-    monkeypatch.setattr(model, "fusions_here", lambda *unused: dict(zip(NAMES, (False, True, False), strict=True)))
+    monkeypatch.setattr(choice, "fusions_here", lambda *unused: dict(zip(NAMES, (False, True, False), strict=True)))
     with one_process():
         (chunk,) = build_models(config)
         for length in (8, 9, 8):
             row = TokenRow(np.ones(length + 1, dtype=np.int64), np.array([length]), np.ones(length, dtype=np.bool_))
             chunk(pack([row], length, MaskOptions(document_mask=True, num_layers=2)))
     assert lengths == [8] * 8  # queries and keys of two layers, twice
+
+
+@pytest.mark.parametrize("name", ["tp_comm_overlap", "use_precision_aware_optimizer"])
+def test_without_transformer_engine_its_options_are_refused(name: str) -> None:
+    message = f"^{name}: got true, needs CUDA with Transformer Engine; install it or leave the option out$"
+    with pytest.raises(UserError, match=message):
+        transformer_config(parse([f"--{name.replace('_', '-')}"]), CPU)
+
+
+def test_layers_of_transformer_engine_are_not_compiled() -> None:
+    with pytest.raises(UserError, match=r"^compile: got true with Transformer Engine's layers, "):
+        transformer_config(parse(["--compile"]), Platform(torch.device("cuda", 0), "nccl", transformer_engine=True))
+
+
+@pytest.mark.parametrize(("fp8", "mode"), [("", "NONE"), ("--fp8-format hybrid", "FP8")])
+def test_the_overlaps_buffers_hold_a_micro_batch(monkeypatch: pytest.MonkeyPatch, fp8: str, mode: str) -> None:
+    calls: list[Any] = []
+    ranks: Any = SimpleNamespace(tensor_size=8)
+    package = {"destroy_ub": lambda: calls.append("destroyed"), "initialize_ub": lambda **given: calls.append(given)}
+    fake(
+        monkeypatch,
+        "transformer_engine.pytorch.module",
+        UserBufferQuantizationMode=SimpleNamespace(NONE="NONE", FP8="FP8"),
+    )
+    fake(monkeypatch, "transformer_engine.pytorch", **package)
+    flags = "--hidden-size 64 --seq-length 512 --micro-batch-size 2 --context-parallel-size 4"
+    parallel.start_tensor_overlap(parse(flags.split()), ranks)
+    assert calls == []  # not asked for
+    parallel.start_tensor_overlap(parse(f"{flags} --tp-comm-overlap {fp8}".split()), ranks)
+    assert calls[0] == "destroyed"  # a stage's before this one
+    assert calls[1] == {
+        "shape": [2 * 512 // 4, 64],
+        "tp_size": 8,
+        "quantization_modes": [mode],
+        "bootstrap_backend": "nccl",
+    }

@@ -1,0 +1,198 @@
+"""Translate a run's configuration into Megatron's, with all fused operations that its device and packages support.
+
+Requirements of the fused operations in Megatron-Core 0.16.1 for the inputs used here (format "sbhd", one batch entry of
+t tokens):
+
+    SwiGLU              one kernel in forward and one in backward, compiled by torch.compile: needs CUDA and Triton.
+                        Only the input of the block is saved, [t, 2F], instead of five tensors of [t, F]; no bias
+    rotary angles       Transformer Engine's kernel for "sbhd", one angle per token; otherwise each layer computes cos
+                        and sin. The kernel uses int32 indices, so a long micro-batch is rotated without it
+    weight gradients    added to their buffer by the matrix product itself: Transformer Engine's layers, or Megatron's
+                        own with Apex's extension
+
+The first two support only the blocks llama and olmo3: there are no such kernels for other activation functions, or for
+rotary angles of a part of a head; so MLA's angles are not fused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext import rope
+from megatron_ext.attention.choice import select
+from megatron_ext.attention.interface import Attend
+from megatron_ext.config import Config, ModelConfig, ParallelConfig
+from megatron_ext.config.checks import PLATFORM, broken
+from megatron_ext.engine import compat
+from megatron_ext.engine.experts import LoadBalance
+from megatron_ext.engine.parallel import model_chunks
+from megatron_ext.engine.platform import Platform
+from megatron_ext.errors import UserError
+from megatron_ext.masks import MaskOptions
+
+COUNTED = 2**31  # index limit of Transformer Engine's rotary kernel
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "llama": F.silu,
+    "phi": functools.partial(F.gelu, approximate="tanh"),
+    "gemma3": functools.partial(F.gelu, approximate="tanh"),
+    "olmo3": F.silu,
+    "gpt_oss": lambda gate: gate * torch.sigmoid(1.702 * gate),
+}
+# gpt-oss: the gate is clamped from above, up on both sides, and the product is gate * (up + 1)
+_CLAMPED: dict[str, Any] = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+
+
+@dataclass(kw_only=True)
+class PackedTransformerConfig(TransformerConfig):
+    """Megatron's configuration, extended by the options of `PackedAttention` and the routers."""
+
+    packed_backend: Attend
+    packed_masks: MaskOptions  # which layers are local
+    packed_score_factors: tuple[float, ...]  # for each layer, the factor of the scores of its rotated dimensions
+    packed_rotary_size: int  # number of rotated dimensions of a head; these come first
+    packed_two_bases: bool  # whether local layers have their own rotary angles
+    packed_balance: LoadBalance
+    # of latent attention, under Megatron's names
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+
+
+def transformer_config(config: Config, platform: Platform) -> PackedTransformerConfig:
+    """Translate a run's configuration into Megatron's, with our attention backend and masks.
+
+    Raises:
+        UserError: this platform does not support an option.
+    """
+    if lines := list(broken(PLATFORM, config, transformer_engine=platform.transformer_engine)):
+        raise UserError("\n".join(lines))
+    model, parallel = config.model, config.parallel
+    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
+    extra: dict[str, Any] = _expert_options(config) if model.num_experts is not None else {}
+    if parallel.recompute_granularity == "selective":
+        compat.install_recompute()
+        extra |= {"recompute_modules": list(parallel.recompute_modules or ("core_attn",))}
+    if parallel.recompute_granularity == "full":
+        extra |= {"recompute_method": parallel.recompute_method, "recompute_num_layers": parallel.recompute_num_layers}
+    if model.block == "gpt_oss":
+        extra |= _CLAMPED
+    rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
+    masks, two_bases = config.mask_options(), model.rotary_base_local is not None
+    scaled = [has_rope and not (two_bases and masks.is_local(n)) for n, has_rope in enumerate(rotated, start=1)]
+    return PackedTransformerConfig(
+        **_same(
+            model,
+            "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups add_qkv_bias hidden_dropout "
+            "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
+        ),
+        **_same(
+            parallel,
+            "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
+            "tp_comm_overlap recompute_granularity",
+        ),
+        **extra,
+        kv_channels=model.head_size,
+        normalization="LayerNorm" if model.block == "phi" else "RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.block != "phi",
+        activation_func=_ACTIVATIONS[model.block],
+        add_bias_linear=model.block in ("phi", "gpt_oss"),
+        layernorm_zero_centered_gamma=model.block == "gemma3",
+        softmax_type="learnable" if model.has_sinks else "vanilla",
+        softmax_scale=(model.query_pre_attn_scalar or model.head_size) ** -0.5 * rope.score_factor(model),
+        # each rank has a part of their gradients; Megatron sums the parts, unless the weight itself is in parts (olmo3)
+        qk_layernorm=model.has_qk_norms and model.block != "olmo3",
+        attention_dropout=0.0,
+        # None if all layers use RoPE: with a list, each layer would be compiled separately
+        no_rope_freq=None if all(rotated) else [int(not has_rope) for has_rope in rotated],
+        virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,
+        # with batch_p2p_comm the interleaved schedule is silently wrong on gloo
+        overlap_p2p_comm=chunked,
+        batch_p2p_comm=not chunked,
+        # True would synchronize the host after each exchange, Megatron's workaround for a bug in old versions of torch
+        batch_p2p_sync=False,
+        bf16=config.training.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # engine/weights.py sets all values but those of the vocabulary's padding, which are 0
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        embedding_init_method=torch.nn.init.zeros_,
+        use_cpu_initialization=platform.device.type == "cpu",
+        calculate_per_token_loss=True,
+        **fusions_here(platform, config),
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        fp8=config.training.fp8_format,
+        fp8_recipe=config.training.fp8_recipe,
+        packed_backend=select(
+            parallel.attention_backend, platform.device, dtype, model.head_size, sinks=model.has_sinks
+        ),
+        packed_masks=masks,
+        packed_two_bases=two_bases,
+        packed_balance=LoadBalance(
+            config.training.moe_aux_loss_coeff, by_row=config.balances_rows, row_length=config.data.seq_length
+        ),
+        # YaRN multiplies rotated queries and keys by a factor each, so its square multiplies the scores
+        packed_score_factors=tuple(
+            rope.attention_factor(model) ** 2 if rotated_layer else 1.0 for rotated_layer in scaled
+        ),
+        packed_rotary_size=model.rotary_size,
+    )
+
+
+def _same(section: ModelConfig | ParallelConfig, names: str) -> dict[str, Any]:
+    """Return options that have the same names in Megatron."""
+    return {name: getattr(section, name) for name in names.split()}
+
+
+def _expert_options(config: Config) -> dict[str, Any]:
+    model, parallel = config.model, config.parallel
+    return {
+        **_same(
+            model,
+            "moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function "
+            "moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor",
+        ),
+        **_same(parallel, "moe_grouped_gemm expert_model_parallel_size"),
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.expert_width,
+        "moe_router_bias_update_rate": config.training.moe_router_bias_update_rate,
+        "moe_router_load_balancing_type": "none",  # computed in engine/experts.py instead
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",  # the others need micro-batches of equal length
+        "expert_tensor_parallel_size": parallel.tensor_model_parallel_size,
+    }
+
+
+def fusions_here(platform: Platform, config: Config) -> dict[str, bool]:
+    """Return Megatron's options for the fusions available in this process's environment; on a CPU all are off."""
+    on_cuda = platform.device.type == "cuda"
+    plain = on_cuda and config.model.block in ("llama", "olmo3")
+    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "bias_activation_fusion": plain and find_spec("triton") is not None,
+        "apply_rope_fusion": plain and not config.model.multi_latent_attention and platform.transformer_engine,
+        "gradient_accumulation_fusion": on_cuda and (platform.transformer_engine or apex),
+    }
+
+
+def rotation_limit(config: Config) -> int:
+    """Return how many tokens of a rank's queries, keys and values Transformer Engine's rotary kernel can index."""
+    model = config.model
+    width = (model.num_attention_heads + 2 * model.num_query_groups) * model.head_size
+    return (COUNTED * config.parallel.tensor_model_parallel_size - 1) // width
