@@ -212,26 +212,13 @@ def build_schedule(
         raise UserError(f"window_start: got {start}, window_aligned needs window_end {end} / 2^k; use {near}")
     if kind is ScheduleKind.CONTINUAL and (switch_step is None or switch_step < 0):
         raise UserError(f"window_switch_step: got {switch_step}, the continual schedule needs a step >= 0")
-    if cycles is None:
-        cycles = 0.5 if kind is ScheduleKind.CYCLIC_GRADUAL else 1
-    _check_cycles(kind, cycles)
+    # the last half cycle of `cyclic_gradual` is an upward ramp, so that the window ends at `end`
+    half = 0.5 if kind is ScheduleKind.CYCLIC_GRADUAL else 0.0
+    cycles = 1 - half if cycles is None else cycles
+    cyclic = kind in (ScheduleKind.CYCLIC_JUMP, ScheduleKind.CYCLIC_GRADUAL)
+    if cyclic and not (0 < cycles < math.inf and float(cycles - half).is_integer()):
+        raise UserError(f"window_cycles: got {cycles:g}, {kind} needs {1 - half:g}, {2 - half:g}, {3 - half:g}, ...")
     return WindowSchedule(kind, start, end, gain, round_to, aligned, switch_step or 0, cycles)
-
-
-def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
-    """Check the number of cycles; kinds without cycles accept any valid number."""
-    if not (0 < cycles < math.inf and 2 * cycles == int(2 * cycles)):
-        raise UserError(
-            f"window_cycles: got {cycles}, needs 1, 2, ... for cyclic_jump or 0.5, 1.5, ... for cyclic_gradual"
-        )
-    if kind is ScheduleKind.CYCLIC_JUMP and cycles != int(cycles):
-        raise UserError(f"window_cycles: got {cycles}, cyclic_jump needs whole cycles; use {math.ceil(cycles)}")
-    if kind is ScheduleKind.CYCLIC_GRADUAL and cycles == int(cycles):
-        # the last half cycle is an upward ramp, so that the window ends at `end`
-        raise UserError(
-            f"window_cycles: got {cycles:g}, cyclic_gradual needs half a cycle at its end, which goes up; "
-            f"use {cycles - 0.5:g} ({2 * cycles - 1:g} ramps) or {cycles + 0.5:g} ({2 * cycles + 1:g} ramps)"
-        )
 
 
 def _exact(number: float) -> Fraction:

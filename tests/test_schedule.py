@@ -221,9 +221,8 @@ FRACTION = {"expansion_fraction": 0.5, "total_steps": 9}
         ({**FRACTION, "total_steps": None}, "total_steps: got None, window_expansion_fraction needs it ", FRACTION),
         ({"kind": "stepwise", "round_to": 0}, "window_round_to: got 0, needs >= 1", {"round_to": 1}),
         ({"kind": "continual"}, "window_switch_step: got None", {"kind": "continual", "switch_step": 0}),
-        ({"kind": "cyclic_jump", "cycles": 1.5}, "window_cycles: got 1.5, cyclic_jump needs whole", {"cycles": 2}),
-        ({"kind": "cyclic_gradual", "cycles": 1.25}, "window_cycles: got 1.25", {"cycles": 1}),
-        ({"kind": "cyclic_gradual", "cycles": 2}, "window_cycles: got 2, cyclic_gradual needs half a cycle ", {}),
+        ({"kind": "cyclic_jump", "cycles": 1.5}, "window_cycles: got 1.5, cyclic_jump needs 1, 2, 3, ", {"cycles": 2}),
+        ({"kind": "cyclic_gradual", "cycles": 2}, "window_cycles: got 2, cyclic_gradual needs 0.5, 1.5,", {}),
     ],
 )
 def test_refusals(bad: dict[str, Any], text: str, good: dict[str, Any]) -> None:

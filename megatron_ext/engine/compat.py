@@ -48,16 +48,31 @@ def check_version() -> None:
         )
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm for layers of the local layer spec.
+def _check_parameters(replaced: Callable[..., Any], *names: str) -> None:
+    """Check that a function has the parameters that its replacement was written for."""
+    found = tuple(inspect.signature(replaced).parameters)
+    assert found == names, (replaced, found)
 
-    Megatron's WrappedTorchNorm does not support sequence parallelism, under which the weight must be marked so that its
-    gradient is summed over ranks. Remove when WrappedTorchNorm marks it.
+
+class _MarkedNorm(torch.nn.Module):
+    """A norm for layers of the local layer spec.
+
+    Megatron's WrappedTorchNorm does not support sequence parallelism, under which weights must be marked so that their
+    gradients are summed over ranks. Remove when WrappedTorchNorm marks them.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class RMSNorm(_MarkedNorm, torch.nn.RMSNorm):
+    """RMSNorm that supports sequence parallelism."""
+
+
+class LayerNorm(_MarkedNorm, torch.nn.LayerNorm):
+    """LayerNorm that supports sequence parallelism."""
 
 
 class OwnAttention:
@@ -83,15 +98,6 @@ class ZeroCentredRMSNorm(RMSNorm):
         return normed.type_as(x)
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """LayerNorm for layers of the local layer spec, for the same reason as `RMSNorm`."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with the state layout of Apex and Transformer Engine: the step count is kept per parameter group.
 
@@ -115,21 +121,18 @@ class FusedAdam(torch.optim.Optimizer):
         """Apply one step of decoupled AdamW to every parameter that has a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if not self.state[param]:
+                    self.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             if params:
                 group["step"] = group.get("step", 0) + 1
                 update = self._update_on_cuda if params[0].is_cuda else self._update
                 update(params, group)
 
-    def _moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        state = self.state[param]
-        if not state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-        return state["exp_avg"], state["exp_avg_sq"]
-
     def _update(self, params: list[Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         for param in params:
-            first, second = self._moments(param)
+            first, second = self.state[param]["exp_avg"], self.state[param]["exp_avg_sq"]
             first.lerp_(param.grad, 1 - beta1)
             second.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
             corrected = (second / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
@@ -139,13 +142,12 @@ class FusedAdam(torch.optim.Optimizer):
     def _update_on_cuda(self, params: list[Any], group: dict[str, Any]) -> None:
         """Apply the same update with torch's fused AdamW kernel, in one pass over memory."""
         beta1, beta2 = group["betas"]
-        firsts, seconds = zip(*map(self._moments, params), strict=True)
         step = torch.full((), float(group["step"]), device=params[0].device)
         torch._fused_adamw_(
             params,
             [param.grad for param in params],
-            firsts,
-            seconds,
+            [self.state[param]["exp_avg"] for param in params],
+            [self.state[param]["exp_avg_sq"] for param in params],
             [],
             [step] * len(params),
             lr=group["lr"],
@@ -201,11 +203,9 @@ def one_by_one(
 
 def install_one_by_one() -> None:
     """Use `one_by_one` where Megatron gathers parameters and reduces gradients on a CPU; with CUDA do nothing."""
-    if torch.cuda.is_available() or megatron_buffers._coalescing_manager is one_by_one:
-        return
-    parameters = tuple(inspect.signature(megatron_buffers._coalescing_manager).parameters)
-    assert parameters == _COALESCING, parameters
-    megatron_buffers._coalescing_manager = one_by_one
+    if not torch.cuda.is_available():
+        _check_parameters(megatron_buffers._coalescing_manager, *_COALESCING)
+        megatron_buffers._coalescing_manager = one_by_one
 
 
 class _Rotate(torch.autograd.Function):
@@ -233,21 +233,20 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return out
 
 
-def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate the first R dimensions of each head, x [t, 1, N, H] by angles [t, 1, 1, R], in the half-split layout."""
-    rotated: torch.Tensor = _Rotate.apply(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-    return rotated
-
-
-def _rotate(
+def rotate(
     t: torch.Tensor,
     freqs: torch.Tensor,
     rotary_interleaved: bool = False,
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
 ) -> torch.Tensor:
+    """Rotate the first R dimensions of each head, t [t, 1, N, H] by angles [t, 1, 1, R], in the half-split layout.
+
+    The names are Megatron's; the last three arguments have no other values.
+    """
     assert (rotary_interleaved, multi_latent_attention, mscale) == (False, False, 1.0)
-    return rotate(t, freqs)
+    rotated: torch.Tensor = _Rotate.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
+    return rotated
 
 
 def install_rotation() -> None:
@@ -255,10 +254,8 @@ def install_rotation() -> None:
 
     Megatron's concatenates each head twice in forward and twice in backward. Remove when it rotates in place.
     """
-    assert tuple(inspect.signature(megatron_rotation._apply_rotary_pos_emb_bshd).parameters) == tuple(
-        inspect.signature(_rotate).parameters
-    )
-    megatron_rotation._apply_rotary_pos_emb_bshd = _rotate
+    _check_parameters(megatron_rotation._apply_rotary_pos_emb_bshd, *inspect.signature(rotate).parameters)
+    megatron_rotation._apply_rotary_pos_emb_bshd = rotate
 
 
 def allow_gradient_accumulation_fusion() -> None:
@@ -279,7 +276,7 @@ def install_recompute() -> None:
     if hasattr(megatron_random, "FP8GlobalStateManager"):
         return
     initialiser = megatron_random.CheckpointWithoutOutput.__init__
-    assert tuple(inspect.signature(initialiser).parameters) == ("self", "fp8")
+    _check_parameters(initialiser, "self", "fp8")
     initialiser.__defaults__ = (None,)
 
 
@@ -289,12 +286,24 @@ def install_host_dispatch() -> None:
     It copies the token counts to the host on a separate CUDA stream. Here they are already on the host and only need
     conversion to arrays. Remove when it creates the stream only on CUDA.
     """
-    if torch.cuda.is_available() or MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize is _counts_on_host:
-        return
-    original = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
-    assert tuple(inspect.signature(original).parameters) == ("self", "point", "tokens_per_expert")
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_on_host
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # the dispatcher creates a stream if this is None
+    if not torch.cuda.is_available():
+        dispatcher = MoEAlltoAllTokenDispatcher
+        _check_parameters(dispatcher._maybe_dtoh_and_synchronize, "self", "point", "tokens_per_expert")
+        dispatcher._maybe_dtoh_and_synchronize = _counts_on_host
+        dispatcher.cuda_dtoh_stream = "none"  # the dispatcher creates a stream if this is None
+
+
+def _counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Convert the counts to arrays, once the dispatcher has computed them."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            counts = getattr(self, name)
+            if isinstance(counts, torch.Tensor):
+                setattr(self, name, counts.numpy())
+    return tokens_per_expert
+
+
+_gather, _reduce_scatter = megatron_mappings._gather_along_first_dim, megatron_mappings._reduce_scatter_along_first_dim
 
 
 def install_uneven_gathers() -> None:
@@ -303,16 +312,11 @@ def install_uneven_gathers() -> None:
     Do nothing if CUDA is available. torch.distributed gathers and reduces tensors of different sizes over NCCL but not
     over gloo, whose all-to-all supports them. Remove when gloo supports them.
     """
-    if torch.cuda.is_available() or megatron_mappings._gather_along_first_dim is _uneven_gather:
-        return
-    assert tuple(inspect.signature(_gather).parameters) == ("input_", "group", "output_split_sizes", _BUFFER)
-    assert tuple(inspect.signature(_reduce_scatter).parameters) == ("input_", "group", "input_split_sizes", _BUFFER)
-    megatron_mappings._gather_along_first_dim = _uneven_gather
-    megatron_mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter
-
-
-_BUFFER = "use_global_buffer"
-_gather, _reduce_scatter = megatron_mappings._gather_along_first_dim, megatron_mappings._reduce_scatter_along_first_dim
+    if not torch.cuda.is_available():
+        _check_parameters(_gather, "input_", "group", "output_split_sizes", "use_global_buffer")
+        _check_parameters(_reduce_scatter, "input_", "group", "input_split_sizes", "use_global_buffer")
+        megatron_mappings._gather_along_first_dim = _uneven_gather
+        megatron_mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter
 
 
 def _uneven_gather(
@@ -346,16 +350,6 @@ def install_router() -> None:
     """
     if not hasattr(megatron_experts, "te_general_gemm"):
         megatron_experts.te_general_gemm = None
-
-
-def _counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Convert the counts to arrays, once the dispatcher has computed them."""
-    if point == self.cuda_dtoh_point:
-        for name in ("input_splits", "output_splits", "output_splits_tp"):
-            counts = getattr(self, name)
-            if isinstance(counts, torch.Tensor):
-                setattr(self, name, counts.numpy())
-    return tokens_per_expert
 
 
 def install_offload() -> None:

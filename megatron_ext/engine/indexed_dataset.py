@@ -39,8 +39,14 @@ class IndexedSource:
     ) -> None:
         self.prefix, self.vocab_size = os.fspath(prefix), vocab_size
         idx, bin_ = get_idx_path(self.prefix), get_bin_path(self.prefix)
-        _check_header(idx, bin_)
-        damaged = UserError(f"{idx} is damaged: its sequences or documents are not contiguous; {REMEDY}")
+        for path in (idx, bin_):
+            if not os.path.isfile(path):
+                raise UserError(
+                    f"{path} does not exist; check the data path, or run {program('preprocess')} to make it"
+                )
+        damaged = UserError(f"{idx} is not a Megatron index of integer tokens, or is damaged or empty; {REMEDY}")
+        if not _is_complete(idx) or not os.path.getsize(bin_):
+            raise damaged
         try:
             self._indexed = IndexedDataset(self.prefix)
         except AssertionError:
@@ -58,12 +64,6 @@ class IndexedSource:
                 f"{bin_} has {size} bytes, but {idx} describes {tokens * index.dtype_size}: one is truncated or "
                 f"belongs to another dataset; {REMEDY}"
             )
-        for what, count in (("documents", len(self.document_lengths)), ("tokens", tokens)):
-            if metadata.get(what, count) != count:
-                raise UserError(
-                    f"{self.prefix}.json describes another dataset "
-                    f"({metadata[what]} {what}, {idx} has {count}); {REMEDY}"
-                )
         self._weights = self._mask = None
         if weighted:
             remedy = "token_weighting dataset needs a float32 .npy array"
@@ -143,19 +143,14 @@ def _open_array(
     return array
 
 
-def _check_header(idx: str, bin_: str) -> None:
-    """Raise UserError for files that are missing, damaged or empty, before Megatron fails an assertion on them."""
-    for path in (idx, bin_):
-        if not os.path.isfile(path):
-            raise UserError(f"{path} does not exist; check the data path, or run {program('preprocess')} to make it")
+def _is_complete(idx: str) -> bool:
+    """Return whether an index has a valid header and the size that it gives.
+
+    If Megatron's reader fails, its destructor prints a second error.
+    """
     with open(idx, "rb") as file:
         head = file.read(HEADER.size)
-    codes = [DType.code_from_dtype(dtype) for dtype in TOKEN_DTYPES]
     magic, version, code, sequences, borders = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
-    if magic != MAGIC or version != VERSION or code not in codes:
-        raise UserError(f"{idx} is not a Megatron index of integer tokens (it starts with {head[:18]!r}); {REMEDY}")
-    needed = HEADER.size + sequences * (4 + 8) + borders * 8
-    if os.path.getsize(idx) < needed:
-        raise UserError(f"{idx} is truncated ({os.path.getsize(idx)} bytes, needs {needed}); {REMEDY}")
-    if sequences == 0 or borders < 2 or os.path.getsize(bin_) == 0:
-        raise UserError(f"{idx} is an empty dataset ({sequences} sequences, {borders - 1} documents); {REMEDY}")
+    valid = magic == MAGIC and version == VERSION and code in [DType.code_from_dtype(dtype) for dtype in TOKEN_DTYPES]
+    size = HEADER.size + sequences * (4 + 8) + borders * 8
+    return valid and sequences > 0 and borders > 1 and os.path.getsize(idx) >= size

@@ -88,16 +88,6 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _current_device() -> None:
-    """Replace `torch.cuda.current_device()`, used in tensor_parallel, pipeline communication and optimizer."""
-    _replace(torch.cuda, "current_device", lambda: _CPU)
-
-
-def _returning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` in a new function object; torch._dynamo does not accept one object under two names."""
-    return lambda *args, **kwargs: function(*args)
-
-
 def _factories() -> None:
     """Redirect literal `device="cuda"` and `pin_memory=True` in schedules, optimizer and gradient clipping."""
     with torch.device("cpu"):  # torch caches the functions to redirect at the first such block
@@ -117,11 +107,6 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return create
-
-
-def _move_to_cuda() -> None:
-    """Make `.cuda()` return the tensor, for the tied embedding of the first and the last pipeline stage."""
-    _replace(torch.Tensor, "cuda", lambda self: self)
 
 
 class _TypeName(str):
@@ -154,14 +139,17 @@ def _random_state() -> None:
     _replace(torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)))
     names = {torch.cuda: "{}_rng_state", torch.cuda.random: "{}_rng_state", tracker: "_{}_cuda_rng_state"}
     for owner, name in names.items():
-        _replace(owner, name.format("get"), _returning(lambda *args: torch.get_rng_state()))
-        _replace(owner, name.format("set"), _returning(lambda state, *args: torch.set_rng_state(state)))
+        # new functions for each owner: torch._dynamo does not accept one object under two names
+        _replace(owner, name.format("get"), lambda *args, **kwargs: torch.get_rng_state())
+        _replace(owner, name.format("set"), lambda state, *args, **kwargs: torch.set_rng_state(state))
 
 
 PATCHES: dict[str, Callable[[], None]] = {
-    "current_device": _current_device,
+    # called by tensor_parallel, pipeline communication and optimizer
+    "current_device": lambda: _replace(torch.cuda, "current_device", lambda: _CPU),
     "factories": _factories,
-    "move_to_cuda": _move_to_cuda,
+    # called for the tied embedding of the first and the last pipeline stage
+    "move_to_cuda": lambda: _replace(torch.Tensor, "cuda", lambda self: self),
     "type_names": _type_names,
     "random_state": _random_state,
 }

@@ -344,7 +344,7 @@ def test_the_rotation_is_bit_equal_to_megatrons(dtype: torch.dtype, rotated: int
     angles_t11R = torch.randn(6, 1, 1, rotated // 2).repeat(1, 1, 1, 2)
     heads, gradient = torch.randn(2, 6, 1, 3, 8, dtype=dtype)
     results = []
-    for rotate in (MEGATRONS_ROTATION, compat._rotate):
+    for rotate in (MEGATRONS_ROTATION, compat.rotate):
         leaf = heads.clone().requires_grad_()
         out = rotate(leaf, angles_t11R)
         out.backward(gradient)
