@@ -37,11 +37,7 @@ def to_device(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 class AsyncHostCopy:
-    """Copies a device tensor to the host asynchronously; `values` waits only for this copy.
-
-    Args:
-        values: a 1-dimensional tensor.
-    """
+    """Copies a 1-dimensional device tensor to the host asynchronously; `values` waits only for this copy."""
 
     def __init__(self, values: Tensor) -> None:
         self._landed: torch.cuda.Event | None = None

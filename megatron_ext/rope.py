@@ -74,33 +74,27 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
     return plain
 
 
-_LOCAL = "local"
-
-
 class Frequencies:
-    """Caches a model's frequencies for each base and device.
-
-    Args:
-        model, row_length: as for `model_frequencies`.
-    """
+    """Caches a model's frequencies for each base and device; `row_length` as for `model_frequencies`."""
 
     def __init__(self, model: ModelConfig, row_length: int) -> None:
         self.model, self.row_length = model, row_length
-        self._known: dict[tuple[float | str | None, torch.device], Tensor] = {}
+        self._known: dict[tuple[float | None, torch.device, bool], Tensor] = {}
 
-    def at(self, base: float | None, device: torch.device) -> Tensor:
-        """Return the frequencies, float64 [rotary_size / 2] on `device`; a base of None is the model's."""
-        if (base, device) not in self._known:
-            self._known[base, device] = moved(model_frequencies(self.model, self.row_length, base), device)
-        return self._known[base, device]
+    def at(self, base: float | None, device: torch.device, *, local: bool = False) -> Tensor:
+        """Return the frequencies, float64 [rotary_size / 2] on `device`; a base of None is the model's.
 
-    def local(self, device: torch.device) -> Tensor:
-        """Return the unscaled frequencies of local layers with a separate base; float64 as `at`."""
-        if (_LOCAL, device) not in self._known:
-            assert self.model.rotary_base_local is not None
-            plain = inverse_frequencies(self.model.rotary_size, self.model.rotary_base_local)
-            self._known[_LOCAL, device] = plain.to(device)
-        return self._known[_LOCAL, device]
+        `local`: those of local layers with a base of their own, which are not scaled.
+        """
+        key = base, device, local
+        if key not in self._known:
+            if local:
+                assert self.model.rotary_base_local is not None
+                found = inverse_frequencies(self.model.rotary_size, self.model.rotary_base_local)
+            else:
+                found = model_frequencies(self.model, self.row_length, base)
+            self._known[key] = moved(found, device)
+        return self._known[key]
 
 
 def dynamic_base(model: ModelConfig, length: int) -> float:

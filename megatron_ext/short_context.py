@@ -87,12 +87,9 @@ class Chunks:
 
 
 def short_chunks(length: int, first_dependencies: Int64, context: ShortContext) -> Chunks:
-    """Unfold concatenated rows into the chunks that have tokens to score.
+    """Unfold concatenated rows of `length` tokens into the chunks that have tokens to score.
 
-    Args:
-        length: L, tokens of a row.
-        first_dependencies: int64 [T], the first token on which each token's output depends (`LayerMasks`).
-        context: the chunks' length and stride.
+    `first_dependencies`: int64 [T], the first token on which each token's output depends (`LayerMasks`).
     """
     n, s = context.length, context.stride
     offsets = np.arange(0, max(length - n + s, 1), s, dtype=np.int64)  # chunks that score a token of the row

@@ -50,12 +50,7 @@ class ParallelLayer(TransformerLayer):
     """Computes attention and the MLP in parallel, both from the same normalized input (Phi)."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        """Return the residual stream [t, 1, D] after the layer, and None as the context of cross-attention.
-
-        Args:
-            hidden_states: the residual stream before the layer.
-            kwargs: the arguments that Megatron's block passes to every layer; those of attention are passed on.
-        """
+        """Return the residual stream [t, 1, D] after the layer, and None as the context of cross-attention."""
         normed = self.input_layernorm(hidden_states)
         names = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
         attended = self.self_attention(normed, **{name: kwargs.get(name) for name in names})

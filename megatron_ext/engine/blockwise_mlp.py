@@ -15,11 +15,9 @@ from torch.autograd.function import once_differentiable
 
 
 def install(mlp: MLP, block_tokens: int) -> None:
-    """Make an MLP compute at most `block_tokens` tokens at a time.
+    """Make an MLP without experts compute at most `block_tokens` tokens at a time.
 
-    Args:
-        mlp: without experts. Its input is [t, 1, D].
-        block_tokens: b. Under sequence parallelism, b / tp tokens of each tensor-parallel rank.
+    Under sequence parallelism, these are block_tokens / tp tokens of each tensor-parallel rank.
     """
     config, whole = mlp.config, mlp.forward
     rows = max(block_tokens // (config.tensor_model_parallel_size if config.sequence_parallel else 1), 1)

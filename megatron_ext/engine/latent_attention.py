@@ -62,14 +62,7 @@ class LocalLinear(torch.nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """The attention of a layer: x [s, 1, D] -> [s, 1, D].
-
-    Args:
-        config: `PackedTransformerConfig`.
-        layer_number: index in the whole model, from 1.
-        column, row, norm, core_attention: Megatron's or Transformer Engine's layers, and `PackedAttention`.
-        pg_collection: the process groups.
-    """
+    """The attention of a layer, x [s, 1, D] -> [s, 1, D], of Megatron's or Transformer Engine's linear layers."""
 
     def __init__(
         self,

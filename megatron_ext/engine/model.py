@@ -155,44 +155,33 @@ class PackedGPT(OwnAttention, GPTModel):
         hidden = self._hidden(batch)
         return self._losses(hidden, batch) if self.post_process else hidden
 
-    def logits(self, batch: PackedBatch) -> Tensor:
-        """Return all logits, float32 [t, V]; for short texts, on one process that holds all layers."""
-        hidden_tD, weight_vD = self._with_bias(self._hidden(batch)[:, 0], self._output_weight())
-        return (hidden_tD @ weight_vD[: self.real_vocab_size].T).float()
+    def logits(self, batch: PackedBatch, appended: Appended | None = None) -> Tensor:
+        """Return the logits of the requested tokens, float32 [wanted tokens, V], on every tensor-parallel rank.
 
-    def next_logits(self, batch: PackedBatch, appended: Appended) -> Tensor:
-        """Return the next-token logits of cached texts, float32 [wanted tokens, V].
-
-        They are complete on every tensor-parallel rank. On all pipeline stages but the last, return the hidden states
-        [t, 1, D] for the next stage.
-
-        Args:
-            batch: the new tokens; its attention calls are those of `appended`, `wanted` is the last token of each text.
-            appended: the cache rows of their keys and values.
+        On all pipeline stages but the last, return the hidden states [t, 1, D] for the next stage. `appended` has the
+        cache rows of the tokens' keys and values; the batch's attention calls are then its own.
         """
-        assert batch.wanted is not None
         hidden_t1D = self._hidden(batch, appended)
         if not self.post_process:
             return hidden_t1D
-        hidden_wD = hidden_t1D[:, 0].index_select(0, batch.wanted)
-        hidden_wD, weight_vD = self._with_bias(hidden_wD, self._output_weight())
-        logits_wv = hidden_wD @ weight_vD.T
-        whole = gather_from_tensor_model_parallel_region(logits_wv, group=self.pg_collection.tp)
+        hidden_tD, weight_vD = self._head(hidden_t1D, batch)
+        whole = gather_from_tensor_model_parallel_region(hidden_tD @ weight_vD.T, group=self.pg_collection.tp)
         return whole[:, : self.real_vocab_size].float()
 
-    def _output_weight(self) -> Tensor:
-        """Return the output matrix [v, D], after this step's optimizer update on all data-parallel ranks."""
-        weight_vD = self.output_layer()
-        # tied weights on a stage that also has the embedding: the layer has no matrix; calling the embedding waited for
-        # it
-        return self.shared_embedding_or_output_weight() if weight_vD is None else weight_vD
+    def _head(self, hidden_t1D: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the requested tokens and the output matrix [v, D]; their product is the logits.
 
-    def _with_bias(self, hidden_tD: Tensor, weight_vD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a column of ones to the hidden states and the bias to the output matrix, if it has a bias.
-
-        The loss then only handles matrices. Seven more columns of zeros keep the width a multiple of 8, which is faster
-        on a GPU.
+        A bias is appended to the matrix, and a column of ones to the hidden states, so that the loss only handles
+        matrices. Seven more columns of zeros keep the width a multiple of 8, which is faster on a GPU.
         """
+        hidden_tD = hidden_t1D[:, 0]
+        if batch.wanted is not None:
+            hidden_tD = hidden_tD.index_select(0, batch.wanted)
+        weight_vD = self.output_layer()
+        if weight_vD is None:
+            # tied weights on a stage that also has the embedding: the layer has no matrix; calling the embedding has
+            # waited for it
+            weight_vD = self.shared_embedding_or_output_weight()
         bias_v = self.output_layer.bias
         if bias_v is None:
             return hidden_tD, weight_vD
@@ -211,7 +200,7 @@ class PackedGPT(OwnAttention, GPTModel):
         device = batch.positions_t.device
         angles = [rope.angles(batch.positions_t, self.frequencies.at(batch.rotary_base, device))]
         if self.config.packed_two_bases:
-            angles.append(rope.angles(batch.positions_t, self.frequencies.local(device)))
+            angles.append(rope.angles(batch.positions_t, self.frequencies.at(None, device, local=True)))
         hidden_t1D: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
@@ -227,16 +216,13 @@ class PackedGPT(OwnAttention, GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-        weight_vD = self._output_weight()
+        hidden_tD, weight_vD = self._head(hidden, batch)
+        labels_t = batch.labels_t if batch.wanted is None else batch.labels_t.index_select(0, batch.wanted)
         shard = VocabularyShard(
             first=group.rank() * weight_vD.shape[0],
             size=self.real_vocab_size,
             group=group if group.size() > 1 else None,
         )
-        hidden_tD, labels_t = hidden[:, 0], batch.labels_t
-        if batch.wanted is not None:
-            hidden_tD, labels_t = hidden_tD.index_select(0, batch.wanted), labels_t.index_select(0, batch.wanted)
-        hidden_tD, weight_vD = self._with_bias(hidden_tD, weight_vD)
         return cross_entropy(
             hidden_tD,
             weight_vD,

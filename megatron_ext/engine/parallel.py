@@ -83,11 +83,6 @@ class Ranks:
         """Whether sums over all processes include this one: once per tensor-parallel group of the last stage."""
         return self.last_stage and self.tensor == 0
 
-    @property
-    def shows_passage(self) -> bool:
-        """Whether this process shows the first row of the step; only one does, and it has the row's weights."""
-        return self.reports_loss and self.context == 0 and self.data == 0
-
 
 def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
     """Initialize torch.distributed if necessary, build Megatron's groups and seed its random states.

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from megatron_ext.batch import PackedBatch
 from megatron_ext.loss import TokenLosses
 
-# Megatron's forward step: (batches, model) -> (output, output -> (loss for backward, 0, value to return))
+# Megatron's forward step: (batches, model) -> (output, output -> (loss for backward, 0, value to return)).
+# The 0 is a token count, int []; our counts are in the loss terms.
 Forward = Callable[[Iterator[PackedBatch], nn.Module], tuple[Any, Callable[..., Any]]]
 
 
@@ -75,14 +76,13 @@ class Pipeline:
         """
 
         def kept(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-            return losses.cross_entropy_t.sum(), no_count(losses.cross_entropy_t), losses.cross_entropy_t
+            return (
+                losses.cross_entropy_t.sum(),
+                losses.cross_entropy_t.new_zeros((), dtype=torch.int),
+                losses.cross_entropy_t,
+            )
 
         return self.forward_only(batches, lambda left, model: (model(next(left)), kept), spare)
-
-
-def no_count(like: Tensor) -> Tensor:
-    """Return an integer 0 as Megatron's token count; our counts are in the loss terms."""
-    return torch.zeros((), dtype=torch.int, device=like.device)
 
 
 def one_or_all(items: list[Any]) -> Any:

@@ -22,11 +22,7 @@ from torch import Tensor
 class HeadsNorm(torch.nn.Module):
     """Normalizes all heads of a token together, and multiplies by this rank's part of the weight, [N * H].
 
-    Args:
-        heads: heads on all tensor-parallel ranks.
-        config: Megatron's.
-        hidden_size: H.
-        eps: added to the mean square.
+    `heads` are those of all tensor-parallel ranks; `hidden_size` is H.
     """
 
     def __init__(self, heads: int, config: Any, hidden_size: int, eps: float) -> None:

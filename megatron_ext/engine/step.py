@@ -36,7 +36,7 @@ from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.optimizer import clip_and_update, squared_gradient_norm
 from megatron_ext.engine.parallel import Ranks
-from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
+from megatron_ext.engine.pipeline import Pipeline, one_or_all
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, sums_by_position
@@ -247,7 +247,8 @@ class Stepper:
 
             def binned(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
                 loss_t = losses.cross_entropy_t
-                return loss_t.sum(), no_count(loss_t), sums_by_position(loss_t, batch.positions_t, batch.trained_t)
+                sums = sums_by_position(loss_t, batch.positions_t, batch.trained_t)
+                return loss_t.sum(), loss_t.new_zeros((), dtype=torch.int), sums
 
             return model(batch), binned
 
@@ -280,7 +281,7 @@ class Stepper:
             total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
             sums.add_(terms.stacked())
             largest.copy_(torch.maximum(largest, (weights.weights_t * batch.trained_t).max()))
-            return total, no_count(total), sums
+            return total, total.new_zeros((), dtype=torch.int), sums
 
         def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
             # None disables Megatron's division by an integer count of tokens, which does not support weights

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,11 +91,7 @@ def set_weights(
 ) -> None:
     """Set every weight of this process from Hugging Face tensors; rows of padding become 0.
 
-    Args:
-        chunks: the model chunks of this process.
-        model, vocab_size: shapes of the whole model.
-        ranks: this process's ranks.
-        tensor_of: returns the tensor of a name, or a safetensors slice, of which only this process's part is read.
+    `tensor_of` returns the tensor of a name, or a safetensors slice, of which only this process's part is read.
     """
     for weight in saved_weights(chunks, model, ranks):
         tensors = [tensor_of(name) for name in weight.row.names(weight.place)]
@@ -106,8 +101,7 @@ def set_weights(
 
 def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, seed: int, ranks: Ranks) -> None:
     """Set every weight as a function of (seed, Hugging Face name), so that every layout gives the same model."""
-    draw = partial(initial, model=model, vocab_size=vocab_size, seed=seed)
-    set_weights(chunks, model, vocab_size, ranks, draw)
+    set_weights(chunks, model, vocab_size, ranks, lambda name: initial(name, model, vocab_size, seed))
 
 
 def initial(name: str, model: ModelConfig, vocab_size: int, seed: int) -> Tensor:

@@ -276,7 +276,7 @@ class Generator:
                 hidden = torch.empty(shape, dtype=chunk.config.pipeline_dtype, device=device)
                 dist.recv(hidden, group=self.stages, group_src=(stage - 1) % stages)
                 chunk.set_input_tensor(hidden)
-            output = chunk.next_logits(batch, appended)
+            output = chunk.logits(batch, appended)
             if not chunk.post_process:
                 dist.send(output, group=self.stages, group_dst=(stage + 1) % stages)
                 output = None

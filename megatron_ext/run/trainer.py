@@ -363,7 +363,8 @@ class Trainer:
         if self.folder is None:
             return
         heartbeat.beat(f"saving after {self.position.step} steps")
-        if self.ranks.shows_passage:
+        ranks = self.ranks
+        if ranks.reports_loss and ranks.context == 0 and ranks.data == 0:
             model = self.config.data.tokenizer_model
             passage = self.stepper.weigher.passage(self.position.step - 1, Tokenizer(model) if model else None)
             if passage is not None:
