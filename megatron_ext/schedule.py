@@ -74,11 +74,6 @@ class WindowSchedule:
     switch_step: int = 0
     cycles: float = 1
 
-    @property
-    def rate(self) -> float:
-        """a, the tokens of window gained per step, as `build_schedule` takes it."""
-        return float(self.gain)
-
     @cached_property
     def ramp_steps(self) -> Fraction:
         """T_x, the steps of one ramp from start to end (not always an integer)."""

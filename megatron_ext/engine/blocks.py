@@ -134,9 +134,6 @@ def layer_spec(
         mlp.router = BalancedRouter
         if config.add_bias_linear and not transformer_engine:
             mlp.experts.submodules.linear_fc2 = ExpertOutput
-        layer.submodules.sharded_state_dict_keys_map = {
-            old: new for old, new in layer.submodules.sharded_state_dict_keys_map.items() if old == "input_layernorm."
-        }  # no layer fuses the other norm with a matrix
     if config.multi_latent_attention:
         layer.submodules.input_layernorm = norm
         column = TEColumnParallelLinear if transformer_engine else attention.linear_qkv
@@ -144,24 +141,17 @@ def layer_spec(
             module=LatentAttention,
             params={"column": column, "row": attention.linear_proj, "norm": norm, "core_attention": core_attention},
         )
-        layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
     if block == "phi":
         layer.module = ParallelLayer
         layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = norm, IdentityOp
-        if (
-            transformer_engine
-        ):  # its fused norms would be two separate norms; checkpoints still use the name of the fused one
-            attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
-            layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if block == "olmo3":
         attention.q_layernorm, attention.k_layernorm = (
             ModuleSpec(module=HeadsNorm, params={"heads": heads})
             for heads in (config.num_attention_heads, config.num_query_groups)
         )
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-        layer.submodules.sharded_state_dict_keys_map = {}
-        if transformer_engine:
-            attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
+    if block in ("phi", "olmo3") and transformer_engine:  # its usual layers contain the norm of their input
+        attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
     if block in ("gemma3", "olmo3"):
         layer.module = SandwichLayer
         layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)

@@ -104,10 +104,6 @@ class PackedAttention(MegatronModule):
         out_tNH = call.run(self.backend, inputs, self.scale, expand)
         return out_tNH.flatten(1).unsqueeze(1)
 
-    def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
-        """Return {}: engine/state.py saves all parameters."""
-        return {}
-
 
 class PackedGPT(OwnAttention, GPTModel):
     """Maps a `PackedBatch` to the loss of each token; Megatron's GPTModel with another head."""
