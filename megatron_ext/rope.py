@@ -98,18 +98,14 @@ class Frequencies:
 
 
 def dynamic_base(model: ModelConfig, length: int) -> float:
-    """Return the base of dynamic NTK scaling for rows of `length` tokens: `rotary_base` up to the original length."""
+    """Return the base of dynamic NTK scaling for rows of `length` tokens: `rotary_base` up to the original length.
+
+    base * r ** (d / (d - 2)): the lowest frequency falls by r and the highest is unchanged (arXiv 2410.02660).
+    """
     assert model.rope_original_length is not None  # config/checks.py
     factor, ratio = model.rope_scaling_factor, max(length / model.rope_original_length, 1.0)
-    return ntk_base(model.rotary_base, factor * ratio - (factor - 1), model.rotary_size)
-
-
-def ntk_base(base: float, ratio: float, head_size: int) -> float:
-    """Compute the NTK base, base * r ** (d / (d - 2)): the lowest frequency falls by r and the highest is unchanged.
-
-    ProLong, arXiv 2410.02660.
-    """
-    return base * ratio ** (head_size / (head_size - 2))
+    size = model.rotary_size
+    return model.rotary_base * (factor * ratio - (factor - 1)) ** (size / (size - 2))
 
 
 def attention_factor(model: ModelConfig) -> float:

@@ -25,7 +25,6 @@ the nearest float: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -103,44 +102,38 @@ class WindowSchedule:
             raise ValueError(f"step: got {step}, needs >= 0 (steps count from 0)")
         if step >= self.expansion_steps:
             return self.end
-        window = _CURVES[self.kind](self, step)
+        window = self._curve(step)
         if isinstance(window, float):  # 32 * 1024**0.3 is 256, but floats give slightly less
             window *= 1 + 1e-12
         return min(max(math.floor(window), self.start), self.end)
 
-    def _progress(self, step: int) -> float:
-        """Return t / T_x."""
-        return step / float(self.ramp_steps)
-
-    def _linear(self, step: int) -> int:
-        return self.start + math.floor(step * self.gain)
-
-    def _stepwise(self, step: int) -> int:
-        linear = self._linear(step)
-        if not self.aligned:
-            return self.round_to * (linear // self.round_to)
-        window = self.end
-        while window > linear:
-            window //= 2
-        return window
-
-    def _cyclic_gradual(self, step: int) -> Fraction:
-        ramp, within = divmod(step * self.gain, self.end - self.start)
-        return self.start + within if ramp % 2 == 0 else self.end - within
-
-
-_CURVES: dict[ScheduleKind, Callable[[WindowSchedule, int], float | Fraction]] = {
-    ScheduleKind.LINEAR: lambda s, t: s._linear(t),
-    ScheduleKind.STEPWISE: WindowSchedule._stepwise,
-    ScheduleKind.SINUSOIDAL: lambda s, t: s.start + (s.end - s.start) * math.sin(math.pi / 2 * s._progress(t)),
-    ScheduleKind.EXPONENTIAL: lambda s, t: s.start * (s.end / s.start) ** s._progress(t),
-    ScheduleKind.COSINE: lambda s, t: s.start + (s.end - s.start) * (1 - math.cos(math.pi / 2 * s._progress(t))),
-    ScheduleKind.LOGARITHMIC: lambda s, t: s.start * (s.end / s.start) ** (math.log1p(t) / math.log1p(s.ramp_steps)),
-    ScheduleKind.CONTINUAL: lambda s, t: s.start,
-    ScheduleKind.LONG_TO_SHORT: lambda s, t: s.end + s.start - s._linear(t),
-    ScheduleKind.CYCLIC_JUMP: lambda s, t: s.start + t * s.gain % (s.end - s.start),
-    ScheduleKind.CYCLIC_GRADUAL: WindowSchedule._cyclic_gradual,
-}
+    def _curve(self, t: int) -> float | Fraction:
+        """Return the window of step t, during the expansion, before it is floored and clamped."""
+        start, end, rise = self.start, self.end, self.end - self.start
+        linear, progress = start + math.floor(t * self.gain), t / float(self.ramp_steps)
+        match self.kind:
+            case ScheduleKind.LINEAR:
+                return linear
+            case ScheduleKind.STEPWISE if self.aligned:
+                return max(window for window in _halvings(end) if window <= linear)
+            case ScheduleKind.STEPWISE:
+                return self.round_to * (linear // self.round_to)
+            case ScheduleKind.SINUSOIDAL:
+                return start + rise * math.sin(math.pi / 2 * progress)
+            case ScheduleKind.EXPONENTIAL:
+                return start * (end / start) ** progress
+            case ScheduleKind.COSINE:
+                return start + rise * (1 - math.cos(math.pi / 2 * progress))
+            case ScheduleKind.LOGARITHMIC:
+                return start * (end / start) ** (math.log1p(t) / math.log1p(self.ramp_steps))
+            case ScheduleKind.LONG_TO_SHORT:
+                return end + start - linear
+            case ScheduleKind.CYCLIC_JUMP:
+                return start + t * self.gain % rise
+            case ScheduleKind.CYCLIC_GRADUAL:
+                ramp, within = divmod(t * self.gain, rise)
+                return start + within if ramp % 2 == 0 else end - within
+        return start  # continual
 
 
 def build_schedule(

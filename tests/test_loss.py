@@ -119,14 +119,6 @@ def test_large_logits_do_not_overflow() -> None:
     torch.testing.assert_close(got[0].double(), wanted[0], rtol=1e-5, atol=0.1)  # of logits around 1e5
 
 
-def test_a_uniform_distribution_costs_the_logarithm_of_the_vocabulary() -> None:
-    shard, labels = VocabularyShard(0, 5), torch.tensor([0, 3, 4])
-    found = cross_entropy(torch.ones(3, 2), torch.zeros(8, 2), labels, shard, 2, entropy=True)
-    for one in (found.cross_entropy_t, found.log_partition_t, found.entropy_t):
-        torch.testing.assert_close(one, torch.full((3,), 5.0).log())
-    assert cross_entropy(torch.ones(3, 2), torch.zeros(8, 2), labels, shard, 2).entropy_t is None
-
-
 def test_no_tokens_at_all() -> None:
     losses, hidden_grad, weight_grad, *_ = blocked(*problem(0, 4, 8, 8), VocabularyShard(0, 8), 4)
     assert (losses.shape, hidden_grad.shape) == ((0,), (0, 4))
@@ -299,14 +291,6 @@ def test_loss_terms_literal() -> None:
     assert not terms.stacked().requires_grad
     total.backward()
     assert losses.grad.tolist() == [1.0, 0.5, 0.0, 0.25]
-
-
-def test_fractional_weights_are_not_truncated() -> None:
-    _, terms = loss_terms(of(torch.ones(4)), torch.full((4,), 0.3), torch.ones(4, dtype=torch.bool))
-    assert terms.weighted_sum.item() == pytest.approx(1.2, rel=1e-6)
-    assert terms.token_count.item() == 4
-    assert terms.weight_sum.item() == pytest.approx(1.2, rel=1e-6)
-    assert terms.zero_count.item() == 0
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

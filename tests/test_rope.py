@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -26,7 +24,6 @@ from megatron_ext.rope import (
     dynamic_base,
     inverse_frequencies,
     model_frequencies,
-    ntk_base,
     score_factor,
     settled,
 )
@@ -210,12 +207,6 @@ def test_dynamic_scaling_ends_at_the_original_length() -> None:
         fixed = settled(model, length)
         assert fixed.rope_scaling == "none"
         torch.testing.assert_close(model_frequencies(fixed, 1), model_frequencies(model, length), rtol=0, atol=0)
-
-
-@given(size=st.sampled_from([4, 64, 128]), base=st.floats(1e3, 1e8), ratio=st.floats(1.01, 64))
-def test_ntk_stretches_the_lowest_frequency_by_the_ratio(size: int, base: float, ratio: float) -> None:
-    before, after = (base ** (-(size - 2) / size), ntk_base(base, ratio, size) ** (-(size - 2) / size))
-    assert before / after == pytest.approx(ratio, rel=1e-9)
 
 
 def test_frequencies_by_base_are_kept() -> None:
