@@ -32,7 +32,7 @@ from megatron_ext.data.text.tokenizer import (
     write_tokenizer,
 )
 from megatron_ext.errors import UserError, first_line, missing_package
-from megatron_ext.files.json_file import read_object
+from megatron_ext.files.reading import read_object
 
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # from Llama 3's own code: the pattern of GPT-4, and 256 special tokens after the ranks

@@ -23,7 +23,6 @@ import megatron_ext
 from megatron_ext import heartbeat
 from megatron_ext.errors import PERMANENT, UserError, echo, installed_version
 from megatron_ext.files.atomic import sync
-from megatron_ext.files.json_file import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -91,7 +90,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            values = read_json(path)
+            values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             if is_transient(error):
                 raise

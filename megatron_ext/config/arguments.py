@@ -24,7 +24,7 @@ from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
 from megatron_ext.errors import UserError, echo
-from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.files.reading import read_yaml
 
 Values = dict[str, dict[str, Any]]
 # the flags shown by --help; --help-all shows every one

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from megatron_ext.cli import program
 from megatron_ext.errors import UserError
-from megatron_ext.files.yaml_file import typed
+from megatron_ext.files.reading import typed
 
 MARK = "#"
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_ext.cli import nearest
 from megatron_ext.config.options import Config
 from megatron_ext.errors import UserError, echo
-from megatron_ext.files.yaml_file import got_and_needs
+from megatron_ext.files.reading import got_and_needs
 
 ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
 SECTIONS: dict[str, Any] = {field.name: get_type_hints(Config)[field.name] for field in fields(Config)}

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 
 from megatron_ext.config import Config
 from megatron_ext.errors import UserError
-from megatron_ext.files.yaml_file import typed
+from megatron_ext.files.reading import typed
 
 # with the seed, what determines the rows
 _ROWS = ("data_path", "mixture", "packing", "packing_options", "long_share", "split", "seq_length")

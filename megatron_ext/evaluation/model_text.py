@@ -12,7 +12,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
-from megatron_ext.files.json_file import read_object
+from megatron_ext.files.reading import read_object
 
 
 @dataclass(frozen=True, eq=False)

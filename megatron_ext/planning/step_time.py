@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass as checked
 from megatron_ext.checkpoint.hf.names import full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.errors import UserError
-from megatron_ext.files.yaml_file import read_yaml, typed
+from megatron_ext.files.reading import read_yaml, typed
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.sampled_rows import SampledRows
 

@@ -88,13 +88,11 @@ def configuration(text: str | bytes, fragment: str) -> tuple[Change, str]:
     return write("run.yaml", text), fragment
 
 
-DEEP = "[" * 3000 + "]" * 3000
 CONFIGURATIONS = [
     configuration("model: {num_layers: 2023-01-05}", "num_layers: got datetime.date"),
     configuration("model: {num_layers: !!python/object/apply:os.system [true]}", "needs valid YAML"),
     configuration(f"model: {{num_layers: {'9' * 5000}}}", "needs valid YAML"),
     configuration(f"model: {{num_layers: {'9' * 4000}}}", "num_layers: got 9999"),
-    configuration(f"model: {{num_layers: {DEEP}}}", "recursion"),
     configuration('model: {block: "\x1b[2J"}', "needs valid YAML"),
 ]
 # (environment of a launcher, fragment)
@@ -111,7 +109,6 @@ def patch(value: Mapping[str, Any], file: str = "config.json") -> Change:
 
 INDEX = "model.safetensors.index.json"
 MODELS: list[tuple[Change, str]] = [
-    (write("config.json", "[" * 100_000), "holds no JSON object"),
     (write("config.json", '{"hidden_size": ' + "9" * 5000 + "}"), "holds no JSON object"),
     (patch({"num_hidden_layers": 0}), "num_hidden_layers 0: Input should be greater than 0"),
     (patch({"num_hidden_layers": 10**400}), "num_hidden_layers 1000"),
@@ -217,7 +214,6 @@ perplexity {w}/hf --input {w}/corpus.jsonl --lengths 0 --tokenizer bytes | lengt
 perplexity {w}/hf --input {w}/corpus.jsonl --max-tokens 1 | --max-tokens: got 1, needs at least 2
 perplexity {w}/hf --input {w}/corpus.jsonl --tokenizer bytes --min-tokens 1000000 | no document is left to score
 recall {w}/hf --samples 0 --tokenizer bytes | samples: got 0
-recall {w}/hf --tasks x --lengths 64 --tokenizer bytes | tasks: got x
 recall {w}/hf --haystack {w}/nowhere --lengths 64 --tokenizer bytes | nowhere
 lm-eval {w}/hf | --tasks
 lm-eval {w}/hf --tasks x --limit 0 | limit: got 0
@@ -246,7 +242,7 @@ def all_inputs() -> list[Wrong]:
             "tools/preprocess_data.py",
             "--input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model {in}",
             "tokenizer",
-            [(write("tokenizer.json", "[" * 100_000), "tokenizer")],
+            [(write("tokenizer.json", "[1"), "tokenizer")],
         ),
         *changed(TRAINER, f"{SMALL} --token-weighting frozen --score-store {{in}}", "scores", STORES),
         *rows("tools/preprocess_data.py", "", PREPROCESS),

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config.arguments import parse
-from megatron_ext.files.yaml_file import read_yaml, typed
+from megatron_ext.files.reading import read_yaml, typed
 from megatron_ext.planning.step_time import Machine, Speeds, read_speeds, step_time
 
 FITTED = ("ampere.matmul", "hopper.matmul", "hopper.cudnn")

@@ -12,7 +12,7 @@ from recipe_files import Recipe, known
 from megatron_ext.config import Config
 from megatron_ext.config.matrix import MARK
 from megatron_ext.data.text.tokenizer import vocabulary_size
-from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.files.reading import read_yaml
 from megatron_ext.planning.flops import RunFlops, run_flops
 from megatron_ext.planning.memory import estimate
 from tools import recipes

@@ -16,7 +16,7 @@ from megatron_ext.checkpoint.hf.stacked import ExpertTensor, expert_tensors, is_
 from megatron_ext.checkpoint.manifest import check_inside
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
-from megatron_ext.files.json_file import read_object
+from megatron_ext.files.reading import read_object
 
 logger = logging.getLogger(__name__)
 DTYPES: dict[torch.dtype, str] = {

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 from megatron_ext.data.packing.plan import Packing
 from megatron_ext.data.packing.policies import check_options
 from megatron_ext.errors import UserError, echo
-from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.files.reading import read_yaml
 
 _NESTED = {"name", "weight", "mixture", "length"}
 

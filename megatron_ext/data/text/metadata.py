@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
-from megatron_ext.files.json_file import read_object
+from megatron_ext.files.reading import read_object
 
 
 def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any]:

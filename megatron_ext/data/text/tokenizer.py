@@ -28,7 +28,7 @@ from megatron_ext.cli import program
 from megatron_ext.data.text.cutting import ChunkEncoder, can_cut
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.files.json_file import read_object
+from megatron_ext.files.reading import read_object
 
 HF_FILE = "tokenizer.json"
 HF_CONFIG = "tokenizer_config.json"

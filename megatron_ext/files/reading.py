@@ -1,7 +1,8 @@
-"""Read YAML with the safe loader; duplicate keys are refused because one of the two values would be lost."""
+"""Read JSON and YAML, and check values by their types."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,26 @@ from megatron_ext.errors import PERMANENT, UserError, echo
 _T = TypeVar("_T")
 
 
+def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if there is no file.
+
+    Raises:
+        UserError: the file does not contain a JSON object; `remedy` follows its name.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} {remedy}")
+    return content
+
+
 class _Loader(yaml.SafeLoader):
+    """Refuses duplicate keys, because one of the two values would be lost."""
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
@@ -40,8 +60,7 @@ def read_yaml(path: Path, option: str = "file") -> Any:
         if error.errno not in PERMANENT:
             raise
         raise UserError(f"{option}: got {path}, needs a readable YAML file ({error.strerror})") from None
-    except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # the others are raised by PyYAML's constructors
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for a date that does not exist
         raise UserError(f"{option}: got {path}, needs valid YAML: {' '.join(str(error).split())}") from None
 
 
@@ -63,9 +82,8 @@ def got_and_needs(error: Mapping[str, Any]) -> str:
     """Return the value that one of pydantic's errors is about, and what it needs."""
     if error["type"] == "missing":
         return "got nothing, needs a value"
-    value, needs = error["input"], error["msg"].removeprefix("Input should be ")
-    for long, short in (("greater than or equal to", "at least"), ("less than or equal to", "at most"),
-                        ("greater than", "more than")):  # fmt: skip
-        needs = needs.replace(long, short)
+    value = error["input"]
+    needs = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
+    needs = needs.replace("less than or equal to", "at most").replace("greater than", "more than")
     from_command_line = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,40}|nan|-?inf", value)
     return f"got {value if from_command_line else echo(value)}, needs {needs}"
