@@ -153,10 +153,6 @@ class Manifest:
                 if checksum != wanted.sha256:
                     raise UserError(f"load: {path} is damaged: its checksum differs; take another checkpoint")
 
-    def share(self, rank: int, ranks: int) -> list[str]:
-        """Return the files that one of `ranks` processes checks."""
-        return sorted(self.files)[rank::ranks]
-
 
 def check_inside(name: Any, source: Path, field: str) -> str:
     """Return `name`, a relative path read from the file `source`, after checking that it stays inside its folder.

@@ -125,6 +125,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3-dense": LATENT,
     "dots1": {"model_type": "dots1", "head_dim": 12, "sliding_window": None, **DEEPSEEK},
+    "dots1-local": {
+        "model_type": "dots1",
+        "head_dim": 12,
+        "sliding_window": 9,
+        "layer_types": LOCAL_GLOBAL,
+        **DEEPSEEK,
+    },
     "deepseek_v3": LATENT
     | DEEPSEEK
     | {

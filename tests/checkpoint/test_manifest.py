@@ -96,10 +96,3 @@ def test_a_name_outside_the_folder_is_refused(folder: Path, name: str) -> None:
     replace(Manifest.read(folder), files={name: FileFacts(5, "0" * 64)}).write(folder)
     with pytest.raises(UserError, match=r"manifest\.json names '.*', which is outside its folder, needs files in "):
         Manifest.read(folder)
-
-
-@pytest.mark.parametrize(("files", "ranks"), [(0, 2), (1, 3), (5, 2), (6, 3)])
-def test_shares_cover_every_file_once(files: int, ranks: int) -> None:
-    one = manifest({f"file{number}": FileFacts(1, "") for number in range(files)})
-    shares = [one.share(rank, ranks) for rank in range(ranks)]
-    assert sorted(name for share in shares for name in share) == sorted(one.files)

@@ -141,11 +141,6 @@ def test_without_verification_sizes_are_still_checked(alone: Commands, small_dat
     assert refused(alone, *argv).startswith(f"load: {path} is damaged: ")
 
 
-def test_options_that_change_the_run_are_shown(alone: Commands, small_data: SmallData, run: Path) -> None:
-    line = refused(alone, *flags(small_data, run, 6, "--load", run, "--lr", "1e-3", "--seed", "7"))
-    assert "lr 0.00025 -> 0.001, seed 1234 -> 7; restore them, or add --override lr seed " in line
-
-
 def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, small_data: SmallData, run: Path) -> None:
     """Where the tokenizer that decided it is gone; a number that says the same is no change."""
     folder = run / "checkpoints" / NEWEST

@@ -6,13 +6,12 @@ import contextlib
 import glob
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_ext.checkpoint.hf.config import hugging_face_config
+from megatron_ext.checkpoint.hf.config import comparable, hugging_face_config
 from megatron_ext.checkpoint.hf.folder import read_config, read_model_config
 from megatron_ext.config import ModelConfig
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -24,8 +23,6 @@ _FILES = (
     *("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "generation_config.json"),
 )
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-# options that do not change what a model computes
-_UNLIKE: dict[str, Any] = {"model_preset": None, "init_method_std": 0.02, "hidden_dropout": 0.0}
 
 
 def copy_files(source: Path, target: Path, *more: str) -> None:
@@ -113,12 +110,3 @@ def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dty
     assert model.vocab_size is not None
     entries = hugging_face_config(model, model.vocab_size, length) | special | {"torch_dtype": name}
     (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
-
-
-def comparable(model: ModelConfig) -> ModelConfig:
-    """Return the model without the options that do not affect its results."""
-    if model.num_experts is not None:
-        model = replace(model, moe_ffn_hidden_size=model.expert_width)
-    if model.expert_layers == model.num_layers:  # no layer has a single MLP
-        model = replace(model, ffn_hidden_size=model.expert_width)
-    return replace(model, **_UNLIKE, kv_channels=model.head_size, make_vocab_size_divisible_by=1)

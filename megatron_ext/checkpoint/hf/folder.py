@@ -41,7 +41,11 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises:
         UserError: the file is missing, or the architecture or an entry is not supported; the message names it.
     """
-    return model_config(read_config(folder), folder / "config.json")
+    entries = read_config(folder)
+    try:
+        return model_config(entries)
+    except UserError as error:
+        raise UserError(f"checkpoint: {folder / 'config.json'} {error}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from sharding import shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.models import ARCHITECTURES, SIZES, write_model
-from megatron_ext.checkpoint.hf.auxiliary import comparable
+from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.hf.names import parameters_of
@@ -294,7 +294,7 @@ LARGEST = 8192 * 512 * 4
 GROWTH = """
 import sys
 from pathlib import Path
-from megatron_ext.checkpoint.hf.auxiliary import comparable
+from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 small, source, output = map(Path, sys.argv[2:])
 def peak():  # of this program: ru_maxrss would include the process that started it
