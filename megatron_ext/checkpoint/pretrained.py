@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megatron_ext.checkpoint.folders import Checkpoint, locate
+from megatron_ext.checkpoint.hf.config import differences
 from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.arguments import as_flag, from_dict
@@ -13,16 +14,6 @@ from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.rope import settled
-
-# options that continued training may change
-_FREE = {
-    "model_preset",
-    "rotary_base",
-    "rotary_base_local",
-    "init_method_std",
-    "hidden_dropout",
-    "make_vocab_size_divisible_by",
-} | {field.name for field in fields(ModelConfig) if field.name.startswith("rope_")}
 
 
 @dataclass(frozen=True)
@@ -114,10 +105,10 @@ class Pretrained:
         Raises:
             UserError: the message names every field that differs, with the flags that would match.
         """
-        wanted = replace(self.model, kv_channels=self.model.head_size)
-        given = replace(model, kv_channels=model.head_size, vocab_size=vocab_size)
-        unlike = [name for name in vars(wanted) if name not in _FREE and getattr(given, name) != getattr(wanted, name)]
+        wanted, given = vars(self.model), vars(replace(model, vocab_size=vocab_size))
+        unlike = [name for name in differences(ModelConfig(**given), self.model) if given[name] != wanted[name]]
+        unlike = [name for name in unlike if name != "rotary_base_local"]  # continued training may change it
         if unlike:
-            got = ", ".join(f"{name}: got {getattr(given, name)}" for name in unlike)
-            flags = " ".join(as_flag(name, getattr(wanted, name)) for name in unlike)
+            got = ", ".join(f"{name}: got {given[name]}" for name in unlike)
+            flags = " ".join(as_flag(name, wanted[name]) for name in unlike)
             raise UserError(f"{got}; init_from {self.folder} needs others; use {flags}")

@@ -338,7 +338,7 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
             continue
         entries = _entries(model, kind, row_length)
         with suppress(UserError):  # not even a model of this family
-            nearest[kind] = _differences(model_config(entries), model)
+            nearest[kind] = differences(model_config(entries), model)
             if not nearest[kind]:
                 return entries
     kind = min(nearest, key=lambda one: ("block" in nearest[one], len(nearest[one])))
@@ -412,8 +412,8 @@ def _local_layers(model: ModelConfig) -> list[bool]:
     return [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]
 
 
-def _differences(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """Return the options by which two models differ in their results, except those of RoPE that all families have."""
+def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """Return the options by which the results of two models differ, except the base and the scaling of RoPE."""
     a, b = vars(comparable(one)), vars(comparable(other))
     return [name for name in a if a[name] != b[name] and name != "rotary_base" and not name.startswith("rope_")]
 

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.folders import folder_name, older, point, with_offer
 from megatron_ext.checkpoint.hf.auxiliary import copy_files, has_tokenizer, tokenizer_folder, write_config
-from megatron_ext.checkpoint.hf.folder import DTYPES, INDEX, SINGLE, HuggingFaceTensors, read_config, read_model_config
+from megatron_ext.checkpoint.hf.folder import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    HuggingFaceTensors,
+    read_model_config,
+    trained_length,
+)
 from megatron_ext.checkpoint.hf.names import (
     Cut,
     Parameter,
@@ -82,7 +89,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
     config = Config(
         model=model,
         data=DataConfig(
-            seq_length=read_config(source).get("max_position_embeddings") or DataConfig.seq_length,
+            seq_length=trained_length(source) or DataConfig.seq_length,
             tokenizer_model=str(output.absolute() / "hugging_face") if has_tokenizer(source) else None,
         ),
         training=TrainingConfig(bf16=shards[0].dtype is torch.bfloat16),
