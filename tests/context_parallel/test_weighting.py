@@ -15,7 +15,7 @@ from megatron_ext.config import WeightingConfig
 
 TOLERANCE, DENSE_UNFROZEN = 1e-5, 2e-5
 LAYOUTS = (CP2, TP2, PP2, DP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
-FAST = (CP2,)  # weights under PP 2: parity/test_rope.py
+FAST = (CP2,)  # weights under PP 2: parity/test_oracle.py
 
 UNFROZEN = WeightingConfig(token_weighting="unfrozen", short_context=32)
 REACH = WeightingConfig(token_weighting="unfrozen", short_context=48, short_stride=24)

@@ -13,6 +13,7 @@ import torch
 from conftest import SmallData, slow_but
 from runs import RunResult, launch, relative, weight_error
 
+from megatron_ext.checkpoint.pretrained import Pretrained
 from parity.oracle import Repeated, repeat
 
 STEPS = 8
@@ -213,3 +214,47 @@ def test_weights_of_the_data_set_are_dumped_too(small_data: SmallData, tmp_path:
     np.testing.assert_array_equal(batch["weights"], (1 + batch["tokens"][:, 1:] % 3) * batch["loss_mask"])
     assert "short_loss" not in batch
     assert_repeated(run, repeat(run.trajectory, run.series("learning_rate")))
+
+
+BASES = ["--rotary-base", "50000", "--rope-window-bases", "60:100", "200:3000"]
+WINDOWS = ["--seq-length", 256, "--train-iters", STEPS, "--window-start", "16", "--window-rate", "40"]
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, f"{UNFROZEN} {PP2} --recompute-granularity full"),
+        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            f"--tensor-model-parallel-size 2 {PP2} --num-layers-per-virtual-pipeline-stage 1",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_bases_that_follow_the_window(small_data: SmallData, tmp_path: Path, processes: int, flags: str) -> None:
+    """Every second layer is without angles; a checkpoint on the way has the base of its last window."""
+    more = ["--no-document-mask", "--no-rope-freq", "2", "--save-interval", "4", *flags.split()]
+    run = launch([*small_data.flags, *WINDOWS, *BASES, *more], processes, tmp_path)
+    windows, rates = run.series("window"), run.series("learning_rate")
+    assert windows[0] <= 60 < windows[3] <= 200 < windows[-1]  # all three bases are used
+    assert_repeated(run, repeat(run.trajectory, rates))
+    fixed = repeat(run.trajectory, rates[:1], bases=False)
+    assert relative(run.series("grad_norm")[:1], fixed.grad_norm) > 100 * TOLERANCE
+    checkpoints = [run.folder / "checkpoints" / f"iter_{step:07}" for step in (4, STEPS)]
+    assert [Pretrained.find(checkpoint).model.rotary_base for checkpoint in checkpoints] == [3000.0, 50000.0]
+
+
+@pytest.mark.slow
+def test_evaluation_takes_the_base_that_was_trained_with(small_data: SmallData, tmp_path: Path) -> None:
+    """Stopped at a window whose base is 100, the model is evaluated as one whose base has always been 100."""
+    same = [*small_data.flags, *WINDOWS, "--window-rate", "4", "--eval-interval", "4", "--eval-iters", "1"]
+    table, plain, other = (
+        launch([*same, "--rotary-base", base, *more], 1, tmp_path / str(number))
+        for number, (base, *more) in enumerate([("5000", "--rope-window-bases", "60:100"), ("100",), ("5000",)])
+    )
+    assert max(table.series("window")) <= 60
+    losses = [[record["valid_loss"] for record in run.evaluations] for run in (table, plain, other)]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
