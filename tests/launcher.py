@@ -12,7 +12,6 @@ The first two take milliseconds to start, because their processes are forked fro
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -189,13 +188,11 @@ def call(
 _NUMBERS = itertools.count()
 
 
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="launcher-")
+_FOLDER = tempfile.TemporaryDirectory(prefix="launcher-")
 
 
 def _outputs() -> Path:
-    return Path(_folder().name)
+    return Path(_FOLDER.name)
 
 
 _SERVERS: list[subprocess.Popen[str]] = []  # by rank; each ends when this process does, and its stdin with it

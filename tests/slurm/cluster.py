@@ -83,7 +83,9 @@ class Cluster:
     def __enter__(self) -> Cluster:
         try:
             self._configure()
-            self._start("munged", "--foreground", "--force", *self._munge_files())
+            files = {"key": "key", "socket": "sock", "pid": "pid", "log": "log", "seed": "seed"}
+            options = [f"--{name}-file={self.folder}/munge.{end}" for name, end in files.items() if name != "socket"]
+            self._start("munged", "--foreground", "--force", *options, f"--socket={self.folder}/munge.sock")
             wait_until((self.folder / "munge.sock").exists, STARTUP_S, self.logs)
             self._start("slurmctld", "-D", "-c")
             for name in NODES:
@@ -115,19 +117,13 @@ class Cluster:
         Raises:
             AssertionError: it failed, with its stderr and the daemons' logs.
         """
-        done = subprocess.run(
-            [str(word) for word in command],
-            cwd=ROOT,
-            env=self.environment | (environment or {}),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        words, variables = [str(word) for word in command], self.environment | (environment or {})
+        done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}\n{self.logs()}"
         return done.stdout.strip()
 
     def submit(self, *arguments: object, environment: dict[str, str] | None = None) -> str:
+        """Submit a job; its number."""
         return self.call("sbatch", "--parsable", *arguments, environment=environment)
 
     def field(self, job: str, name: str) -> str:
@@ -165,34 +161,17 @@ class Cluster:
         (self.folder / "gres.conf").write_text(f"Name=gpu File={devices} Flags=no_gpu_env\n")
         (self.folder / "plugstack.conf").touch()
 
-    def _munge_files(self) -> list[str]:
-        files = {"key": "key", "socket": "sock", "pid": "pid", "log": "log", "seed": "seed"}
-        options = [f"--{name}-file={self.folder}/munge.{end}" for name, end in files.items() if name != "socket"]
-        return [*options, f"--socket={self.folder}/munge.sock"]
-
     def _start(self, program: str, *arguments: str) -> None:
-        with (self.folder / f"{program}{arguments[-1] if arguments[-2:-1] == ('-N',) else ''}.log").open("wb") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    [program, *arguments],
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
+        with (self.folder / f"{program}-{len(self._daemons)}.log").open("wb") as log:
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            daemon = subprocess.Popen([program, *arguments], env=self.environment, start_new_session=True, **pipes)
+        self._daemons.append(daemon)
 
     def _idle_nodes(self) -> int:
         for daemon in self._daemons:
             assert daemon.poll() is None, f"{daemon.args} ended with {daemon.returncode}\n{self.logs()}"
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%T"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%T"]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         return done.stdout.split().count("idle")
 
     def _processes(self) -> list[psutil.Process]:
