@@ -17,21 +17,14 @@ from megatron_ext.files.reading import read_object
 
 @dataclass(frozen=True, eq=False)
 class ModelText:
-    """Encodes and decodes the text of a model.
+    """Encodes and decodes the text of a model."""
 
-    Attributes:
-        tokenizer: the model's tokenizer.
-        begin: token at the start of every text, if any.
-        end: the tokenizer's end-of-document token, if any.
-        stop: tokens that end generated text; in a chat also the one that ends an assistant's turn.
-        template: the chat template, if this is a chat.
-    """
-
+    pretrained: Pretrained  # the model
     tokenizer: Tokenizer
-    begin: int | None
-    end: int | None
-    stop: frozenset[int]
-    template: ChatTemplate | None
+    begin: int | None  # token at the start of every text, if any
+    end: int | None  # the tokenizer's end-of-document token, if any
+    stop: frozenset[int]  # tokens that end generated text; in a chat also the one that ends an assistant's turn
+    template: ChatTemplate | None  # if this is a chat
 
     @classmethod
     def of(
@@ -90,7 +83,7 @@ class ModelText:
                 stop.add(opened.encode_spelled(template.turn_end)[0][-1])
         except ChatError as error:
             raise UserError(f"chat: {name}: {error}; correct the template") from None
-        return cls(opened, begin if bos else None, end, frozenset(stop), template)
+        return cls(pretrained, opened, begin if bos else None, end, frozenset(stop), template)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text; special tokens spelled in it are ordinary text, except in a chat."""

@@ -21,7 +21,7 @@ from megatron_ext.evaluation.report import Key, compare
 from megatron_ext.run.generate import Prompt, open_generator
 from megatron_ext.run.perplexity import evaluate_perplexity
 
-Models = Mapping[str, tuple[Pretrained, ModelText]]
+Models = Mapping[str, ModelText]
 Result = dict[str, Any]
 
 
@@ -48,8 +48,8 @@ def evaluate_models(options: argparse.Namespace, processes: ParallelConfig) -> t
         found, items = evaluate(options, processes, models)
     dist.destroy_process_group()
     folders = {
-        name: {"folder": str(pretrained.folder), "trained_length": pretrained.length}
-        for name, (pretrained, _) in models.items()
+        name: {"folder": str(text.pretrained.folder), "trained_length": text.pretrained.length}
+        for name, text in models.items()
     }
     return {"kind": options.command, "models": folders, **found}, items
 
@@ -57,16 +57,15 @@ def evaluate_models(options: argparse.Namespace, processes: ParallelConfig) -> t
 def _find_models(options: argparse.Namespace) -> Models:
     """Find the models and their tokenizers, by name, before any is loaded."""
     lm_eval = options.command == "lm-eval"
-    models: dict[str, tuple[Pretrained, ModelText]] = {}
+    models: dict[str, ModelText] = {}
     for path in options.models:
-        pretrained = Pretrained.find(path)
+        model = Pretrained.find(path)
         name = str(path) if path.resolve().name in models else path.resolve().name
         if name in models:
             raise UserError(f"models: got {path} twice; name each once")
         chat = lm_eval and options.chat
-        text = ModelText.of(pretrained, options.tokenizer, options.eod_token, bos=options.bos, chat=chat)
-        models[name] = pretrained, text
-    if len({text.tokenizer.fingerprint for _, text in models.values()}) > 1 and not lm_eval:
+        models[name] = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=chat)
+    if len({text.tokenizer.fingerprint for text in models.values()}) > 1 and not lm_eval:
         raise UserError(
             "models: their tokenizers differ, so they would not get the same items; evaluate them one by one, or "
             "give one --tokenizer for all"
@@ -75,7 +74,7 @@ def _find_models(options: argparse.Namespace) -> Models:
 
 
 def _lengths(options: argparse.Namespace, models: Models) -> list[int]:
-    trained = [pretrained.length for pretrained, _ in models.values() if pretrained.length is not None]
+    trained = [text.pretrained.length for text in models.values() if text.pretrained.length is not None]
     if options.lengths is None and not trained:
         raise UserError("lengths: the model does not say its trained length; give --lengths")
     return sorted(set(options.lengths or [min(trained)]))
@@ -88,19 +87,19 @@ def _recall(
     haystack = None
     if options.haystack is not None:
         haystack = "\n".join(document.text for document in read_documents(options.haystack, options.json_key))
-    _, encoder = next(iter(models.values()))  # their tokenizers are the same
+    encode = next(iter(models.values())).encode  # their tokenizers are the same
 
     def count(part: str) -> int:
-        return len(encoder.encode(part))
+        return len(encode(part))
 
     lengths = _lengths(options, models)
     samples = list(make_samples(options.tasks, lengths, count, options.samples, options.seed, haystack))
     results: list[Result] = []
     items: dict[str, list[Result]] = {}
     scores: dict[str, dict[Key, Float64]] = {}
-    for name, (pretrained, text) in models.items():
+    for name, text in models.items():
         prompts = [Prompt(text.encode(sample.prompt), NEW_TOKENS, (sample.answer,)) for sample in samples]
-        with open_generator(pretrained, text, processes, max(lengths), options) as generator:
+        with open_generator(text, processes, max(lengths), options) as generator:
             answers = generator.answer(prompts)
         items[name] = [
             {

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from megatron_ext.attention.cache import KeyValueCache
 from megatron_ext.batch import PackedBatch
-from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.model_text import ModelText
@@ -83,11 +82,11 @@ class _Text:
 
 @contextmanager
 def open_generator(
-    pretrained: Pretrained, text: ModelText, processes: ParallelConfig, length: int, options: argparse.Namespace
+    text: ModelText, processes: ParallelConfig, length: int, options: argparse.Namespace
 ) -> Iterator[Generator]:
     """Load a model for texts of up to `length` tokens; `options` are --dtype and --batch-size. See `open_model`."""
     processes = replace(processes, sequence_parallel=False)  # tokens are generated one by one
-    with open_model(pretrained, processes, length, options.dtype) as model:
+    with open_model(text.pretrained, processes, length, options.dtype) as model:
         yield Generator(model, text, options.batch_size)
 
 

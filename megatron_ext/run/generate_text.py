@@ -27,11 +27,11 @@ def generate_text(options: argparse.Namespace, processes: ParallelConfig, sampli
     texts: list[str] = [] if options.chat else options.prompt
     if options.input is not None:
         texts = [document.text for document in read_documents(options.input, options.json_key)]
-    pretrained = Pretrained.find(options.model)
-    text = ModelText.of(pretrained, options.tokenizer, options.eod_token, bos=options.bos, chat=options.chat)
+    model = Pretrained.find(options.model)
+    text = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=options.chat)
     prompts = [Prompt(text.encode(given), options.max_new_tokens) for given in texts]
     longest = max((prompt.length for prompt in prompts), default=options.max_new_tokens)
-    with open_generator(pretrained, text, processes, longest, options) as generator:
+    with open_generator(text, processes, longest, options) as generator:
         first = generator.model.ranks.world == 0
         answers: list[list[int]] = []
         if options.chat:

@@ -25,7 +25,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_ext.arrays import Float64
-from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.evaluation.model_text import ModelText
@@ -167,7 +166,7 @@ class TrainedModel(TemplateLM):
 
 
 def evaluate(
-    options: argparse.Namespace, processes: ParallelConfig, models: Mapping[str, tuple[Pretrained, ModelText]]
+    options: argparse.Namespace, processes: ParallelConfig, models: Mapping[str, ModelText]
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Run lm-eval on trained models; return a part of the record, and every answer of each model. Collective.
 
@@ -176,11 +175,11 @@ def evaluate(
     """
     results: list[dict[str, Any]] = []
     items, samples = {}, {}
-    for name, (pretrained, text) in models.items():
-        length = options.max_length or pretrained.length
+    for name, text in models.items():
+        length = options.max_length or text.pretrained.length
         if length is None:
-            raise UserError(f"max_length: {pretrained.folder} does not say its trained length; give --max-length")
-        with open_generator(pretrained, text, processes, length, options) as generator:
+            raise UserError(f"max_length: {text.pretrained.folder} does not say its trained length; give --max-length")
+        with open_generator(text, processes, length, options) as generator:
             requests = Requests(generator)
             if generator.model.ranks.world:
                 requests.serve()

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from megatron_ext.arrays import Float64, Int64
 from megatron_ext.batch import PackedBatch, Tokens
-from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
@@ -59,10 +58,7 @@ class Stream:
 
 
 def evaluate_perplexity(
-    options: argparse.Namespace,
-    processes: ParallelConfig,
-    models: Mapping[str, tuple[Pretrained, ModelText]],
-    lengths: Sequence[int],
+    options: argparse.Namespace, processes: ParallelConfig, models: Mapping[str, ModelText], lengths: Sequence[int]
 ) -> dict[str, Any]:
     """Score documents with windows of several lengths; return a part of the record. Collective.
 
@@ -75,9 +71,9 @@ def evaluate_perplexity(
         if stride > length:
             raise UserError(f"stride: got {stride}, needs at most the window's {length}; lower it")
         windows.append(ShortContext(length, stride, every_token=True))
-    pretrained, text = next(iter(models.values()))  # their tokenizers are the same
+    text = next(iter(models.values()))  # their tokenizers are the same
     if options.data_path is not None:
-        found = dataset_documents(options, pretrained.model.vocab_size)
+        found = dataset_documents(options, text.pretrained.model.vocab_size)
     else:
         found = file_documents(options, text)
     documents = list(itertools.islice(found, options.documents))
@@ -89,9 +85,9 @@ def evaluate_perplexity(
     streams = list(make_streams(documents, document_mask=options.document_mask))
     results: list[dict[str, Any]] = []
     losses: dict[str, dict[Key, Float64]] = {}
-    for name, (pretrained, _) in models.items():
+    for name, text in models.items():
         losses[name] = {}
-        with open_model(pretrained, processes, max(lengths), options.dtype) as model:
+        with open_model(text.pretrained, processes, max(lengths), options.dtype) as model:
             for window in windows:
                 sums = window_losses(model, window, streams, len(documents), options.batch_tokens)
                 losses[name]["all", "loss", window.length] = sums[0].sum(dim=1).numpy()

@@ -151,9 +151,7 @@ def describe_run(config: Config, built: Built) -> RunInfo:
         "processes": ranks.world_size,
         "layout": ranks.layout,
         "parameters": parameters,
-        "vocab_size": inputs.vocab_size,
         "versions": {name: version for name, version in here.versions.items() if version is not None},
-        "data": [{"name": part.label, "prefix": part.prefix, "packing": part.packing} for part in data.parts],
     }
     if (mixed := inputs.rows.mixed) is not None:
         facts["sources"] = {
@@ -194,9 +192,9 @@ class Trainer:
         short_losses = inputs.scores.read if inputs.scores is not None else None
         self.batches = BatchMaker(config, ranks, context_options(config, context), short_losses, inputs.bos_id)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
-        self.began = self.position = self._restore()
-        step, first = self.began.step, ranks.world == 0
-        self.records = RunRecords(config, info, step, first=first)
+        self.began = self._restore()
+        self.step, first = self.began.step, ranks.world == 0
+        self.records = RunRecords(config, info, self.step, first=first)
         if (folder := self.folder) is not None:
             parallel.run_on_rank0(ranks, lambda: self.records.open(folder), folder)
         self.incidents = Incidents(config, self.records)
@@ -205,7 +203,7 @@ class Trainer:
         source = inputs.checkpoint
         self.continued = folder if source and folder and source.run.resolve() == folder.resolve() else None
         self.early = parallel.run_on_rank0(
-            ranks, lambda: early_stopping(config, self.continued, step), self.continued or Path(), reads=True
+            ranks, lambda: early_stopping(config, self.continued, self.began.step), self.continued or Path(), reads=True
         )
         self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, self.early)
         self.callbacks: list[Incidents | RunRecords | Trajectory] = [self.incidents, self.records]  # in this order
@@ -240,17 +238,17 @@ class Trainer:
                 stopped_by = self._train(request, prefetch)
         except DivergedError as error:  # raised on all ranks; nothing is saved anymore
             self.checkpointer.finish()
-            self.records.close(self.position.step, f"diverged: the {error.what} was {error.value}")
+            self.records.close(self.step, f"diverged: the {error.what} was {error.value}")
             source = self.inputs.checkpoint
             saved = self.checkpointer.saved or (source.folder if source is not None else None)
-            return Ending(0, self.position.step, saved, error)
+            return Ending(0, self.step, saved, error)
         finally:
             gc.unfreeze()
         return self._finish(stopped_by, run, has_next_stage)
 
     def _train(self, request: StopRequest, prefetch: ThreadPoolExecutor) -> int:
         """Train; return the signal that stopped the run before its last step, or 0."""
-        step, last, stopped_by = self.position.step, self.config.training.train_iters, 0
+        step, last, stopped_by = self.step, self.config.training.train_iters, 0
         if self.trajectory is not None:
             self.trajectory.begin(step)
         if step == 0:  # signals are deferred: there is no checkpoint to continue from
@@ -264,7 +262,7 @@ class Trainer:
             batch = batches.result()
             batches = prefetch.submit(self.make_batches, step + 1) if step + 1 < last else None
             self.launch(batch, began, request)
-            step = self.position.step
+            step = self.step
             # a validation, a trajectory and a decision to skip a step need the results of all steps before
             waits = self.validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
             consensus = self.collect_results(keep=0 if waits else self.platform.steps_ahead)
@@ -281,21 +279,20 @@ class Trainer:
 
     def make_batches(self, step: int) -> StepBatches:
         """Make this rank's batches of a step; depends only on the step."""
-        return self.batches.train(self.inputs.rows.train, step, self.first_sample(step), self.window.window_at(step))
+        first_sample = self.config.data.first_sample + self.consumed_samples(step)
+        return self.batches.train(self.inputs.rows.train, step, first_sample, self.window.window_at(step))
 
-    def first_sample(self, step: int) -> int:
-        """Return the first row of a step: rows are consecutive, also if a resumed run has a larger batch size."""
-        data = self.config.data
-        consumed = self.began.consumed_samples + (step - self.began.step) * data.global_batch_size
-        return data.first_sample + consumed
+    def consumed_samples(self, step: int) -> int:
+        """Return the number of rows before a step: they are consecutive, also if a resumed run has a larger batch."""
+        return self.began.consumed_samples + (step - self.began.step) * self.config.data.global_batch_size
 
     def launch(self, batches: StepBatches, began: float, request: StopRequest) -> None:
         """Launch the next step on the device: forward, backward and update. The host does not wait.
 
         `began` is when the host began to wait for the batches, by `time.perf_counter`.
         """
-        waited, step, rows = time.perf_counter() - began, self.position.step, self.config.data.global_batch_size
-        learning_rate, consumed = self.learning_rate.at(step), self.position.consumed_samples + rows
+        waited, step = time.perf_counter() - began, self.step
+        learning_rate = self.learning_rate.at(step)
         set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
         self.traffic.take()  # exclude the traffic of validations
         result = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
@@ -305,7 +302,8 @@ class Trainer:
         def finish() -> tuple[StepRecord, RankConsensus]:
             *values, stop_signal, writing, by_clock, peak_memory, cp_bytes = results.values()
             now, mixed = time.perf_counter(), self.inputs.rows.mixed
-            samples = range(self.first_sample(step), self.first_sample(step) + rows)
+            first, consumed = self.consumed_samples(step), self.consumed_samples(step + 1)
+            samples = range(self.config.data.first_sample + first, self.config.data.first_sample + consumed)
             record = StepRecord(
                 step=step,
                 samples=samples,
@@ -326,13 +324,13 @@ class Trainer:
             return record, RankConsensus(int(stop_signal), bool(writing) or outdated, bool(by_clock))
 
         self.pending.append(finish)
-        self.position = Position(step + 1, consumed)
+        self.step += 1
 
     def collect_results(self, keep: int = 0) -> RankConsensus:
         """Wait for the results of all pending steps except the last `keep`, and call the callbacks.
 
         Raises:
-            DivergedError: the run cannot continue after a step; `position` is then the one before it.
+            DivergedError: the run cannot continue after a step; `self.step` is then this one.
         """
         consensus = RankConsensus()
         while len(self.pending) > keep:
@@ -342,7 +340,7 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.after_step(record)
             except DivergedError:
-                self.position = Position(record.step, record.consumed_samples - len(record.samples))
+                self.step = record.step
                 raise
         return consensus
 
@@ -362,20 +360,21 @@ class Trainer:
         """Start saving a checkpoint of the current position and, of one rank, passage.json; if the run has a folder."""
         if self.folder is None:
             return
-        heartbeat.beat(f"saving after {self.position.step} steps")
+        heartbeat.beat(f"saving after {self.step} steps")
         ranks = self.ranks
         if ranks.reports_loss and ranks.context == 0 and ranks.data == 0:
             model = self.config.data.tokenizer_model
-            passage = self.stepper.weigher.passage(self.position.step - 1, Tokenizer(model) if model else None)
+            passage = self.stepper.weigher.passage(self.step - 1, Tokenizer(model) if model else None)
             if passage is not None:
                 passage.write(self.folder)
-        self.checkpointer.save(self.folder, replace(self.position, trainer_state=self.incidents.state_dict()))
+        consumed = self.consumed_samples(self.step)
+        self.checkpointer.save(self.folder, Position(self.step, consumed, self.incidents.state_dict()))
 
     def _finish(self, stopped_by: int, run: Path | None, has_next_stage: bool) -> Ending:
         """Publish the last checkpoint, report how the run ended, and close its files."""
-        heartbeat.beat(f"the end after {self.position.step} steps")
+        heartbeat.beat(f"the end after {self.step} steps")
         self.checkpointer.finish()
-        step, training, saved = self.position.step, self.config.training, self.checkpointer.saved
+        step, training, saved = self.step, self.config.training, self.checkpointer.saved
         early = self.early.reason if step < training.train_iters else None
         left = has_next_stage or step < training.train_iters or self.validation.is_due(step)
         ending = Ending(stopped_by if left else 0, step, saved)

@@ -46,9 +46,9 @@ def asked(rank: int, model: Path, layout: ParallelConfig) -> tuple[list[list[int
 
     KeyValueCache.append = append  # type: ignore[assignment, method-assign]
     generate.PASS_TOKENS, generate.PASS_LOGITS = PASS, PASS * 300
-    text = SimpleNamespace(stop=[], decode=None)
+    text = SimpleNamespace(pretrained=Pretrained.find(model), stop=[], decode=None)
     options = SimpleNamespace(dtype="auto", batch_size=4)
-    with open_generator(Pretrained.find(model), text, layout, 64, options) as generator:
+    with open_generator(text, layout, 64, options) as generator:
         return generator.answer(PROMPTS), generator.likelihoods(CHOICES), largest
 
 
