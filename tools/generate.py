@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command, positive
+from megatron_ext.cli import Parser, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
@@ -36,9 +36,9 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--system", metavar="TEXT", help="system message of --chat")
     add("--max-new-tokens", type=positive, default=128, metavar="N", help="tokens to generate at most [128]")
     add("--temperature", type=float, metavar="T", help="sample with logits divided by T [greedy]")
-    add("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
+    add("--top-k", type=positive, metavar="K", help="sample among the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of probability P together")
-    add("--seed", type=int, default=1234, help="seed; each prompt has its own random numbers [1234]")
+    add("--seed", type=integer(0), default=1234, help="seed; each prompt has its own random numbers [1234]")
     add("--batch-size", type=positive, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
     add("--output", type=Path, metavar="FILE", help="write one line of JSON for each prompt instead of text")
     add("--overwrite", action="store_true", help="replace an existing output")

@@ -28,9 +28,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, fits, needs in (
             ("temperature", self.temperature is None or 0 < self.temperature < math.inf, "a number above 0"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "0 < p <= 1"),
-            ("seed", self.seed >= 0, "at least 0"),
         ):
             if not fits:
                 raise UserError(f"{name}: got {getattr(self, name):g}, needs {needs}")

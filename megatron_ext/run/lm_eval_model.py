@@ -153,7 +153,7 @@ class TrainedModel(TemplateLM):
                 raise UserError(f"max_length: got {self.max_length}, needs more than the {new_tokens} of an answer")
             sampling = Sampling()
             if wanted["do_sample"]:
-                sampling = Sampling(wanted["temperature"], wanted.get("top_k"), wanted.get("top_p"))
+                sampling = Sampling(wanted["temperature"], wanted.get("top_k") or None, wanted.get("top_p"))
             prompts = []
             for number in numbers:
                 tokens, limit = self.tok_encode(requests[number].args[0]), self.max_length - new_tokens

@@ -16,8 +16,8 @@ from megatron_ext.evaluation.by_position import BINS
 from megatron_ext.loss import GlobalLoss, LossTerms
 from megatron_ext.monitoring.history import read_history
 from megatron_ext.monitoring.metrics import read_jsonl
-from megatron_ext.run.evaluation import Validation
 from megatron_ext.run.records import RunInfo, RunRecords, StepRecord
+from megatron_ext.run.validation import Validation
 
 TERMS = LossTerms(
     weighted_sum=12.0,
