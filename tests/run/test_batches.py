@@ -11,7 +11,7 @@ from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig, WeightingConfig, WindowConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
-from megatron_ext.run.batches import BatchMaker, division, row_seed
+from megatron_ext.run.batches import BatchMaker, row_seed
 
 LENGTH = 8
 
@@ -65,13 +65,6 @@ def test_a_frozen_scorer_gives_the_losses_of_each_row() -> None:
     first = maker.train(row_at, 0, 0, LENGTH).train[0].scores
     assert first.samples == (0, 1)
     assert first.short_loss_T.tolist() == [0.0] * LENGTH + [1.0] * LENGTH
-
-
-def test_the_interleaved_pipeline_needs_a_multiple_of_its_stages() -> None:
-    plain = division(config(), replace(ranks(), pipeline_size=2, tensor_size=2), 64)
-    assert (plain.capacity, plain.unit, plain.multiple) == (64, 2, 1)
-    parallel = replace(config().parallel, num_layers_per_virtual_pipeline_stage=1)
-    assert division(replace(config(), parallel=parallel), replace(ranks(), pipeline_size=2), 64).multiple == 2
 
 
 def evaluated(length: int, model: ModelConfig | None = None, **training: object) -> list[PackedBatch]:

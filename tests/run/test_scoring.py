@@ -7,19 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
+from checkpoint.models import write_model
 from launcher import call
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    WindowConfig,
-)
+from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WindowConfig
 from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.errors import UserError
@@ -81,19 +74,7 @@ def test_a_scorer_of_fewer_token_ids_is_refused(size: int | None, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    sizes = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.5,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(sizes).save_pretrained(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("model"), "llama", vocab_size=VOCABULARY)
 
 
 def row_at(sample: int) -> TokenRow:
