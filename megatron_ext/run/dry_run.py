@@ -61,32 +61,34 @@ def look_at_inputs(stage: Stage, vocab_size: int) -> Iterator[str]:
         from megatron_ext.run.inputs import first_weights  # importing Megatron takes seconds
 
         first_weights(config, vocab_size)
-    for index, part in enumerate(config.data.parts):
-        absent = [f"{part.prefix}{end}" for end in (".idx", ".bin") if not Path(f"{part.prefix}{end}").is_file()]
-        if absent:
-            yield f"{MISSING}data: {absent[0]} does not exist; make it with {program('preprocess')}"
-            continue
-        try:
-            yield _part(config, vocab_size, index)
-        except UserError as error:
-            yield f"{MISSING}{error}"
+    yield from _data_lines(config, vocab_size)
 
 
-def _part(config: Config, vocab_size: int, index: int) -> str:
-    """Describe one part of the mixture for training, and how often the run reads it.
+def _data_lines(config: Config, vocab_size: int) -> Iterator[str]:
+    """Describe the parts of the mixture for training and how often the run reads them; yield what is missing."""
+    data, validates = config.data, config.training.eval_interval > 0
+    for share, parts in enumerate((data.parts, data.valid_parts if validates and data.valid_data_path else ())):
+        for index, part in enumerate(parts):
+            absent = [f"{part.prefix}{end}" for end in (".idx", ".bin") if not Path(f"{part.prefix}{end}").is_file()]
+            if absent:
+                yield f"{MISSING}data: {absent[0]} does not exist; make it with {program('preprocess')}"
+                continue
+            from megatron_ext.run.inputs import TRAINING, VALIDATION, open_part, open_split  # imports Megatron
 
-    Raises:
-        UserError: it cannot be read, its packing plan has not been made, or it has no validation data.
-    """
-    from megatron_ext.run.inputs import TRAINING, VALIDATION, needed_tokens, open_part, open_split  # imports Megatron
-
-    split = open_part(config, vocab_size, TRAINING, index)
-    rows = open_split(split, config)
-    if config.training.eval_interval:
-        open_split(open_part(config, vocab_size, VALIDATION, index), config)
-    needed = needed_tokens(config, split.part, config.samples - config.data.first_sample)
-    tokens = rows.tokens_per_epoch if isinstance(rows, RowDataset) else rows.plan.tokens
-    return (
-        f"data             {split.part.prefix}: {len(split.documents):,} documents, {tokens:,} tokens to train on; "
-        f"{needed:,.0f} needed: {needed / tokens:.2f} epochs"
-    )
+            try:
+                split = open_part(config, vocab_size, share, index)
+                rows = open_split(split, config)
+                if validates and not data.valid_data_path:
+                    open_split(open_part(config, vocab_size, VALIDATION, index), config)
+            except UserError as error:
+                yield f"{MISSING}{error}"
+                continue
+            if share != TRAINING:
+                continue
+            share_of_tokens = part.weight / sum(other.weight for other in parts)
+            needed = (config.samples - data.first_sample) * data.seq_length * share_of_tokens
+            tokens = rows.tokens_per_epoch if isinstance(rows, RowDataset) else rows.plan.tokens
+            yield (
+                f"data             {part.prefix}: {len(split.documents):,} documents, {tokens:,} tokens to train on; "
+                f"{needed:,.0f} needed: {needed / tokens:.2f} epochs"
+            )

@@ -163,8 +163,3 @@ def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
         return RowDataset(split.source, split.documents, split.length, split.seed, mask_eod=mask_eod)
     plan = load_plan(split.part.prefix, split.plan_key())
     return PackedRows(split.source, plan, split.seed, mask_eod=mask_eod)
-
-
-def needed_tokens(config: Config, part: MixturePart, rows: int) -> float:
-    """Return how many tokens of this part of the mixture a number of rows requires."""
-    return rows * config.data.seq_length * part.weight / sum(other.weight for other in config.data.parts)

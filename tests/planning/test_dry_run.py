@@ -54,6 +54,16 @@ def test_data_that_is_there(run: Run, small_data: SmallData) -> None:
     assert held == pytest.approx(0.9 * os.path.getsize(f"{small_data.prefix}.bin") / 2, rel=0.1)
 
 
+def test_a_separate_validation_set_is_opened_part_by_part(run: Run, small_data: SmallData) -> None:
+    """It may have fewer parts than training."""
+    mixture = ["--data-path", 1, small_data.prefix, 2, small_data.prefix, "--tokenizer-model", small_data.tokenizer]
+    flags = [*SMALL, *mixture, "--eval-interval", 10, "--valid-data-path"]
+    done, absent = run(*flags, small_data.prefix), run(*flags, "/no/such")
+    assert (done.status, absent.status, done.stderr, absent.stderr) == (0, 0, "", "")
+    assert "missing" not in done.stdout
+    assert "data: /no/such.idx does not exist" in absent.stdout
+
+
 NOWHERE = ["--data-path", "/no/such", "--tokenizer-model", "none", "--vocab-size", "1024"]
 
 
