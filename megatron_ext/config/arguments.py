@@ -217,8 +217,7 @@ def read_file(path: str) -> Values:
     content = read_yaml(Path(path), "--config")
     if not isinstance(content, dict):
         raise UserError(f"--config: got {path}, needs a mapping of the sections {', '.join(SECTIONS)}")
-    mapping: Values = content
-    return mapping
+    return content
 
 
 class _HelpAll(argparse.Action):

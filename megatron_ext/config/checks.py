@@ -140,8 +140,7 @@ EXPERTS: list[Rule] = [
     ("moe_router_group_topk", lambda o: o.grouped and o.moe_router_group_topk > o.moe_router_num_groups,
      ", needs at most moe_router_num_groups {moe_router_num_groups}"),
     ("moe_router_group_topk", lambda o: o.grouped and o.moe_router_topk != 2 * o.moe_router_group_topk,
-     ", needs half of moe_router_topk {moe_router_topk}: DeepSeek-V3 compares groups by their two best scores, "
-     "Megatron by their moe_router_topk / moe_router_group_topk best"),
+     ", needs half of moe_router_topk {moe_router_topk}: groups are compared by their two best scores"),
     ("moe_layer_freq", lambda o: o.moe_layer_freq and len(o.moe_layer_freq) != o.num_layers,
      ", needs a number for each of num_layers {num_layers}"),
     ("moe_layer_freq", lambda o: o.num_experts and o.moe_layer_freq and 1 not in o.moe_layer_freq,
@@ -152,12 +151,10 @@ EXPERTS: list[Rule] = [
      " with block {block}, needs --block llama or gpt_oss"),
     ("num_experts", lambda o: o.block == "gpt_oss" and not o.num_experts, ", block gpt_oss needs experts"),
     ("tensor_model_parallel_size", lambda o: o.block == "gpt_oss" and o.tp > 1,
-     " with block gpt_oss, needs 1: Megatron does not distribute experts with biases; use "
-     "--expert-model-parallel-size"),
+     " with block gpt_oss, whose experts have biases, needs 1; use --expert-model-parallel-size"),
     *_excludes("add_qkv_bias no_rope_freq compile tp_comm_overlap optimizer_cpu_offload fp8_format", "num_experts"),
     ("moe_router_topk", lambda o: o.num_experts and not 2 <= o.moe_router_topk <= o.num_experts,
-     ", needs 2..num_experts {num_experts}: the weights of a token's experts sum to 1, so the router of a single one "
-     "has no gradient"),
+     ", needs 2..num_experts {num_experts}: the router of a single expert has no gradient"),
     ("num_experts", lambda o: o.num_experts and o.num_experts % o.ep,
      ", needs a multiple of expert_model_parallel_size {ep}; lower the latter"),
     ("moe_ffn_hidden_size", lambda o: o.num_experts and o.expert_width % o.tp,
@@ -168,8 +165,7 @@ EXPERTS: list[Rule] = [
      ", needs a divisor of the {replicas} data- and context-parallel ranks of {world_size} processes"),
     ("loss_denominator", lambda o: o.num_experts and o.moe_aux_loss_coeff and o.loss_denominator == "weights"
      and o.weighs,
-     " with token_weighting {token_weighting} and moe_aux_loss_coeff {moe_aux_loss_coeff}, needs tokens: the weights "
-     "are not known when the balancing loss is divided"),
+     " with token_weighting {token_weighting} and moe_aux_loss_coeff {moe_aux_loss_coeff}, needs tokens"),
 ]  # fmt: skip
 
 LAYOUT: list[Rule] = [
@@ -211,8 +207,7 @@ WINDOW: list[Rule] = [
     *_requires("window_attn_skip_freq local_window_fixed rotary_base_local", "local_window"),
     ("window_schedule", lambda o: o.local_window and o.window_attn_skip_freq is None
      and o.window_schedule != "constant" and o.local_window_fixed,
-     ", needs layers that follow it: all are local, and local_window_fixed keeps their window; leave that out or add "
-     "--window-attn-skip-freq N"),
+     ", which no layer follows with local_window_fixed; leave that out or add --window-attn-skip-freq N"),
     ("window_attn_skip_freq", lambda o: o.local_window and o.window_attn_skip_freq is not None
      and not 2 <= o.window_attn_skip_freq <= o.num_layers,
      ", needs 2..num_layers {num_layers}; leave it out if all layers are local"),
@@ -258,8 +253,8 @@ WEIGHTING: list[Rule] = [
 OPTIMIZER: list[Rule] = [
     ("min_lr", lambda o: o.min_lr > o.lr, ", needs at most lr {lr}"),
     ("lr_decay_iters", lambda o: o.falls and o.lr_first_step >= o.decay and not o.min_lr,
-     "{decay}, but the run begins at step {lr_first_step} of the schedule (lr_first_step, or keep: learning_rate), "
-     "where the rate is 0; give the steps of all stages, or min_lr"),
+     "{decay}, but the run begins at step {lr_first_step} of the schedule, where the rate is 0; give the steps of all "
+     "stages, or min_lr"),
     ("lr_warmup_iters", lambda o: o.falls and o.lr_warmup_iters >= o.decay,
      ", needs less than the {decay} steps of the decay (lr_decay_iters, or train_iters)"),
     ("lr_wsd_decay_iters", lambda o: o.lr_decay_style == "WSD" and o.lr_warmup_iters < o.decay
@@ -358,10 +353,9 @@ WARNINGS: list[Rule] = [
 
 def _options(config: Config, world_size: int) -> Any:
     """Return every option by its name, and the numbers that rules derive from them."""
-    values: dict[str, Any] = {}
+    o = SimpleNamespace()
     for section in vars(config).values():
-        values |= vars(section)
-    o = SimpleNamespace(**values)
+        vars(o).update(vars(section))
     model, parallel, weighting, data = config.model, config.parallel, config.weighting, config.data
     o.world_size, o.one = world_size, 1
     o.tp, o.pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

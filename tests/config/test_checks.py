@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.checks import check, mistakes
+from megatron_ext.config.checks import WARNINGS, broken, check, mistakes
 from megatron_ext.errors import UserError
 
 BASE = "--data-path x --vocab-size 64"
@@ -231,6 +231,25 @@ def test_all_mistakes_are_reported_at_once() -> None:
     options = [line.split(":")[0] for line in str(caught.value).splitlines()]
     expected = ["num_attention_heads", "global_batch_size", "window_end", "min_lr", "data_path", "vocab_size"]
     assert options == expected
+
+
+@pytest.mark.parametrize(
+    ("bad", "text", "good"),
+    [
+        # 105 million tokens; 1,500 steps are 98
+        (
+            "--train-iters 1600 --seq-length 1024 --global-batch-size 64",
+            "costs up to all 1,600 steps",
+            "--save-seconds 9",
+        ),
+        ("--save none", "save: got nothing, so the weights are lost", "--save there"),
+    ],
+)
+def test_warnings(bad: str, text: str, good: str) -> None:
+    flags = f"{BASE} --save s --train-iters 30 {bad}"
+    (line,) = broken(WARNINGS, parse(flags.split()))
+    assert text in line
+    assert list(broken(WARNINGS, parse(f"{flags} {good}".split()))) == []
 
 
 def test_the_checks_import_neither_torch_nor_megatron() -> None:
