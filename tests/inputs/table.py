@@ -114,7 +114,10 @@ MODELS: list[tuple[Change, str]] = [
     (patch({"num_hidden_layers": 10**400}), "num_hidden_layers 1000"),
     (patch({"rms_norm_eps": float("nan")}), "rms_norm_eps nan: Input should be a finite number"),
     (patch({"rope_scaling": "linear"}), "rope_scaling 'linear': Input should be a valid dictionary"),
-    (patch({"rope_scaling": {"rope_type": "linear", "factor": "two"}}), "factor 'two' in its angles, needs a number"),
+    (
+        patch({"rope_scaling": {"rope_type": "linear", "factor": "two"}}),
+        "rope_scaling.factor 'two': Input should be a valid number",
+    ),
     (write(INDEX, '{"weight_map": {"a": "' + "x" * 5000 + '"}}'), "File name too long"),
 ]
 MANIFEST = "checkpoints/iter_0000002/manifest.json"
