@@ -12,6 +12,8 @@ Widths of tiles are powers of two. A head of another size is computed in two par
 Legend: t queries, u keys, N query heads, G key heads, H head size; a program has M queries or K keys.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import triton
@@ -19,27 +21,19 @@ import triton.language as tl
 
 
 @triton.jit
-def _places(rows: tl.tensor, distance: tl.tensor, first: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+def _places(rows, distance, first: tl.constexpr, WIDTH: tl.constexpr):
     """Return the int64 offsets of WIDTH columns, from `first` on, of rows that are `distance` elements apart."""
     return rows.to(tl.int64)[:, None] * distance + (first + tl.arange(0, WIDTH))[None, :]
 
 
 @triton.jit
-def _columns(real: tl.tensor, first: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr) -> tl.tensor:
+def _columns(real, first: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr):
     """Return which elements of WIDTH columns, from `first` on, belong to real rows and to the head."""
     return real[:, None] & (first + tl.arange(0, WIDTH) < H)[None, :]
 
 
 @triton.jit
-def _load(
-    head: tl.tensor,
-    rows: tl.tensor,
-    distance: tl.tensor,
-    real: tl.tensor,
-    H: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+def _load(head, rows, distance, real, H: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Load the two parts of rows of one head; 0 where a row is not real. Without a second part, return the first."""
     left = tl.load(head + _places(rows, distance, 0, LEFT), mask=_columns(real, 0, LEFT, H), other=0.0)
     right = left
@@ -49,17 +43,7 @@ def _load(
 
 
 @triton.jit
-def _store(
-    head: tl.tensor,
-    rows: tl.tensor,
-    distance: tl.tensor,
-    real: tl.tensor,
-    left: tl.tensor,
-    right: tl.tensor,
-    H: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-) -> None:
+def _store(head, rows, distance, real, left, right, H: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Store the two parts of rows of one head."""
     number = head.dtype.element_ty
     tl.store(head + _places(rows, distance, 0, LEFT), left.to(number), mask=_columns(real, 0, LEFT, H))
@@ -68,7 +52,7 @@ def _store(
 
 
 @triton.jit
-def _scores(x: tl.tensor, x_right: tl.tensor, y: tl.tensor, y_right: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
+def _scores(x, x_right, y, y_right, RIGHT: tl.constexpr):
     """Return the products of all rows of x with all rows of y."""
     out = tl.dot(x, tl.trans(y), input_precision="ieee")
     if RIGHT:
@@ -77,14 +61,7 @@ def _scores(x: tl.tensor, x_right: tl.tensor, y: tl.tensor, y_right: tl.tensor, 
 
 
 @triton.jit
-def _add_product(
-    acc: tl.tensor,
-    acc_right: tl.tensor,
-    weights: tl.tensor,
-    rows: tl.tensor,
-    rows_right: tl.tensor,
-    RIGHT: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+def _add_product(acc, acc_right, weights, rows, rows_right, RIGHT: tl.constexpr):
     """Return acc + weights @ rows, in two parts."""
     weights = weights.to(rows.dtype)
     acc = tl.dot(weights, rows, acc, input_precision="ieee")
@@ -94,9 +71,7 @@ def _add_product(
 
 
 @triton.jit
-def _keys_of(
-    low: tl.tensor, high: tl.tensor, first: tl.tensor, rows: tl.tensor, t: tl.tensor, M: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _keys_of(low, high, first, rows, t, M: tl.constexpr):
     """Load the key range lowest .. highest of each of M queries from `first` on.
 
     Also return the keys that any of them sees, begin .. end - 1, and those that all M see, full .. full_end - 1.
@@ -110,7 +85,7 @@ def _keys_of(
 
 
 @triton.jit
-def _visible(scores: tl.tensor, lowest: tl.tensor, highest: tl.tensor, keys: tl.tensor) -> tl.tensor:
+def _visible(scores, lowest, highest, keys):
     """Return scores [M, K], -inf where a query does not see a key."""
     seen = (keys >= lowest) & (keys <= highest)
     return tl.where(seen, scores, -float("inf"))
@@ -118,29 +93,11 @@ def _visible(scores: tl.tensor, lowest: tl.tensor, highest: tl.tensor, keys: tl.
 
 @triton.jit(do_not_specialize=["t"])
 def forward(
-    query: tl.tensor,
-    key: tl.tensor,
-    value: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    t: tl.tensor,
-    scale: tl.tensor,
-    query_row: tl.tensor,
-    query_head: tl.tensor,
-    key_row: tl.tensor,
-    key_head: tl.tensor,
-    value_row: tl.tensor,
-    value_head: tl.tensor,
-    N: tl.constexpr,
-    SHARE: tl.constexpr,
-    H: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-) -> None:
+    query, key, value, low, high, out, lse, t, scale,
+    query_row, query_head, key_row, key_head, value_row, value_head,
+    N: tl.constexpr, SHARE: tl.constexpr, H: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """Compute out [t, N, H] and lse [N, t] for M queries and one head; `scale` and lse are in base 2."""
     program = tl.program_id(0)
     head = (program % N).to(tl.int64)  # adjacent programs: the heads of a group share keys in the cache
@@ -181,35 +138,11 @@ def forward(
 
 @triton.jit(do_not_specialize=["t"])
 def backward_query(
-    query: tl.tensor,
-    key: tl.tensor,
-    value: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    out_grad: tl.tensor,
-    query_grad: tl.tensor,
-    delta: tl.tensor,
-    t: tl.tensor,
-    scale: tl.tensor,
-    scale_grad: tl.tensor,
-    query_row: tl.tensor,
-    query_head: tl.tensor,
-    key_row: tl.tensor,
-    key_head: tl.tensor,
-    value_row: tl.tensor,
-    value_head: tl.tensor,
-    grad_row: tl.tensor,
-    grad_head: tl.tensor,
-    N: tl.constexpr,
-    SHARE: tl.constexpr,
-    H: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-) -> None:
+    query, key, value, low, high, out, lse, out_grad, query_grad, delta, t, scale, scale_grad,
+    query_row, query_head, key_row, key_head, value_row, value_head, grad_row, grad_head,
+    N: tl.constexpr, SHARE: tl.constexpr, H: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """Compute query_grad [t, N, H] and delta [N, t], the sums of out * out_grad, for M queries and one head."""
     program = tl.program_id(0)
     head = (program % N).to(tl.int64)
@@ -246,40 +179,12 @@ def backward_query(
 
 @triton.jit(do_not_specialize=["t", "u"])
 def backward_key(
-    query: tl.tensor,
-    key: tl.tensor,
-    value: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    first_query: tl.tensor,
-    end_query: tl.tensor,
-    full_query: tl.tensor,
-    full_end_query: tl.tensor,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    out_grad: tl.tensor,
-    key_grad: tl.tensor,
-    value_grad: tl.tensor,
-    t: tl.tensor,
-    u: tl.tensor,
-    scale: tl.tensor,
-    scale_grad: tl.tensor,
-    query_row: tl.tensor,
-    query_head: tl.tensor,
-    key_row: tl.tensor,
-    key_head: tl.tensor,
-    value_row: tl.tensor,
-    value_head: tl.tensor,
-    grad_row: tl.tensor,
-    grad_head: tl.tensor,
-    G: tl.constexpr,
-    SHARE: tl.constexpr,
-    H: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-) -> None:
+    query, key, value, low, high, first_query, end_query, full_query, full_end_query, lse, delta, out_grad,
+    key_grad, value_grad, t, u, scale, scale_grad,
+    query_row, query_head, key_row, key_head, value_row, value_head, grad_row, grad_head,
+    G: tl.constexpr, SHARE: tl.constexpr, H: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """Compute key_grad and value_grad [u, G, H] for K keys and one key head, over its SHARE query heads."""
     program = tl.program_id(0)
     group = (program % G).to(tl.int64)

@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,25 +35,16 @@ from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.sinks import attend_with_sink
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Tile sizes and launch parameters of one kernel.
+class Tile(NamedTuple):
+    """Tile sizes and launch parameters of one kernel."""
 
-    Attributes:
-        queries, keys: rows of queries and keys per tile; one of them is the program's own, the other is that of a loop
-            iteration.
-        warps: warps (32 threads each) of a program.
-        stages: number of pipeline stages of the loop's loads.
-    """
-
-    queries: int
+    queries: int  # rows per tile; queries or keys are the program's own, the others are those of a loop iteration
     keys: int
     warps: int
-    stages: int
+    stages: int  # of the loop's loads
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The tiles of the three kernels."""
 
     forward: Tile
@@ -73,29 +63,16 @@ def tiles(head_size: int) -> Tiles:
     return Tiles(Tile(64, 64, 4, stages), Tile(64, 64, 4, stages), Tile(32, 64, 4, stages))
 
 
-@dataclass(frozen=True, eq=False)
-class Ranges:
-    """The keys that each query sees, and the queries that see each tile of keys.
-
-    Attributes:
-        low_t, high_t: int32, the first and the last key row of each query; both non-decreasing.
-        first_query, end_query: int32, for each tile of keys, the queries [first, end) that see any of them.
-        full_query, full_end_query: int32, for each tile of keys, the queries [first, end) that see all of them.
-    """
-
-    low_t: Tensor
-    high_t: Tensor
-    first_query: Tensor
-    end_query: Tensor
-    full_query: Tensor
-    full_end_query: Tensor
-
-
-def ranges(call: AttentionCall, own_keys: int) -> Ranges:
-    """Compute the call's ranges on its device, without host synchronization.
+def ranges(call: AttentionCall, own_keys: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Compute the keys that each query sees and the queries that see each tile, without host synchronization.
 
     In a segment with q queries and k keys, the last key of query j is j + (k - q); its first key is the segment's
     first, or `left_window` before the last.
+
+    Returns:
+        low_t, high_t: int32, the first and the last key row of each query; both non-decreasing.
+        tiles_of_keys: int32, for each tile of `own_keys` keys: the first query that sees any of them, the end of these
+            queries, the first query that sees all of them, the end of these.
     """
     assert call.borders is not None
     borders_q, borders_kv = call.borders
@@ -112,7 +89,7 @@ def ranges(call: AttentionCall, own_keys: int) -> Ranges:
     end_query, full_end_query = (
         torch.searchsorted(low, key, right=True, out_int32=True) for key in (last_key, first_key)
     )
-    return Ranges(low, high, first_query, end_query, full_query, full_end_query)
+    return low, high, [first_query, end_query, full_query, full_end_query]
 
 
 def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
@@ -123,9 +100,7 @@ def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     query_tNH, key_uGH, value_uGW, sink_N = inputs
     if not len(query_tNH):
         return query_tNH + 0 * (key_uGH.sum() + value_uGW.sum())
-    found = call.once(ranges, tiles(query_tNH.shape[2]).backward_key.keys)
-    tiles_of_keys = [found.first_query, found.end_query, found.full_query, found.full_end_query]
-    seen = (found.low_t, found.high_t, tiles_of_keys, scale)
+    seen = (*call.once(ranges, tiles(query_tNH.shape[2]).backward_key.keys), scale)
     if sink_N is None:
         out: Tensor = _forward(query_tNH, key_uGH, value_uGW, *seen)[0]
         return out

@@ -133,9 +133,10 @@ def test_ranges_are_those_of_every_pair(lengths: list[tuple[int, int]], left_win
             last = key + j + (k - q)
             seen.append((key if left_window is None else max(key, last - left_window), last))
         key += k
-    found = ranges(call_of(lengths, left_window), own_keys)
-    assert list(zip(found.low_t.tolist(), found.high_t.tolist(), strict=True)) == seen
-    for tile, (first, end) in enumerate(zip(found.first_query.tolist(), found.end_query.tolist(), strict=True)):
+    low_t, high_t, tiles_of_keys = ranges(call_of(lengths, left_window), own_keys)
+    assert list(zip(low_t.tolist(), high_t.tolist(), strict=True)) == seen
+    first_query, end_query, full_query, full_end_query = (x.tolist() for x in tiles_of_keys)
+    for tile, (first, end) in enumerate(zip(first_query, end_query, strict=True)):
         keys = range(tile * own_keys, min((tile + 1) * own_keys, key))
         those = [t for t, (low, high) in enumerate(seen) if any(low <= u <= high for u in keys)]
         assert set(those) <= set(range(first, end))
@@ -143,7 +144,7 @@ def test_ranges_are_those_of_every_pair(lengths: list[tuple[int, int]], left_win
             assert (first, end) == (those[0], those[-1] + 1)
         else:
             assert end - first <= 0
-    for tile, (first, end) in enumerate(zip(found.full_query.tolist(), found.full_end_query.tolist(), strict=True)):
+    for tile, (first, end) in enumerate(zip(full_query, full_end_query, strict=True)):
         keys = range(tile * own_keys, min((tile + 1) * own_keys, key))
         those = [t for t, (low, high) in enumerate(seen) if low <= keys[0] and keys[-1] <= high]
         assert those == list(range(first, end))
@@ -154,9 +155,7 @@ def test_its_operators_are_what_torch_takes_them_for() -> None:
     call = call_of([(3, 3), (2, 5)])
     query, key, value, _ = inputs_of(call, size=16)
     leaves = [x.requires_grad_() for x in (query, key, value)]
-    found = ranges(call, triton_packed.tiles(16).backward_key.keys)
-    tiles_of_keys = [found.first_query, found.end_query, found.full_query, found.full_end_query]
-    arguments = (*leaves, found.low_t, found.high_t, tiles_of_keys, 0.3)
+    arguments = (*leaves, *ranges(call, triton_packed.tiles(16).backward_key.keys), 0.3)
     torch.library.opcheck(triton_packed._forward, arguments)
 
 
