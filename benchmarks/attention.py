@@ -37,8 +37,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.arrays import Int32
-from megatron_ext.attention.backends import BACKENDS, Backend
-from megatron_ext.attention.choice import PerCall, select
+from megatron_ext.attention.backends import BACKENDS, Backend, PerCall, select
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.layout import build_layout
@@ -129,7 +128,7 @@ def skipped(name: str, head_size: int) -> str | None:
     """Return why a backend cannot run here; None if it can."""
     if name == "auto":
         return None
-    (backend,) = (b for b in BACKENDS if b.name == name)
+    backend = BACKENDS[name]
     capability = torch.cuda.get_device_capability() if CUDA else None
     return backend.objection(DEVICE, torch.bfloat16, head_size, capability)
 
@@ -259,7 +258,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("step", choices=["parity", "speed"])
     parser.add_argument("rows", nargs="*", type=int, metavar="ROW", help="speed: tokens of a row")
-    parser.add_argument("--backends", nargs="+", choices=[*(b.name for b in BACKENDS), "auto"], metavar="NAME")
+    parser.add_argument("--backends", nargs="+", choices=[*BACKENDS, "auto"], metavar="NAME")
     parser.add_argument("--seconds", type=float, help="time limit of each kernel")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kernel, in this process
     options = parser.parse_args()

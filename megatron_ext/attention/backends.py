@@ -1,15 +1,35 @@
-"""Define the attention backends and their limits. `choice.py` picks one for each call."""
+"""Define the attention backends and their limits, and choose one for each call: segments differ in length.
+
+On CUDA `auto` chooses
+
+    triton_packed    if no query sees more than 128 keys, because its tiles span segments and so short segments fill
+                     them; also if FlashAttention 4 is not installed and the rows exceed FlashAttention 2's int32 limit
+    flash_attn_4     otherwise, if it is installed
+    torch_varlen     otherwise
+
+On a CPU it chooses the reference. A name other than `auto` is used for every call. The first use of each backend is
+logged. There is no silent fallback: a call that no backend supports raises an error with a remedy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_ext.attention import flash_attn, flash_attn_4, reference, te_thd, torch_varlen, triton_packed
+from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+SHORT = 128  # triton_packed serves queries that see up to this many keys
+LONG = ("flash_attn_4", "torch_varlen", "flash_attn", "triton_packed", "te_thd")  # in order of preference
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.float32, *HALF)
 ANY_NUMBER = 2**31 - 1
@@ -70,11 +90,7 @@ class Backend:
     ) -> str | None:
         """Return why the backend cannot be used, with the remedy; None if it can.
 
-        Args:
-            device, dtype, head_size: of the call.
-            capability: of the device; None if unknown, as on a machine without a GPU.
-            sinks: whether heads have sinks.
-            installed: assume that everything is installed.
+        A `capability` of None is that of an unknown GPU. See `objections`.
         """
         if not installed and (missing := self.missing()):
             return missing
@@ -92,7 +108,7 @@ class Backend:
         return self.sinks_missing() if sinks and not installed else None
 
 
-BACKENDS: tuple[Backend, ...] = (
+_BACKENDS = (
     Backend(name="triton_packed", kernel=triton_packed.attend, sinks=True, missing=triton_packed.missing),
     Backend(
         name="flash_attn_4",
@@ -122,12 +138,102 @@ BACKENDS: tuple[Backend, ...] = (
         sinks=True,
     ),
 )
+BACKENDS = {backend.name: backend for backend in _BACKENDS}
 
 
 def objections(
-    device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False
+    device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False, installed: bool = False
 ) -> dict[str, str | None]:
-    """Return, for each backend, why it cannot be used; None if it can."""
-    known = device.type == "cuda" and torch.cuda.is_available()
+    """Return, for each backend, why it cannot be used, with the remedy; None if it can.
+
+    With `installed`, assume that every package is installed and that the GPU is new enough.
+    """
+    known = device.type == "cuda" and torch.cuda.is_available() and not installed
     capability = torch.cuda.get_device_capability(device) if known else None
-    return {backend.name: backend.objection(device, dtype, head_size, capability, sinks=sinks) for backend in BACKENDS}
+    return {
+        name: backend.objection(device, dtype, head_size, capability, sinks=sinks, installed=installed)
+        for name, backend in BACKENDS.items()
+    }
+
+
+def by_keys(keys: int, left_window: int | None, available: Sequence[str]) -> str:
+    """Return the preferred one of the available backends for segments of at most `keys` keys."""
+    seen = keys if left_window is None else min(keys, left_window + 1)
+    if seen <= SHORT and "triton_packed" in available:
+        return "triton_packed"
+    return next((name for name in LONG if name in available), "reference")
+
+
+@dataclass(frozen=True)
+class PerCall:
+    """Runs each call on the backend that fits its shape, and logs each backend at its first use."""
+
+    available: tuple[str, ...]
+    logged: set[str] = field(default_factory=set)
+
+    def __call__(self, inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+        """Return the attention output, [t, N, W]."""
+        name = call.once(self.choose, *inputs.query_tNH.shape[1:])
+        if name not in self.logged:
+            self.logged.add(name)
+            queries, keys = call.max_seqlens
+            logger.info(
+                "attention: %s (first call: %d segments of at most %d queries and %d keys)",
+                name, call.segments, queries, keys,
+            )  # fmt: skip
+        backend, width = BACKENDS[name], inputs.value_uGW.shape[-1]
+        missing = inputs.key_uGH.shape[-1] - width
+        if not missing or (backend.narrow_values and width % 8 == 0):
+            return backend.kernel(inputs, call, scale)
+        padded = inputs._replace(value_uGW=F.pad(inputs.value_uGW, (0, missing)))
+        return backend.kernel(padded, call, scale)[..., :width]
+
+    def choose(self, call: AttentionCall, heads: int, head_size: int) -> str:
+        """Return the name of the backend for a call.
+
+        Raises:
+            UserError: no available backend supports this many rows or segments.
+        """
+        fitting = [name for name in self.available if BACKENDS[name].takes(call, heads, head_size)]
+        if not fitting:
+            names, queries = " and ".join(self.available), int(call.cu_seqlens_q[-1])
+            raise UserError(
+                f"attention_backend: {names} cannot count {queries} queries in "
+                f"{call.segments} segments with {heads} heads of {head_size}; use --attention-backend auto, "
+                "or share heads or tokens over more ranks"
+            )
+        return by_keys(call.max_seqlens[1], call.left_window, fitting)
+
+
+def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False) -> Attend:
+    """Return the attention function of a run: the named backend or, for `auto`, the best available one per call.
+
+    With `sinks`, it takes the sinks of the heads.
+
+    Raises:
+        UserError: the backend is unknown, or none is available; the message gives the reason for each.
+    """
+    reasons = objections(device, dtype, head_size, sinks=sinks)
+    candidates = _candidates(name, device)
+    available = tuple(one for one in candidates if reasons[one] is None)
+    if not available:
+        lacking = "; ".join(f"{one} {reasons[one]}" for one in candidates)
+        raise UserError(f"attention_backend: got {name!r}, which cannot serve: {lacking}")
+    logger.info("attention backend: %s on %s", " or ".join(available), device.type)
+    return PerCall(available)
+
+
+def suited(
+    name: str, device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False
+) -> tuple[str, ...]:
+    """Return the names that `select` would choose from if everything were installed; for plans of other machines."""
+    reasons = objections(device, dtype, head_size, sinks=sinks, installed=True)
+    return tuple(one for one in _candidates(name, device) if reasons[one] is None)
+
+
+def _candidates(name: str, device: torch.device) -> list[str]:
+    if name == "auto":
+        return [one for one in BACKENDS if (one == "reference") == (device.type == "cpu")]
+    if name not in BACKENDS:
+        raise UserError(f"attention_backend: got {name!r}, needs one of {', '.join(['auto', *BACKENDS])}")
+    return [name]

@@ -33,7 +33,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.arrays import Bool, Int64
 from megatron_ext.attention.inputs import Inputs
-from megatron_ext.attention.reorder import reordered
 from megatron_ext.context_parallel import CPPlan, RankPlan
 from megatron_ext.device import moved, tensors_moved
 
@@ -150,15 +149,15 @@ class RowPicks:
     @classmethod
     def of(cls, rows: Int64) -> RowPicks:
         """Build from the rows to gather."""
-        distinct, times = np.unique(rows, return_counts=True)
         order = np.argsort(rows, kind="stable")
-        return cls(
-            torch.from_numpy(rows),
-            torch.from_numpy(order),
-            torch.from_numpy(distinct),
-            torch.from_numpy(times),
-            int(times.max(initial=0)),
-        )
+        first = np.flatnonzero(np.diff(rows[order], prepend=-1))  # of each distinct row in the sorted ones
+        times = np.diff(first, append=len(rows))
+        rows_u, order_u, distinct_d, times_d = map(torch.from_numpy, (rows, order, rows[order][first], times))
+        return cls(rows_u, order_u, distinct_d, times_d, int(times.max(initial=0)))
+
+    def inverse(self) -> RowPicks:
+        """Return the inverse of a permutation."""
+        return replace(self, rows_u=self.order_u, order_u=self.rows_u)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Return the gathered rows, [u, ...]; differentiable."""
@@ -272,24 +271,21 @@ class HeadExchange:
     """Ulysses (arXiv 2309.14509): every rank attends over all tokens with its share of the heads.
 
     Attributes:
-        order_T: int64 [T], the tokens of rank 0, then of rank 1, ...
-        natural_T: int64 [T], the inverse of `order_T`.
+        order: the tokens of rank 0, then of rank 1, ..., a permutation of all T.
         context: the ranks.
     """
 
-    order_T: Tensor
-    natural_T: Tensor
+    order: RowPicks
     context: ContextGroup
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup) -> HeadExchange:
         """Build the exchange from the plan's assignment of tokens."""
-        order = np.concatenate(list(plan.rows))
-        return cls(torch.from_numpy(order), torch.from_numpy(np.argsort(order)), context)
+        return cls(RowPicks.of(np.concatenate(plan.rows)), context)
 
     def to(self, device: torch.device) -> HeadExchange:
         """Move the indices to `device`."""
-        return tensors_moved(self, device)
+        return replace(self, order=tensors_moved(self.order, device))
 
     def attend(self, inputs: Inputs, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""
@@ -302,13 +298,12 @@ class HeadExchange:
         """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""
         size, t = self.context.size, len(x_tNH)
         by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
-        return reordered(self.context.all_to_all(by_rank, [t] * size, [t] * size), self.natural_T, self.order_T)
+        return self.order.inverse().of_rows(self.context.all_to_all(by_rank, [t] * size, [t] * size))
 
     def _own_tokens(self, x_TNH: Tensor) -> Tensor:
         """Exchange back: [T, N/cp, H] -> [t, N, H]."""
         size, t = self.context.size, len(x_TNH) // self.context.size
-        in_rank_order = reordered(x_TNH, self.order_T, self.natural_T)
-        by_rank = self.context.all_to_all(in_rank_order, [t] * size, [t] * size)
+        by_rank = self.context.all_to_all(self.order.of_rows(x_TNH), [t] * size, [t] * size)
         return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)
 
 
@@ -362,6 +357,8 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_u,) = grads
         picks: RowPicks = ctx.picks
+        if picks.most == 1 and len(grad_u) == ctx.count:  # a permutation
+            return grad_u.index_select(0, picks.order_u), None
         gradient = grad_u.new_zeros((ctx.count, *grad_u.shape[1:]))
         if not len(grad_u):
             return gradient, None

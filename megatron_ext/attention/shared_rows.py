@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.attention.choice import select
+from megatron_ext.attention.backends import select
 from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Traffic
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall, Scheme

@@ -28,7 +28,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext import rope
-from megatron_ext.attention.choice import select
+from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import Attend
 from megatron_ext.config import Config, ModelConfig, ParallelConfig
 from megatron_ext.config.checks import PLATFORM, broken

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_ext.arrays import Bool
-from megatron_ext.attention.choice import by_keys, suited
+from megatron_ext.attention.backends import by_keys, suited
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, context_options

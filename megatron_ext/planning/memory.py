@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from megatron_ext.attention.choice import BY_NAME
+from megatron_ext.attention.backends import BACKENDS
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
@@ -283,7 +283,7 @@ class _Rank:
         """
         model, t, heads, s = self.model, shapes.tokens, self.heads, self.s
         again, local, remote = "core_attn" in self.again, shapes.local, shapes.remote
-        narrow = all(BY_NAME[call.backend].narrow_values for call in shapes.calls)
+        narrow = all(BACKENDS[call.backend].narrow_values for call in shapes.calls)
         key, out = heads * model.head_size, heads * model.v_head_dim
         value = heads * (model.qk_head_dim + model.v_head_dim) if narrow else key
         row = model.kv_lora_rank + model.qk_pos_emb_head_dim

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_ext.attention.choice import select
+from megatron_ext.attention.backends import select
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.run.rehearsal import cuda_mock

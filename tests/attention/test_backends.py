@@ -11,8 +11,7 @@ from torch import Tensor
 
 from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import reference
-from megatron_ext.attention.backends import BACKENDS, Backend
-from megatron_ext.attention.choice import BY_NAME, PerCall, select
+from megatron_ext.attention.backends import BACKENDS, Backend, PerCall, select
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.errors import UserError
@@ -59,7 +58,7 @@ def test_refusals_name_the_remedy(
     assert callable(select(neighbour, *arguments[1:]))
 
 
-ALL = tuple(backend.name for backend in BACKENDS if backend.name != "reference")
+ALL = tuple(name for name in BACKENDS if name != "reference")
 FA2 = ("torch_varlen", "flash_attn")
 
 
@@ -134,7 +133,7 @@ def test_kernels_for_equal_sizes_get_values_padded(
         widths.append(inputs.value_uGW.shape[-1])
         return reference.attend(inputs, *rest)
 
-    monkeypatch.setitem(BY_NAME, "te_thd", Backend(name="te_thd", kernel=kernel, narrow_values=narrow_values))
+    monkeypatch.setitem(BACKENDS, "te_thd", Backend(name="te_thd", kernel=kernel, narrow_values=narrow_values))
     assert_right(PerCall(("te_thd",)), [query, key, value[..., :width], grad[..., :width]], call)
     assert widths == [given]
 

@@ -19,8 +19,7 @@ from torch.nn.attention import varlen
 from attention.kernels import CPU, assert_right, call_of, inputs_of, results
 from attention.test_reference import bottom_right_mask
 from megatron_ext.attention import flash_attn_4, reference, torch_varlen, triton_packed
-from megatron_ext.attention.backends import BACKENDS
-from megatron_ext.attention.choice import select, suited
+from megatron_ext.attention.backends import BACKENDS, select, suited
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall, Scheme
@@ -136,7 +135,7 @@ def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     interface._flash_attn_bwd = lambda q: None  # type: ignore[attr-defined]
-    (backend,) = [one for one in BACKENDS if one.name == "flash_attn_4"]
+    backend = BACKENDS["flash_attn_4"]
     backend = replace(backend, missing=lambda: None)
     old = [backend.objection(torch.device("cuda"), torch.bfloat16, 64, sinks=sinks) for sinks in (False, True)]
     assert old[0] is None  # `auto` then chooses another
