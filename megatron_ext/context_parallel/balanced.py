@@ -118,14 +118,12 @@ class _Balancer:
         for leftover in leftovers:
             insort(self._intervals, leftover)
         if self._long and self._long[-1].density * self._tokens_per_rank <= self._limit:
-            return self._assign_ends(
-                self._long.pop(), self._tokens_per_rank - self._tokens_per_rank // 2, self._tokens_per_rank // 2
-            )
+            back = self._tokens_per_rank // 2
+            return self._assign_ends(self._long.pop(), self._tokens_per_rank - back, back)
         if self._long or self._intervals:
-            return self._assign_end_with_lightest(
-                (self._long or self._intervals).pop(), self._tokens_per_rank, self._limit
-            )
-        return self._short.take(self._rank, self._tokens_per_rank, self._target).pairs
+            heaviest = (self._long or self._intervals).pop()
+            return self._assign_end_with_lightest(heaviest, self._tokens_per_rank, self._limit)
+        return self._short.take(self._rank, self._tokens_per_rank, self._target)
 
     # Heavy intervals
 
@@ -134,14 +132,14 @@ class _Balancer:
         back = self._affordable_end(interval, needed, budget)
         needed -= back
         lightest = self._lightest(needed)  # computed before short segments are taken, which are among the lightest
-        tokens, pairs = self._short.take(self._rank, min(needed, self._short.tokens))
+        tokens = min(needed, self._short.tokens)
+        pairs: float = self._short.take(self._rank, tokens)
         for light in lightest:
             self._list_of(light).remove(light)
             some = min(needed - tokens, light.length)
             tokens, pairs = tokens + some, pairs + self._assign_ends(light, some, 0)
-        return pairs + self._assign_ends(
-            interval, needed - tokens, back
-        )  # from its front too, if there are too few light tokens
+        front = needed - tokens  # 0 unless there are too few light tokens
+        return pairs + self._assign_ends(interval, front, back)
 
     def _affordable_end(self, interval: Interval, needed: int, budget: float) -> int:
         """Return how many tokens of an interval's end fit the budget together with the lightest tokens (bisection)."""
@@ -149,10 +147,8 @@ class _Balancer:
         low, high = 0, min(needed, interval.length)
         while low < high:
             middle = (low + high + 1) // 2
-            pairs = self._pairs_between(interval.high - middle, interval.high) + self._pairs_of_lightest(
-                needed - middle, light
-            )
-            if pairs <= budget:
+            of_end = self._pairs_between(interval.high - middle, interval.high)
+            if of_end + self._pairs_of_lightest(needed - middle, light) <= budget:
                 low = middle
             else:
                 high = middle - 1
@@ -187,10 +183,8 @@ class _Balancer:
         Whole intervals are chosen so that tokens and pairs run out together. Leftovers go first: the rank after the one
         that created them takes those that fit.
         """
-        needed, budget = (
-            self._tokens_per_rank - interval.length,
-            self._target - self._assign_ends(interval, interval.length, 0),
-        )
+        needed = self._tokens_per_rank - interval.length
+        budget = self._target - self._assign_ends(interval, interval.length, 0)
         for leftover in leftovers:
             if leftover.length <= needed:
                 needed, budget = needed - leftover.length, budget - self._assign_ends(leftover, leftover.length, 0)
@@ -220,13 +214,8 @@ class _Balancer:
             interval = self._intervals[index]
             if interval.length <= needed:  # the densest of the lighter ones; the rest needs denser tokens
                 rest, wanted = needed - interval.length, budget - interval.pairs
-                last = suiting == len(self._intervals) or not rest
-                fits = (
-                    last
-                    or self._short_segments_suffice(rest, wanted)
-                    or self._denser_interval(rest, wanted) is not None
-                )
-                return index if fits else None
+                fits = suiting == len(self._intervals) or not rest or self._short_segments_suffice(rest, wanted)
+                return index if fits or self._denser_interval(rest, wanted) is not None else None
         return None
 
     def _denser_interval(self, needed: int, budget: float) -> int | None:
@@ -252,7 +241,7 @@ class _Balancer:
     def _fill_rest_of_rank(self, needed: int, budget: float) -> float:
         """Fill the rank at the lowest price: short segments, one interval, or one's end and the lightest tokens."""
         if not self._intervals or self._short_segments_suffice(needed, budget):
-            return self._short.take(self._rank, needed, budget).pairs
+            return self._short.take(self._rank, needed, budget)
         cut = min(chain(self._cuts_at_both_ends(needed, budget), self._cuts_with_lightest(needed, budget)))
         interval = self._intervals.pop(cut.interval)
         if cut.with_lightest:
@@ -336,9 +325,8 @@ class _Balancer:
         return Interval(self._pairs_between(low, high) / (high - low), high - low, segment, low, high)
 
     def _pairs_of_ends(self, interval: Interval, front: int, back: int) -> int:
-        return self._pairs_between(interval.low, interval.low + front) + self._pairs_between(
-            interval.high - back, interval.high
-        )
+        of_front = self._pairs_between(interval.low, interval.low + front)
+        return of_front + self._pairs_between(interval.high - back, interval.high)
 
     def _pairs_between(self, low: int, high: int) -> int:
         return segment_pairs(high, self._left_window) - segment_pairs(low, self._left_window)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,8 +62,7 @@ class RankPlan:
     kv_rows: Int64
 
 
-@dataclass(frozen=True, eq=False)
-class _Transfers:
+class _Transfers(NamedTuple):
     """Tokens [start, end) that are sent between ranks, int64 arrays; `piece` is the sender's piece."""
 
     piece: Int64
@@ -103,10 +103,10 @@ class CPPlan:
     def pairs(self) -> Int64:
         """int64 [cp]: attention pairs (query, visible key) of each rank."""
         first = self._segment_start
-        pairs = segment_pairs(self.pieces.end - first, self.left_window) - segment_pairs(
-            self.pieces.start - first, self.left_window
+        up_to_end, before_start = (
+            segment_pairs(token - first, self.left_window) for token in (self.pieces.end, self.pieces.start)
         )
-        return _sums(self.pieces.rank, pairs, self.cp_size)
+        return _sums(self.pieces.rank, up_to_end - before_start, self.cp_size)
 
     @cached_property
     def rows_moved(self) -> Int64:
@@ -204,8 +204,7 @@ class CPPlan:
         index = np.flatnonzero(chosen)
         moved = self._transfers
         index = index[np.lexsort((moved.start[index], peer[index]))]
-        columns = (moved.piece, moved.source, moved.destination, moved.start, moved.end)
-        return _Transfers(*(column[index] for column in columns))
+        return _Transfers(*(column[index] for column in moved))
 
     def _split(self, rows: Int64, peer: Int64, moved: _Transfers) -> tuple[Int64, ...]:
         """Split rows that are sorted by peer into those of each rank."""
@@ -240,14 +239,12 @@ def plan(
         )
     if policy not in list(Policy):
         raise UserError(f"cp_policy: got {policy!r}, needs one of {', '.join(Policy)}")
-    chosen = Policy(policy)
-    if chosen is Policy.CONTIGUOUS:
-        return CPPlan(layout, cp_size, chosen, left_window, contiguous(layout, cp_size), row_cost)
-    if chosen is Policy.ZIGZAG:
-        return CPPlan(layout, cp_size, chosen, left_window, zigzag(layout, cp_size), row_cost)
-    if chosen is Policy.BALANCED:
+    if policy == Policy.AUTO:
+        return _cheapest(layout, cp_size, left_window, row_cost)
+    if policy == Policy.BALANCED:
         return _balanced(layout, cp_size, left_window, row_cost)
-    return _cheapest(layout, cp_size, left_window, row_cost)
+    pieces = (contiguous if policy == Policy.CONTIGUOUS else zigzag)(layout, cp_size)
+    return CPPlan(layout, cp_size, Policy(policy), left_window, pieces, row_cost)
 
 
 def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:

@@ -27,13 +27,6 @@ class Interval(NamedTuple):
         return self.density * self.length
 
 
-class Taken(NamedTuple):
-    """The tokens and pairs assigned to a rank by one call."""
-
-    tokens: int
-    pairs: float
-
-
 class Assignment:
     """Records the rank of each segment and of each part of a cut segment."""
 
@@ -94,8 +87,8 @@ class ShortSegments:
         """Count the pairs of the last `tokens` tokens, from the long end."""
         return self._before(self._high) - self._before(self._high - tokens)
 
-    def take(self, rank: int, tokens: int, pairs: float = 0) -> Taken:
-        """Assign `tokens` tokens from both ends to a rank, with about `pairs` pairs.
+    def take(self, rank: int, tokens: int, pairs: float = 0) -> int:
+        """Assign `tokens` tokens from both ends to a rank, with about `pairs` pairs; return the number of their pairs.
 
         As many as the pairs allow are taken from the long end, rounded to whole segments: only the short end is cut,
         where segments are the cheapest to split.
@@ -114,7 +107,7 @@ class ShortSegments:
         self._give(rank, self._high - back, self._high)
         self._low += tokens - back
         self._high -= back
-        return Taken(tokens, taken)
+        return taken
 
     def _before(self, token: int) -> int:
         """Count the pairs of all tokens before this one in the row, assigned or not."""
