@@ -22,7 +22,8 @@ Legend: Q sampled queries; C context-parallel ranks; other letters as in the res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,14 +74,7 @@ class SampledQueries:
 
     @classmethod
     def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> SampledQueries:
-        """Distribute the queries to the ranks that hold their tokens.
-
-        Args:
-            queries: int64 [Q], indices into the T tokens.
-            masks: the masks of the micro-batch.
-            by_rank: the tokens of each context-parallel rank.
-            rank: this rank.
-        """
+        """Distribute the queries, int64 [Q], to the ranks that hold their tokens; `by_rank` has those of each rank."""
         rows = [np.flatnonzero(np.isin(tokens, queries)) for tokens in by_rank]
         tokens = np.concatenate([tokens[own] for tokens, own in zip(by_rank, rows, strict=True)])
         return cls(
@@ -164,12 +158,7 @@ def find(
 
 
 class Probe:
-    """Measures the layers of this process during the forward pass.
-
-    Args:
-        sampled: the queries, on the compute device.
-        context: the ranks that share the micro-batch's tokens.
-    """
+    """Measures the layers of this process during the forward pass."""
 
     def __init__(self, sampled: SampledQueries, context: ContextGroup) -> None:
         self.sampled, self.context = sampled, context
@@ -182,7 +171,7 @@ class Probe:
         Args:
             layer_number: index in the whole model, from 1.
             local: whether it is a local layer.
-            query_tNH, key_tGH: queries and keys of this rank's tokens, after rotary embedding.
+            query_tNH, key_tGH: of this rank's tokens, after rotary embedding.
             scale: multiplies the scores before the softmax.
         """
         if layer_number in self._found:
@@ -192,9 +181,8 @@ class Probe:
         assert visible_2Q is not None
         shape = query_tNH.shape[1:]
         mine = query_tNH.index_select(0, sampled.rows_q).float().flatten()
-        query_QNH = self.context.gather(mine, [count * shape.numel() for count in sampled.counts]).unflatten(
-            0, (-1, *shape)
-        )
+        everyone = self.context.gather(mine, [count * shape.numel() for count in sampled.counts])
+        query_QNH = everyone.unflatten(0, (-1, *shape))
         found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.tokens_t, visible_2Q, scale)
         self._found[layer_number] = found, scale
 
@@ -212,8 +200,7 @@ class Probe:
         return layers, by_head(merged(by_rank, scale), scale)
 
 
-@dataclass(frozen=True)
-class AttentionHealth:
+class AttentionHealth(NamedTuple):
     """Attention statistics of a step for each layer; means over sampled queries and heads.
 
     Attributes:
@@ -226,18 +213,17 @@ class AttentionHealth:
         distance: mean distance to the attended tokens.
     """
 
-    entropy: tuple[float, ...]
-    sink_share: tuple[float, ...]
-    sink_pairs: tuple[float, ...]
-    s_max: tuple[float, ...]
-    s_max_scaled: tuple[float, ...]
-    distance: tuple[float, ...]
+    entropy: list[float]
+    sink_share: list[float]
+    sink_pairs: list[float]
+    s_max: list[float]
+    s_max_scaled: list[float]
+    distance: list[float]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> AttentionHealth:
         """Build from the flattened result of `of_layers`."""
-        layers = len(values) // len(fields(cls))
-        return cls(*(tuple(values[first : first + layers]) for first in range(0, len(values), layers)))
+        return cls(*np.reshape(values, (len(cls._fields), -1)).tolist())
 
 
 def of_layers(heads: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class RunRecords:
                 "score_time_s": result.score_seconds,
             }
         if result.attention is not None:
-            record |= {f"attention_{name}": list(by_layer) for name, by_layer in asdict(result.attention).items()}
+            record |= {f"attention_{name}": by_layer for name, by_layer in result.attention._asdict().items()}
             self._watch_s_max(done.step, result.attention)
         if self.config.training.moe_aux_loss_coeff:
             record["moe_aux_loss"] = result.moe_aux_loss

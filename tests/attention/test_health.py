@@ -91,7 +91,7 @@ def measured(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, quer
 
 def assert_close(health: AttentionHealth, expected: dict[str, float]) -> None:
     for name, value in expected.items():
-        assert getattr(health, name) == (pytest.approx(value, rel=2e-5),), name
+        assert getattr(health, name) == [pytest.approx(value, rel=2e-5)], name
 
 
 @pytest.mark.parametrize("share", ["all", "sampled"])
@@ -112,9 +112,9 @@ def test_a_sink_is_counted_by_head_and_by_pair() -> None:
     query = torch.zeros(LENGTH, HEADS, SIZE)
     query[:, :2, 0] = 50.0
     health = measured(query, key, masks, local=False, queries=np.arange(LENGTH))
-    assert health.sink_share == (0.5,)
-    assert health.sink_pairs == (pytest.approx((2 * LENGTH + 2 * 3) / (4 * LENGTH)),)
-    assert health.s_max == (50.0,)
+    assert health.sink_share == [0.5]
+    assert health.sink_pairs == [pytest.approx((2 * LENGTH + 2 * 3) / (4 * LENGTH))]
+    assert health.s_max == [50.0]
     even = np.mean([np.log(n) for n in range(1, LENGTH + 1)])
     assert health.entropy[0] == pytest.approx(even / 2, abs=1e-3)
 
@@ -143,7 +143,7 @@ def test_many_queries_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch)
     queries = np.arange(2 * LENGTH)
     at_once = measured(query, key, masks, local=False, queries=queries)
     monkeypatch.setattr("megatron_ext.attention.health._SCORES", 5 * HEADS * 2 * LENGTH)
-    for name, (value,) in vars(measured(query, key, masks, local=False, queries=queries)).items():
+    for name, (value,) in measured(query, key, masks, local=False, queries=queries)._asdict().items():
         assert value == pytest.approx(getattr(at_once, name)[0], rel=1e-6), name
 
 
@@ -153,9 +153,9 @@ def test_scores_beyond_float32s_exponent_are_measured() -> None:
     expected = dense(query, key, masks, local=False, queries=queries.tolist())
     assert expected["s_max_scaled"] > 1e5
     health = measured(query, key, masks, local=False, queries=queries)
-    assert health.entropy == (pytest.approx(expected["entropy"], abs=0.01),)
-    assert health.distance == (pytest.approx(expected["distance"], rel=0.01),)
-    assert health.s_max_scaled == (pytest.approx(expected["s_max_scaled"], rel=1e-5),)
+    assert health.entropy == [pytest.approx(expected["entropy"], abs=0.01)]
+    assert health.distance == [pytest.approx(expected["distance"], rel=0.01)]
+    assert health.s_max_scaled == [pytest.approx(expected["s_max_scaled"], rel=1e-5)]
 
 
 def test_the_sample_depends_on_seed_and_step_alone() -> None:
