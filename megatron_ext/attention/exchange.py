@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_ext.arrays import Bool, Int64
+from megatron_ext.arrays import Int64
 from megatron_ext.attention.inputs import Inputs
-from megatron_ext.context_parallel import CPPlan, RankPlan
+from megatron_ext.context_parallel import CPPlan
 from megatron_ext.device import moved, tensors_moved
 
 LocalAttention = Callable[[Inputs], Tensor]  # returns [t, N, W], on this rank alone
@@ -69,14 +69,6 @@ class ContextGroup:
     traffic: Traffic
     parts: int = 1
 
-    def start(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> AsyncAllToAll:
-        """Start an all-to-all of rows, ordered by rank; differentiable."""
-        return AsyncAllToAll(rows, send_counts, receive_counts, self)
-
-    def all_to_all(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """Run an all-to-all of rows; differentiable."""
-        return self.start(rows, send_counts, receive_counts).wait()
-
     def gather(self, values_t: Tensor, counts: Sequence[int]) -> Tensor:
         """Gather the values of all ranks in rank order; rank r has counts[r]. Not differentiable."""
         if self.size == 1:
@@ -91,7 +83,7 @@ class ContextGroup:
 
 
 class AsyncAllToAll:
-    """A differentiable all-to-all in progress, from `ContextGroup.start` to `wait`.
+    """A differentiable all-to-all of rows, ordered by rank; it is in progress until `wait`.
 
     Start and wait are two autograd functions, so that the computation between them overlaps with communication in both
     directions: backward starts sending gradients at `wait` and waits for them at `start`.
@@ -193,7 +185,7 @@ class KeyExchange:
         """Build the exchange of this rank from the plan."""
         mine = plan.rank(context.rank)
         lengths, key_counts = np.diff(mine.cu_seqlens_q), np.diff(mine.cu_seqlens_kv)
-        local = local_pieces(mine)
+        local = mine.is_local
         changes = np.flatnonzero(np.diff(np.concatenate([[True], local, [not local[-1]]])))
         runs = np.diff(np.concatenate([[0], mine.cu_seqlens_q[changes]])).tolist()
         remote_rows = mine.kv_rows[np.repeat(~local, key_counts)]
@@ -229,7 +221,8 @@ class KeyExchange:
         parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
         # keys and values are sent as one tensor; all parts are started before anything is computed
         owns = torch.cat([key_tGH, value_tGW], dim=-1).chunk(parts, dim=1)
-        transfers = [self.context.start(self.sends.of_rows(own), self.send_counts, self.receive_counts) for own in owns]
+        counts = self.send_counts, self.receive_counts
+        transfers = [AsyncAllToAll(self.sends.of_rows(own), *counts, self.context) for own in owns]
         query, key, value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGW))
         local = attend_local(Inputs(query, key, value, sink_N)) if len(query) else None
         outputs, sizes = [], (key_tGH.shape[-1], value_tGW.shape[-1])
@@ -255,15 +248,6 @@ class KeyExchange:
         runs = x_t.split(self.runs)[first::2]
         filled = [run for run in runs if len(run)] or [runs[0]]
         return filled[0] if len(filled) == 1 else torch.cat(filled)
-
-
-def local_pieces(mine: RankPlan) -> Bool:
-    """Return, for each piece of a rank, whether its queries see only keys of this rank; bool [pieces].
-
-    Neighbouring pieces of a segment are on different ranks, so a local piece sees no keys before its own.
-    """
-    same: Bool = np.diff(mine.cu_seqlens_q) == np.diff(mine.cu_seqlens_kv)
-    return same
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,12 +282,13 @@ class HeadExchange:
         """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""
         size, t = self.context.size, len(x_tNH)
         by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
-        return self.order.inverse().of_rows(self.context.all_to_all(by_rank, [t] * size, [t] * size))
+        received = AsyncAllToAll(by_rank, [t] * size, [t] * size, self.context).wait()
+        return self.order.inverse().of_rows(received)
 
     def _own_tokens(self, x_TNH: Tensor) -> Tensor:
         """Exchange back: [T, N/cp, H] -> [t, N, H]."""
         size, t = self.context.size, len(x_TNH) // self.context.size
-        by_rank = self.context.all_to_all(self.order.of_rows(x_TNH), [t] * size, [t] * size)
+        by_rank = AsyncAllToAll(self.order.of_rows(x_TNH), [t] * size, [t] * size, self.context).wait()
         return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import Bool, Int32
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention, local_pieces
+from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.device import moved
@@ -79,7 +79,7 @@ class AttentionCall:
             return cls(borders, borders, plan.left_window, HeadExchange.of_plan(plan, context))
         mine = plan.rank(context.rank)
         whole = cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.left_window, KeyExchange.of_plan(plan, context))
-        local = local_pieces(mine)
+        local = mine.is_local
         if local.all() or not local.any():
             return whole
         return replace(whole, local=whole._of_pieces(local), remote=whole._of_pieces(~local))

@@ -61,6 +61,14 @@ class RankPlan:
     receive: tuple[Int64, ...]
     kv_rows: Int64
 
+    @property
+    def is_local(self) -> Bool:
+        """bool [pieces]: whether the queries of a piece see only keys of this rank.
+
+        Neighbouring pieces of a segment are on different ranks, so a local piece sees no keys before its own.
+        """
+        return np.diff(self.cu_seqlens_q) == np.diff(self.cu_seqlens_kv)
+
 
 class _Transfers(NamedTuple):
     """Tokens [start, end) that are sent between ranks, int64 arrays; `piece` is the sender's piece."""

@@ -277,10 +277,10 @@ class Stepper:
             return model(batch), functools.partial(weighted_loss, batch)
 
         def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-            weights = self.weigher(batch, losses)
-            total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
+            weights_t, scores_t = self.weigher(batch, losses)
+            total, terms = loss_terms(losses, weights_t, batch.trained_t, self.z_loss, scores_t)
             sums.add_(terms.stacked())
-            largest.copy_(torch.maximum(largest, (weights.weights_t * batch.trained_t).max()))
+            largest.copy_(torch.maximum(largest, (weights_t * batch.trained_t).max()))
             return total, total.new_zeros((), dtype=torch.int), sums
 
         def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:

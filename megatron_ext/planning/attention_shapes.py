@@ -104,7 +104,7 @@ def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
     """Return the shapes of one rank under the exchange of keys."""
     own = plan.pieces_of(rank)
     queries, keys = plan.pieces.end[own] - plan.pieces.start[own], plan.pieces.end[own] - plan.key_start[own]
-    local = queries == keys  # as in `attention.exchange.local_pieces`
+    local = queries == keys  # as in `RankPlan.is_local`
     tokens = int(queries.sum())
 
     def call(pieces: Bool) -> Call | None:

@@ -22,14 +22,6 @@ from megatron_ext.token_weighting.weigh import Post, Score, weigh_rows
 PASSAGE = 400  # tokens of the first row that are written to passage.json
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Weights, float32 [t], and scores, float64 [t] or None, of this rank's tokens of a micro-batch."""
-
-    weights_t: Tensor
-    scores_t: Tensor | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class WeighedRow:
     """The weights of one row, on the host.
@@ -63,11 +55,14 @@ class Weigher:
         self._weighed_last: tuple[Tensor, Tensor, Tensor] | None = None  # labels_T, weights_T, scores_T
         self._rows_kept: dict[int, WeighedRow] | None = {} if keeps_rows else None
 
-    def __call__(self, batch: PackedBatch, losses: TokenLosses) -> Weights:
-        """Return the weights of this rank's tokens; those of the batch if weights do not depend on losses."""
+    def __call__(self, batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor | None]:
+        """Return the weights, float32 [t], and the scores, float64 [t], of this rank's tokens of a micro-batch.
+
+        If weights do not depend on losses, they are those of the batch, without scores.
+        """
         scores, options = batch.scores, self.options
         if scores is None:
-            return Weights(batch.weights_t)
+            return batch.weights_t, None
         assert batch.places is not None
         by_name = {
             "long_loss": self._whole(batch, losses.cross_entropy_t),
@@ -91,7 +86,7 @@ class Weigher:
         own_t = batch.places.of_rank(self.context.rank)
         weights_T, scores_T = weights_RL.reshape(-1), scores_RL.reshape(-1)
         self._weighed_last = scores.labels_T, weights_T, scores_T
-        return Weights(weights_T[own_t], scores_T[own_t])
+        return weights_T[own_t], scores_T[own_t]
 
     def passage(self, step: int, tokenizer: Tokenizer | None) -> Passage | None:
         """Return a passage of the first row of the last micro-batch; None if weights do not depend on losses.

@@ -73,7 +73,7 @@ class Recorder:
         found = self._weigher(batch, losses)
         if batch.scores is not None:
             held_t = batch.places.of_rank(self._weigher.context.rank)
-            arrays = (held_t, found.weights_t, found.scores_t)
+            arrays = (held_t, *found)
             self._seen.append(Weighed(batch.scores.seeds, *(array.numpy().copy() for array in arrays)))
         return found
 
