@@ -90,13 +90,8 @@ def chunk_batches(
 ) -> list[PackedBatch]:
     """Pack chunks into micro-batches of equal length that train nothing and return the losses of the scored tokens.
 
-    Args:
-        tokens, masks: of the rows; the batches' `places` index these tokens.
-        chunks: each sees only its own tokens.
-        division: how chunks are packed into micro-batches.
-        context: how micro-batches are split over context-parallel ranks.
-        bos_starts: int64, the starts of the chunks whose first token is replaced by `bos_id`; None for none.
-        bos_id: a token.
+    The batches' `places` index `tokens`, those of the rows. The first token of the chunks that start at `bos_starts` is
+    replaced by `bos_id`. The other arguments are those of `short_pass`.
     """
     batches = []
     for share, length in _split(chunks, division):
