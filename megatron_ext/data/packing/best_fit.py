@@ -27,58 +27,37 @@ def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
     order = np.argsort(-sizes, kind="stable")
     bins = np.empty(len(sizes), dtype=np.int64)  # bins of the items in `order`
     distinct, counts = np.unique(sizes, return_counts=True)
-    open_bins = _OpenBins()
-    placed = 0
+    open_bins: dict[int, list[int]] = {}  # by their remaining space; full ones are dropped
+    spaces: list[int] = []  # of open bins, sorted
+
+    def put(added: list[int], space: int) -> None:
+        if not space:
+            return
+        if space not in open_bins:
+            open_bins[space] = []
+            insort(spaces, space)
+        open_bins[space] += added
+
+    placed = opened = 0
     for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         rest = count
         while rest:
-            space = open_bins.smallest_space(size)
-            if space is None:
-                space = capacity
-                open_bins.add_new(-(-rest // (capacity // size)), capacity)
+            fullest = bisect_left(spaces, size)
+            if fullest == len(spaces):
+                needed = -(-rest // (capacity // size))
+                put(list(range(opened, opened + needed)), capacity)
+                opened += needed
+            space = spaces[fullest]
             each = min(space // size, rest)
-            taken = open_bins.take(space, rest // each)
-            open_bins.put(taken, space - each * size)
+            waiting = open_bins[space]
+            taken = waiting[-(rest // each) :]
+            del waiting[-(rest // each) :]
+            if not waiting:
+                del open_bins[space], spaces[fullest]
+            put(taken, space - each * size)
             bins[placed : placed + each * len(taken)] = np.repeat(taken, each)
             placed += each * len(taken)
             rest -= each * len(taken)
     result = np.empty_like(bins)
     result[order] = bins
     return result
-
-
-class _OpenBins:
-    """Bins indexed by their remaining space."""
-
-    def __init__(self) -> None:
-        self._by_space: dict[int, list[int]] = {}
-        self._spaces: list[int] = []  # sorted; those with a bin
-        self._count = 0
-
-    def smallest_space(self, size: int) -> int | None:
-        """Return the smallest space of a bin that is at least `size`; None if there is none."""
-        first = bisect_left(self._spaces, size)
-        return self._spaces[first] if first < len(self._spaces) else None
-
-    def add_new(self, count: int, capacity: int) -> None:
-        self.put(list(range(self._count, self._count + count)), capacity)
-        self._count += count
-
-    def put(self, bins: list[int], space: int) -> None:
-        """Add bins with this space; full ones are dropped."""
-        if not space:
-            return
-        if space not in self._by_space:
-            self._by_space[space] = []
-            insort(self._spaces, space)
-        self._by_space[space] += bins
-
-    def take(self, space: int, most: int) -> list[int]:
-        """Remove and return up to `most` of the bins with this space."""
-        waiting = self._by_space[space]
-        taken = waiting[-most:]
-        del waiting[-most:]
-        if not waiting:
-            del self._by_space[space]
-            self._spaces.pop(bisect_left(self._spaces, space))
-        return taken

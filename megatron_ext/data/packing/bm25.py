@@ -38,49 +38,41 @@ def order_by_similarity(
             source.read(document, 0, min(first_tokens, int(source.document_lengths[document])))
             for document in documents[numbers].tolist()
         ]
-        orders.append(numbers[_Block(texts).walk()])
+        orders.append(numbers[_walk(texts)])
     return np.concatenate(orders)
 
 
-class _Block:
-    """Indexes the documents of a block by BM25, and orders them."""
+def _walk(texts: list[np.ndarray]) -> Int64:
+    """Return an order of the texts, starting with the first."""
+    try:
+        from bm25s import BM25
+    except ImportError:
+        raise missing_package("packing: bm25", "bm25s") from None
+    size = len(texts)
+    vocabulary, ids = np.unique(np.concatenate(texts), return_inverse=True)
+    terms = np.split(ids, np.cumsum([len(text) for text in texts])[:-1])
+    distinct = [np.unique(ids) for ids in terms]
+    spread = np.bincount(np.concatenate(distinct), minlength=len(vocabulary))  # documents of each term
+    index = BM25(backend="numpy", csc_backend="numpy")
+    corpus = ([ids.tolist() for ids in terms], {term: term for term in range(len(vocabulary))})
+    index.index(corpus, create_empty_token=False, show_progress=False)
 
-    def __init__(self, texts: list[np.ndarray]) -> None:
-        try:
-            from bm25s import BM25
-        except ImportError:
-            raise missing_package("packing: bm25", "bm25s") from None
-        vocabulary, ids = np.unique(np.concatenate(texts), return_inverse=True)
-        terms = np.split(ids, np.cumsum([len(text) for text in texts])[:-1])
-        self._size = len(texts)
-        self._distinct = [np.unique(ids) for ids in terms]
-        self._spread = np.bincount(np.concatenate(self._distinct), minlength=len(vocabulary))  # documents of each term
-        corpus = ([ids.tolist() for ids in terms], {term: term for term in range(len(vocabulary))})
-        self._index = BM25(backend="numpy", csc_backend="numpy")
-        self._index.index(corpus, create_empty_token=False, show_progress=False)
-
-    def walk(self) -> Int64:
-        """Return an order of all documents, starting with the first."""
-        unused = np.ones(self._size, dtype=np.float32)
-        order = np.zeros(self._size, dtype=np.int64)
-        following = 0
-        for step in range(1, self._size):
-            current = int(order[step - 1])
-            unused[current] = 0  # masks its score; the index itself is never changed
-            scores = self._index.get_scores_from_ids(self._query(current), weight_mask=unused)
-            nearest = int(scores.argmax())
-            if scores[nearest] <= 0:
-                while not unused[following]:  # never goes back, so all steps together are linear
-                    following += 1
-                nearest = following
-            order[step] = nearest
-        return order
-
-    def _query(self, document: int) -> Int64:
-        """Return the query terms of a document; terms of only this document, or of all, carry no information."""
-        terms = self._distinct[document]
-        spread = self._spread[terms]
-        rarest = np.argsort(spread, kind="stable")
-        rarest = rarest[(spread[rarest] > 1) & (spread[rarest] < self._size)]
-        # The cost of a step is the number of documents with these terms: at most N.
-        return terms[rarest][np.cumsum(spread[rarest]) <= self._size]
+    unused = np.ones(size, dtype=np.float32)
+    order = np.zeros(size, dtype=np.int64)
+    following = 0
+    for step in range(1, size):
+        current = int(order[step - 1])
+        unused[current] = 0  # masks its score; the index itself is never changed
+        rarest = distinct[current][np.argsort(spread[distinct[current]], kind="stable")]
+        # terms of only this document, or of all, carry no information
+        rarest = rarest[(spread[rarest] > 1) & (spread[rarest] < size)]
+        # the cost of a step is the number of documents with the query's terms: at most N
+        query = rarest[np.cumsum(spread[rarest]) <= size]
+        scores = index.get_scores_from_ids(query, weight_mask=unused)
+        nearest = int(scores.argmax())
+        if scores[nearest] <= 0:
+            while not unused[following]:  # never goes back, so all steps together are linear
+                following += 1
+            nearest = following
+        order[step] = nearest
+    return order

@@ -19,12 +19,8 @@ def decompose(lengths: Int64, shortest: int, longest: int) -> list[Int64]:
 
     Larger pieces come first; a remainder of fewer than `shortest` tokens is dropped.
 
-    Args:
-        lengths: int64 [n], of the documents.
-        shortest, longest: powers of two, shortest <= longest.
-
-    Returns:
-        For each size from `shortest` to `longest` its bucket: int64 [P, 3], document, first token, size.
+    Returns for each size from `shortest` to `longest`, both powers of two, its bucket: int64 [P, 3], document, first
+    token, size.
     """
     buckets = []
     size = shortest
@@ -60,7 +56,7 @@ def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float
         counts: batches of each bucket, shortest pieces first.
         draws: for each bucket, float64 [batches], uniform in [0, 1).
         growth: at least 1.
-        cycles: c >= 1.
+        cycles: at least 1.
 
     Returns:
         int64 [sum(counts)], bucket indices.

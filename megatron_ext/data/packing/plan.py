@@ -50,14 +50,9 @@ Packing = Literal[
 
 @dataclass(frozen=True)
 class PlanKey:
-    """All inputs of a plan.
+    """All inputs of a plan, with every option of the policy and the `fingerprint` of the documents.
 
-    Attributes:
-        policy: its name.
-        row_length: L, in tokens.
-        seed: 0 .. 2^64-1.
-        options: every option of the policy, including defaults.
-        fingerprint: of the documents and their lengths, see `fingerprint`. (`bm25` also reads their tokens.)
+    (`bm25` also reads their tokens.)
     """
 
     policy: str
@@ -72,7 +67,6 @@ class PackingPlan:
     """Rows as pieces of documents.
 
     Attributes:
-        key: the inputs of the plan.
         row_offsets: int64 [R+1]; row r has the pieces row_offsets[r] .. row_offsets[r+1], at least one.
         pieces: int64 [P, 3]: the document (index into the data set), its first token used, and the number of tokens, >=
             1. The pieces of a row are in order and have at most L tokens; the rest of the row is padding.
@@ -115,13 +109,10 @@ class PackingPlan:
 def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
     """Return the SHA-256 of the documents of a split, and of all documents' lengths and sources (if known)."""
     digest = hashlib.sha256()
-    arrays = [source.document_lengths, documents]
-    if source.document_sources is not None:
-        arrays.append(source.document_sources)
-    for numbers in arrays:
-        values = np.ascontiguousarray(numbers, dtype="<i8")
-        digest.update(len(values).to_bytes(8, "little"))
-        digest.update(values.tobytes())
+    for numbers in (source.document_lengths, documents, source.document_sources):
+        if numbers is not None:
+            values = np.ascontiguousarray(numbers, dtype="<i8")
+            digest.update(len(values).to_bytes(8, "little") + values.tobytes())
     return digest.hexdigest()
 
 
@@ -142,11 +133,7 @@ def save_plan(plan: PackingPlan, prefix: str | os.PathLike[str]) -> None:
 
 
 def load_plan(prefix: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
-    """Open the plan with this key, memory-mapped.
-
-    Raises:
-        UserError: the plan is missing or damaged.
-    """
+    """Open the plan with this key, memory-mapped; raise UserError if it is missing or damaged."""
     folder = plan_folder(prefix, key)
     try:
         offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))

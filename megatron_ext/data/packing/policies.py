@@ -40,13 +40,9 @@ Factor = Annotated[float, Field(ge=1, le=10**6, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Corpus:
-    """The input of a policy: the non-empty documents of a split.
+    """The input of a policy: the non-empty documents of a split, int64 [n], and their lengths.
 
-    Attributes:
-        source: the tokens of the documents.
-        documents, lengths: int64 [n]; policies refer to documents by their index in these arrays.
-        row_length: L.
-        seed: seed of all random draws.
+    Policies refer to documents by their index in these arrays.
     """
 
     source: TokenSource
@@ -93,11 +89,8 @@ class Policy:
 def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packed:
     """Concatenate documents in this order and create a row of up to L tokens from each position in `starts`.
 
-    Args:
-        corpus: the documents.
-        order: the documents' order.
-        starts: int64 [R], ascending, at least L apart, token positions in the concatenation; None: every L tokens, so
-            that a cut document continues in the next row.
+    `starts` are token positions in the concatenation, int64 [R], ascending and at least L apart; None: every L tokens,
+    so that a cut document continues in the next row.
     """
     ends = np.cumsum(corpus.lengths[order])
     if starts is None:
@@ -254,20 +247,19 @@ class UpsampleLong(Policy):
     def pack(self, corpus: Corpus) -> Packed:
         sources = corpus.sources()
         own = np.zeros(len(corpus.documents), np.int64) if sources is None else sources
-        of_source = [own == number for number in range(own.max() + 1)]
-        long = corpus.lengths > self.threshold
-        tokens = np.array(
-            [[corpus.lengths[mine & long].sum(), corpus.lengths[mine & ~long].sum()] for mine in of_source]
-        )
-        factors = [self._factor(int(longs), int(shorts)) for longs, shorts in tokens.tolist()]
-        grown = [(longs * by + shorts) / (longs + shorts) for (longs, shorts), by in zip(tokens, factors, strict=True)]
+        groups = []  # of each source: its long and short documents, the factor of the long ones, the growth of all
+        for number in range(own.max() + 1):
+            above = corpus.lengths > self.threshold
+            long, short = np.flatnonzero((own == number) & above), np.flatnonzero((own == number) & ~above)
+            longs, shorts = int(corpus.lengths[long].sum()), int(corpus.lengths[short].sum())
+            by = self._factor(longs, shorts)
+            groups.append((long, short, by, (longs * by + shorts) / (longs + shorts)))
+        most = max(growth for *_, growth in groups)
         copies = np.ones(len(corpus.lengths), dtype=np.int64)
-        for number, (mine, by, growth) in enumerate(zip(of_source, factors, grown, strict=True)):
-            evened = max(grown) / growth
-            for draw, (chosen, wanted) in enumerate(
-                ((mine & long, by * evened), (mine & ~long, evened)), 2 * number + 1
-            ):
-                documents = np.flatnonzero(chosen)
+        draw = 0
+        for long, short, by, growth in groups:
+            for documents, wanted in ((long, by * (most / growth)), (short, most / growth)):
+                draw += 1
                 whole, fraction = divmod(wanted, 1)
                 # Factor 2.25: two copies of each document, and a third copy of a quarter of them.
                 copies[documents] = int(whole)
@@ -318,10 +310,7 @@ class Decomposition(Policy):
             if value.bit_count() != 1:
                 raise UserError(f"packing: decomposition needs powers of two, but {name} is {value}")
         if self.shortest > row_length:
-            raise UserError(
-                f"packing: decomposition has pieces of at least {self.shortest} tokens, but row_length is "
-                f"{row_length}; give a smaller shortest"
-            )
+            raise UserError(f"packing: shortest is {self.shortest}; needs at most the {row_length} tokens of a row")
 
     def pack(self, corpus: Corpus) -> Packed:
         length, batch = corpus.row_length, self.batch_rows
@@ -356,11 +345,7 @@ POLICIES: Mapping[str, type[Policy]] = {
 
 
 def check_options(policy: str, options: Options, row_length: int) -> Policy:
-    """Return the policy with these options.
-
-    Raises:
-        UserError: an unknown policy or option, or an invalid value.
-    """
+    """Return the policy with these options; raise UserError for an unknown one or an invalid value."""
     if policy not in POLICIES:
         raise UserError(f"packing: there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
     kind = POLICIES[policy]
@@ -387,11 +372,7 @@ def plan_key(
     seed: int,
     options: Options | None = None,
 ) -> PlanKey:
-    """Return the key of the plan that `build_plan` creates from the same arguments.
-
-    Raises:
-        UserError: an unknown policy or option, or an invalid value.
-    """
+    """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`."""
     chosen = check_options(policy, options or {}, row_length)
     return PlanKey(policy, row_length, seed, asdict(chosen), fingerprint(source, documents))
 
@@ -409,7 +390,7 @@ def build_plan(
     `random` gives the rows that start in epoch 0 of `RowDataset`, for reports only; training reads `RowDataset`.
 
     Raises:
-        UserError: as `plan_key`; no tokens, or no row; `bm25` without the package bm25s.
+        UserError: invalid options, no tokens, or no row.
     """
     key = plan_key(policy, source, documents, row_length, seed, options)
     chosen, lengths = nonempty(source, documents)

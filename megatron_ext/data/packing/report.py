@@ -42,27 +42,26 @@ class PackingReport:
     context_histogram: tuple[int, ...]
     mean_context: float
 
-    @property
-    def kept_share(self) -> float:
-        """The share of the split's tokens that is kept."""
-        return self.kept_tokens / self.tokens
-
-    @property
-    def padding_share(self) -> float:
-        """The share of the rows' tokens that is padding."""
-        return self.padding_tokens / self.row_tokens
-
 
 def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | Int64) -> PackingReport:
     """Return the report of a plan for the documents of the split."""
     chosen, lengths = nonempty(source, np.unique(np.asarray(documents, dtype=np.int64)))
     pieces, every_length = np.asarray(plan.pieces), np.asarray(source.document_lengths)
-    row_tokens = plan.rows * plan.row_length
-    kept = _distinct_tokens(pieces, every_length)
+    row_tokens, placed = plan.rows * plan.row_length, plan.tokens
     whole = pieces[:, 2] == every_length[pieces[:, 0]]
-    placed = int(pieces[:, 2].sum())
+
+    # kept tokens: the union of the pieces, as intervals in the concatenation of all documents
+    starts = (np.cumsum(every_length) - every_length)[pieces[:, 0]] + pieces[:, 1]
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], (starts + pieces[:, 2])[order]
+    covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # end of the part covered by earlier pieces
+    kept = int(np.maximum(ends - np.maximum(starts, covered), 0).sum())
+
+    # C_i = 1 .. n in each text of n tokens
     texts = np.add.reduceat(pieces[:, 2], plan.row_offsets[:-1]) if plan.joined else pieces[:, 2]
-    histogram, mean = _contexts(texts)
+    sizes, counts = np.unique(texts, return_counts=True)
+    low = 2 ** np.arange(int(sizes[-1]).bit_length())[:, None]  # [bins, 1]
+    inside = np.clip(sizes - (low - 1), 0, low)  # [bins, sizes]: how many of 1 .. n are in low .. 2 low - 1
     return PackingReport(
         documents=len(chosen),
         tokens=int(lengths.sum()),
@@ -73,8 +72,8 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
         dropped_documents=len(chosen) - len(np.unique(pieces[:, 0])),
         truncated_documents=len(np.unique(pieces[~whole, 0])),
         padding_tokens=row_tokens - placed,
-        context_histogram=histogram,
-        mean_context=mean,
+        context_histogram=tuple((inside * counts).sum(axis=1).tolist()),
+        mean_context=float((segment_pairs(sizes) * counts).sum() / placed),
     )
 
 
@@ -85,9 +84,9 @@ def describe(reports: Mapping[str, PackingReport]) -> str:
     ]
     for name, made in reports.items():
         lines.append(
-            f"{name:<15} {made.kept_share:>7.1%} {made.repeated_tokens / made.tokens:>9.1%} "
+            f"{name:<15} {made.kept_tokens / made.tokens:>7.1%} {made.repeated_tokens / made.tokens:>9.1%} "
             f"{made.truncated_documents / made.documents:>10.1%} {made.dropped_documents / made.documents:>8.1%} "
-            f"{made.padding_share:>8.2%} {made.mean_context:>10,.0f} {made.rows:,}"
+            f"{made.padding_tokens / made.row_tokens:>8.2%} {made.mean_context:>10,.0f} {made.rows:,}"
         )
     lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
     return "\n".join(lines)
@@ -101,23 +100,3 @@ def describe_contexts(report: PackingReport) -> str:
             low, share = 2**power, count / sum(report.context_histogram)
             lines.append(f"    {low:>9,} to {2 * low - 1:>9,}  {share:6.1%}  {'#' * round(40 * share)}")
     return "\n".join(lines)
-
-
-def _distinct_tokens(pieces: Int64, document_lengths: Int64) -> int:
-    """Return the number of tokens in the union of the pieces, as intervals in the concatenation of all documents."""
-    # upsample_long and `random` may repeat tokens
-    starts = (np.cumsum(document_lengths) - document_lengths)[pieces[:, 0]] + pieces[:, 1]
-    order = np.argsort(starts, kind="stable")
-    starts = starts[order]
-    ends = starts + pieces[order, 2]
-    covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # end of the part covered by earlier pieces
-    return int(np.maximum(ends - np.maximum(starts, covered), 0).sum())
-
-
-def _contexts(counts: Int64) -> tuple[tuple[int, ...], float]:
-    """Return the histogram and the mean of C_i = 1 .. n over pieces of n tokens each."""
-    sizes, pieces = np.unique(counts, return_counts=True)
-    low = 2 ** np.arange(int(sizes[-1]).bit_length())[:, None]  # [bins, 1]
-    inside = np.clip(sizes - (low - 1), 0, low)  # [bins, sizes]: how many of 1 .. n are in low .. 2 low - 1
-    mean = float((segment_pairs(sizes) * pieces).sum() / (sizes * pieces).sum())
-    return tuple((inside * pieces).sum(axis=1).tolist()), mean

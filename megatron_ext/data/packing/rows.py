@@ -30,12 +30,7 @@ class PackedRows:
     - If the data set has a mask, only labels selected by it are trained.
     - The last label is `pad_id`, not trained, if the row's last piece ends its document.
 
-    Args:
-        source: the tokens.
-        plan: a plan of any policy but `random`, whose rows are read by `RowDataset`.
-        seed: 0 .. 2^64-1.
-        mask_eod: do not train on the label after a document's last token (Megatron-LM's --eod-mask-loss).
-        pad_id: the token id of padding.
+    `plan` is of any policy but `random`, whose rows are read by `RowDataset`.
     """
 
     def __init__(

@@ -200,7 +200,7 @@ def test_only_documents_of_the_split_are_packed(policy: str) -> None:
         ("whole_document", 8, {"join_sources": 2}, "join_sources is 2: .* should be 0 or 1"),
         ("whole_document", 8, {"join_sources": 1}, "dataset names no sources; make it with .*--source-field FIELD"),
         ("decomposition", 8, {"shortest": 3}, "powers of two, but shortest is 3"),
-        ("decomposition", 8, {"shortest": 16}, "has pieces of at least 16 tokens, but row_length is 8"),
+        ("decomposition", 8, {"shortest": 16}, "shortest is 16; needs at most the 8 tokens"),
         ("decomposition", 8, {"shortest": 8, "batch_rows": 4}, NO_ROW),
     ],
 )
