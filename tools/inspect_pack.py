@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 from megatron_ext.cli import Parser, command, integer
@@ -54,25 +53,26 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 def config_of(options: argparse.Namespace) -> Config:
     words = ["--seq-length", options.seq_length, "--split", options.split, "--seed", options.seed]
-    return parse([*map(str, words), "--data-path", *options.data_path])
+    tokenizer = ["--tokenizer-model", options.tokenizer_model] if options.tokenizer_model else []
+    return parse([*map(str, words), *tokenizer, "--data-path", *options.data_path])
 
 
 def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Read a row of the dataset with the trainer's code: its document ends and, if requested, its tokens' texts."""
-    from megatron_ext.data.text.metadata import check_tokenizer
+    from megatron_ext.data.rows.identity import vocabulary  # importing torch takes seconds
     from megatron_ext.data.text.tokenizer import Tokenizer
-    from megatron_ext.run.inputs import open_rows  # importing Megatron takes seconds
+    from megatron_ext.run.inputs import open_rows
 
     if options.text and not options.tokenizer_model:
         raise UserError("text: got no tokenizer to decode tokens with; give --tokenizer-model or leave --text out")
     config = config_of(options)
-    tokenizer = Tokenizer(options.tokenizer_model) if options.tokenizer_model else None
-    if tokenizer:
-        for part in config.data.parts:
-            check_tokenizer(part.prefix, tokenizer)
-    row = open_rows(config, tokenizer.vocab_size if tokenizer else sys.maxsize).train(options.sample)
-    texts = [tokenizer.decode([token]) for token in row.tokens[:-1]] if tokenizer and options.text else None
-    return row.document_ends.tolist(), texts
+    vocab_size = vocabulary(config) if options.tokenizer_model else sys.maxsize
+    row = open_rows(config, vocab_size).train(options.sample)
+    ends = row.document_ends.tolist()
+    if not options.text:
+        return ends, None
+    tokenizer = Tokenizer(options.tokenizer_model)
+    return ends, [tokenizer.decode([token]) for token in row.tokens[:-1]]
 
 
 def compare(options: argparse.Namespace) -> str:
@@ -98,7 +98,6 @@ def compare(options: argparse.Namespace) -> str:
 
 @command
 def main(argv: list[str]) -> int:
-    warnings.simplefilter("ignore")  # Megatron warns about libraries that are not needed here
     options = parse_options(argv)
     if options.policies and options.data_path is not None:
         print(compare(options))

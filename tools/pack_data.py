@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 from megatron_ext.cli import command
 from megatron_ext.config import Config
@@ -30,10 +29,9 @@ from megatron_ext.data.packing import (
     report,
     save_plan,
 )
+from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron_ext.run.inputs import Split
+from megatron_ext.run.inputs import Split, splits
 
 
 @command
@@ -52,9 +50,6 @@ def main(argv: list[str]) -> int:
 
 def pack(configs: Sequence[Config]) -> None:
     """Make the plans of all stages: of the training split, and of the validation split if it needs plans."""
-    from megatron_ext.data.rows.identity import vocabulary  # importing Megatron takes seconds
-    from megatron_ext.run.inputs import splits
-
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:
         raise UserError("packing: got random, which needs no plan; name another policy")

@@ -13,8 +13,8 @@ from megatron_ext.cli import Parser, command
 from megatron_ext.data.build.lengths import describe_lengths
 from megatron_ext.data.build.parts import Report
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.indexed import read_metadata
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
-from megatron_ext.data.text.metadata import read_metadata
 
 EPILOG = """
 A document is a line of .jsonl, a row of .parquet, or a .txt file. Finished shards are kept in PREFIX.parts, which is

@@ -13,8 +13,7 @@ from dataclasses import asdict, replace
 
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.data.packing.policies import check_options
-from megatron_ext.data.rows.mixture import MixturePart, scaled
-from megatron_ext.data.rows.splits import parse_shares
+from megatron_ext.data.rows.mixture import MixturePart, parse_shares, scaled
 
 
 def effective(config: Config) -> Config:

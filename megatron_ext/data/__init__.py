@@ -2,4 +2,5 @@
 
 text/     texts, conversations, tokenizers       build/    offline: texts -> PREFIX.bin, .idx, .json
 packing/  offline: documents -> plans of rows    rows/     while training: documents or plans -> rows
+indexed   .bin, .idx, .json, read and written
 """

@@ -14,6 +14,7 @@ from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe
+from megatron_ext.run.inputs import TRAINING, VALIDATION, first_weights, open_part, open_split
 
 MISSING = "missing          "
 
@@ -58,8 +59,6 @@ def look_at_inputs(stage: Stage, vocab_size: int) -> Iterator[str]:
     if weights is not None and stage.before is None and not Path(weights).exists():
         yield f"{MISSING}init_from: {weights} does not exist"
     elif weights is not None and stage.before is None and source is None:
-        from megatron_ext.run.inputs import first_weights  # importing Megatron takes seconds
-
         first_weights(config, vocab_size)
     yield from _data_lines(config, vocab_size)
 
@@ -73,8 +72,6 @@ def _data_lines(config: Config, vocab_size: int) -> Iterator[str]:
             if absent:
                 yield f"{MISSING}data: {absent[0]} does not exist; make it with {program('preprocess')}"
                 continue
-            from megatron_ext.run.inputs import TRAINING, VALIDATION, open_part, open_split  # imports Megatron
-
             try:
                 split = open_part(config, vocab_size, share, index)
                 rows = open_split(split, config)

@@ -12,14 +12,12 @@ from pathlib import Path
 from megatron_ext.checkpoint.folders import Checkpoint, end_of_samples, find_checkpoint
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_key
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
-from megatron_ext.data.rows.identity import open_scores, vocabulary
-from megatron_ext.data.rows.mixture import MixturePart
-from megatron_ext.data.rows.splits import split_documents
-from megatron_ext.data.text.metadata import bos_of
-from megatron_ext.engine.indexed_dataset import IndexedSource
+from megatron_ext.data.rows.identity import bos_of, open_scores, vocabulary
+from megatron_ext.data.rows.mixture import MixturePart, split_documents
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.store import ScoreStore
 
@@ -62,7 +60,7 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
         rows=open_rows(config, vocab_size),
         scores=open_scores(config, vocab_size, end_of_samples(config, checkpoint)),
         pretrained=first_weights(config, vocab_size) if pretrained and checkpoint is None else None,
-        bos_id=bos_of(part.prefix for part in config.data.parts),
+        bos_id=bos_of(config),
     )
 
 

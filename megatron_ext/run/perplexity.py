@@ -26,8 +26,8 @@ from tqdm import tqdm
 from megatron_ext.arrays import Float64, Int64
 from megatron_ext.batch import PackedBatch, Tokens
 from megatron_ext.config import ParallelConfig
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.text.documents import read_documents
-from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.by_position import BINS, bin_of, losses_by_position, mean_loss
 from megatron_ext.evaluation.model_text import ModelText

@@ -14,8 +14,7 @@ from tqdm import tqdm
 from megatron_ext.batch import PackedBatch, context_options, lay_end_to_end
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
-from megatron_ext.data.rows.identity import row_identity
-from megatron_ext.data.text.metadata import bos_of
+from megatron_ext.data.rows.identity import bos_of, row_identity
 from megatron_ext.engine import parallel
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.pipeline import Pipeline
@@ -83,7 +82,7 @@ def score_missing(
     ranks, data, length = model.ranks, run.data, run.data.seq_length
     options = replace(model.config.mask_options(), document_mask=run.window.document_mask)
     scorer = ChunkScorer(model, data.micro_batch_size * length)
-    bos_id = bos_of(part.prefix for part in data.parts)
+    bos_id = bos_of(run)
     missing = parallel.run_on_rank0(ranks, lambda: store.missing(wanted), store.path, reads=True)
     mine = missing[ranks.data :: ranks.data_size]
     at_once = data.micro_batch_size * ranks.pipeline_size  # keeps the pipeline stages busy

@@ -17,7 +17,7 @@ import pytest
 from launcher import wait_until
 
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
-from megatron_ext.engine.indexed_dataset import IndexedSource
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

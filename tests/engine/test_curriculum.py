@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.config import Config, DataConfig, TrainingConfig, WindowConfig
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing import build_plan, save_plan
-from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 from megatron_ext.run.inputs import open_rows
 from tests.theirs import write_theirs

@@ -27,9 +27,9 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages, to_dict
 from megatron_ext.config.checks import check_stages
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, load_plan, plan_folder, save_plan
 from megatron_ext.data.text.documents import read_documents
-from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 

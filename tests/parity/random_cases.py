@@ -30,7 +30,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.options import RecomputeModule
-from megatron_ext.data.build.indexed import MASK
+from megatron_ext.data.indexed import MASK
 from megatron_ext.data.packing import build_plan, plan_folder, save_plan
 from megatron_ext.data.rows.identity import row_identity
 from megatron_ext.data.rows.mixture import MixturePart

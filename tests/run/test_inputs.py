@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing import build_plan, save_plan
 from megatron_ext.data.rows.dataset import part_seed
 from megatron_ext.data.rows.mixture import MixturePart
-from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 from megatron_ext.run.inputs import first_weights, open_rows
 from tests.theirs import write_theirs

@@ -169,7 +169,7 @@ def test_a_run_of_four_processes_and_its_export_side_by_side(
     at = {name: found(record, 64, model=name) for name in record["models"]}
     assert list(at) == ["run", "export", "iter_0000001"]
     assert at["run"]["documents"] == 20
-    from megatron_ext.engine.indexed_dataset import IndexedSource
+    from megatron_ext.data.indexed import IndexedSource
 
     source = IndexedSource(small_data.prefix)
     chosen = [n for n, length in enumerate(source.document_lengths) if length >= 50][:20]

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.build.indexed import dtype_of
 from megatron_ext.data.build.parts import Report, finish_part
 from megatron_ext.data.build.shards import FileShard, Shard, write_texts
+from megatron_ext.data.indexed import dtype_of
 from megatron_ext.data.text.chat import ChatTemplate, Spans
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Document, Fields, stop
 from megatron_ext.data.text.sources import BLOCK

@@ -36,11 +36,18 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from megatron_ext.data.build.encode import Encoder, Job, PreprocessOptions
-from megatron_ext.data.build.indexed import MASK, SOURCES, document_lengths, join_arrays, suffixes, write_dataset
 from megatron_ext.data.build.lengths import length_table
 from megatron_ext.data.build.parts import Report, read_report, usable, work_folder
 from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes, group
-from megatron_ext.data.text.metadata import read_metadata
+from megatron_ext.data.indexed import (
+    MASK,
+    SOURCES,
+    document_lengths,
+    join_arrays,
+    read_metadata,
+    suffixes,
+    write_dataset,
+)
 from megatron_ext.data.text.sources import FileRange, find_files
 from megatron_ext.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Identify a run's rows by everything that determines their tokens, and determine the vocabulary size."""
+"""What a run reads from its data sets beside rows: the vocabulary, the BOS, and what identifies its rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.config.effective import effective
-from megatron_ext.data.build.indexed import SOURCES
-from megatron_ext.data.text.metadata import check_tokenizer
+from megatron_ext.data.indexed import SOURCES, read_metadata
 from megatron_ext.data.text.tokenizer import Tokenizer, vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
@@ -18,7 +17,7 @@ _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
 
 def vocabulary(config: Config) -> int:
-    """Return V, after checking that all data sets were created with the run's tokenizer.
+    """Return V, after checking that all data sets were created with the run's tokenizer, according to their metadata.
 
     Raises:
         UserError: a data set of another tokenizer, a V that is too small for the tokenizer, or neither is given.
@@ -27,14 +26,36 @@ def vocabulary(config: Config) -> int:
     if path is None:
         return vocabulary_size(given, None)
     tokenizer = Tokenizer(path)
-    for part in dict.fromkeys((*config.data.parts, *config.data.valid_parts)):
-        check_tokenizer(part.prefix, tokenizer)
+    for prefix in dict.fromkeys(part.prefix for part in (*config.data.parts, *config.data.valid_parts)):
+        metadata = read_metadata(prefix)
+        if metadata.get("tokenizer_fingerprint") not in (None, tokenizer.fingerprint):
+            raise UserError(
+                f"{prefix} was made with another tokenizer ({metadata.get('tokenizer')}, fingerprint "
+                f"{metadata['tokenizer_fingerprint'][:12]}) than {path} (fingerprint {tokenizer.fingerprint[:12]}); "
+                "use the one it was made with, or make the dataset again"
+            )
     size = tokenizer.vocab_size
     if given is not None and given < size:
         raise UserError(
             f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
         )
     return size if given is None else given
+
+
+def bos_of(config: Config) -> int | None:
+    """Return the token (BOS) that documents begin with, according to the metadata; None if no data set has one.
+
+    Raises:
+        UserError: documents of different data sets begin with different tokens.
+    """
+    prefixes = [part.prefix for part in config.data.parts]
+    found = {bos: prefix for prefix in prefixes if (bos := read_metadata(prefix).get("bos_id")) is not None}
+    if len(found) > 1:
+        listed = ", ".join(f"{prefix} with {bos}" for bos, prefix in found.items())
+        raise UserError(
+            f"data: documents begin with different tokens ({listed}); make the data sets with one --bos-token"
+        )
+    return next(iter(found), None)
 
 
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
@@ -65,12 +86,7 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
 
 
 def open_scores(config: Config, vocab_size: int, end: int | None = None) -> ScoreStore | None:
-    """Open the store of a frozen scorer, if the run uses one.
-
-    Args:
-        config: configuration of the run.
-        vocab_size: vocabulary size of its data.
-        end: the sample after its last; None: `config.samples`.
+    """Open the store of a frozen scorer, if the run uses one; `end` is the sample after its last (`config.samples`).
 
     Raises:
         UserError: it is damaged, or for other rows.
@@ -84,11 +100,7 @@ def open_scores(config: Config, vocab_size: int, end: int | None = None) -> Scor
 
 
 def data_fingerprints(config: Config) -> list[str]:
-    """Return a fingerprint of each of `config.data.parts`, in order, from the sizes and both ends of its files.
-
-    Raises:
-        UserError: a file is missing.
-    """
+    """Return a fingerprint of each of `config.data.parts`, in order, from the sizes and both ends of its files."""
     return [fingerprint(*_ends(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")) for part in config.data.parts]
 
 

@@ -15,13 +15,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from megatron_ext.config import Config, DataConfig
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.build.shards import cut
+from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.rows.identity import bos_of
 from megatron_ext.data.text.documents import Fields, stop
-from megatron_ext.data.text.metadata import bos_of
 from megatron_ext.data.text.sources import FileRange
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
-from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -112,7 +113,9 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
     begun = replace(options, output_prefix=f"{options.output_prefix}-bos", prepend_bos=True, bos_token="!")
     preprocess(begun)
     source, bos = IndexedSource(begun.output_prefix), Tokenizer(tokenizer, bos_token="!").bos_id
-    assert bos_of([options.output_prefix, begun.output_prefix]) == metadata(begun)["bos_id"] == bos
+    assert metadata(begun)["bos_id"] == bos
+    both = DataConfig(data_path=("1", options.output_prefix, "1", begun.output_prefix))
+    assert bos_of(Config(data=both)) == bos
     assert (source.document_lengths == plain.document_lengths + 1).all()
     for number, length in enumerate(plain.document_lengths.tolist()):
         read = source.read(number, 0, length + 1).tolist()
@@ -230,6 +233,7 @@ def test_existing_output_is_refused(options: PreprocessOptions) -> None:
 
 PEAKS = """
 import json, resource, sys
+from megatron_ext.config import Config, DataConfig
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 if __name__ == "__main__":
     report = preprocess(PreprocessOptions(**json.loads(sys.argv[1]), tokenizer="bytes"))

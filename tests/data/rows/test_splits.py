@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.data.rows.splits import split_documents
+from megatron_ext.data.rows.mixture import split_documents
 from megatron_ext.errors import UserError
 
 

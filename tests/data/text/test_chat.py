@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_ext.data.build.encode import assistant_mask
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 from tests.chats import END, HEADED, MARKED, PLAIN, START, conversations, put_chats, put_tokenizer
 

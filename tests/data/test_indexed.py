@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_ext.data.build.indexed import document_lengths, dtype_of, join_arrays, write_dataset
+from megatron_ext.data.indexed import document_lengths, dtype_of, join_arrays, write_dataset
 
 Document = list[list[int]]
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=4), min_size=1, max_size=3))

@@ -1,0 +1,229 @@
+"""Read and write Megatron's indexed data sets: PREFIX.bin, PREFIX.idx, and the metadata PREFIX.json.
+
+.bin: the token ids of all sequences, concatenated. .idx: a header; int32 tokens of each sequence; int64 byte offset of
+each sequence; int64 [documents + 1] first sequence of each document, and their number. PREFIX.json: the inputs, the
+tokenizer and the counts; missing for data sets not created by tools/preprocess_data.py.
+
+Optional files:
+
+    PREFIX.mask.npy      uint8 [tokens], 1 for the tokens that are trained, such as the assistant's of conversations
+    PREFIX.sources.npy   int32 [documents], the index of each one's source in `document_sources` of the metadata
+    PREFIX.weights.npy   float32 [tokens], the weight of each token's loss
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.arrays import Int64
+from megatron_ext.cli import program
+from megatron_ext.data.text.sources import BLOCK
+from megatron_ext.errors import UserError
+from megatron_ext.files.atomic import sync
+from megatron_ext.files.reading import read_object
+
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    8: np.dtype(np.uint16),
+}
+MASK, SOURCES = ".mask.npy", ".sources.npy"
+
+
+def dtype_of(vocab_size: int) -> np.dtype[Any]:
+    """Return the dtype of the ids on disk, by Megatron's rule."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+def suffixes(settings: dict[str, Any]) -> tuple[str, ...]:
+    """Return the suffixes of the files of a data set; .idx is written last."""
+    mask, sources = settings["chat_template"] is not None, settings["source_field"] is not None
+    return (".bin", *[MASK] * mask, *[SOURCES] * sources, ".json", ".idx")
+
+
+def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read PREFIX.json; empty if it is missing."""
+    remedy = "is not the metadata of a dataset; make the dataset again, or remove this file"
+    return read_object(Path(f"{os.fspath(prefix)}.json"), remedy) or {}
+
+
+class IndexedSource:
+    """Reads the documents of a data set, memory-mapped; a `TokenSource`.
+
+    A document may consist of several sequences; they are contiguous in the .bin file and read as one.
+
+    Args:
+        prefix: PREFIX of PREFIX.bin and PREFIX.idx.
+        vocab_size: upper bound (exclusive) of token ids, checked when they are read; None: not checked.
+        weighted: also read PREFIX.weights.npy.
+
+    Raises:
+        UserError: a file is missing or damaged, or does not belong to the others.
+    """
+
+    def __init__(
+        self, prefix: str | os.PathLike[str], vocab_size: int | None = None, *, weighted: bool = False
+    ) -> None:
+        self.prefix, self.vocab_size = os.fspath(prefix), vocab_size
+        self._remedy = f"run {program('preprocess')} again"
+        lengths, documents, self._tokens = self._open()
+        borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens before each sequence
+        self._starts = borders[documents[:-1]]
+        self.document_lengths: np.ndarray = borders[documents[1:]] - self._starts
+        tokens, metadata = len(self._tokens), read_metadata(self.prefix)
+        self._mask = self._open_array(MASK, tokens, np.uint8, bool(metadata.get("chat_template")))
+        of_documents = len(self.document_lengths), np.int32, bool(metadata.get("source_field"))
+        self.document_sources = self._open_array(SOURCES, *of_documents)
+        self._weights = self._open_array(".weights.npy", tokens, np.float32, needed=True) if weighted else None
+
+    def _open(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the tokens of each sequence, the first sequence of each document and the end, and all token ids."""
+        idx, bin_ = f"{self.prefix}.idx", f"{self.prefix}.bin"
+        for path in (idx, bin_):
+            if not os.path.isfile(path):
+                raise UserError(f"{path} does not exist; check the data path, or make it with {program('preprocess')}")
+        with open(idx, "rb") as file:
+            head = file.read(HEADER.size)
+        magic, version, code, sequences, borders = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
+        damaged = UserError(f"{idx} is not a Megatron index of integer tokens, or is damaged or empty; {self._remedy}")
+        valid = magic == MAGIC and version == VERSION and code in DTYPES and sequences > 0 and borders > 1
+        size = HEADER.size + sequences * (4 + 8) + borders * 8
+        if not valid or os.path.getsize(idx) < size or not os.path.getsize(bin_):
+            raise damaged
+        index = np.memmap(idx, mode="r")
+        lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)
+        pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
+        documents = np.frombuffer(index, "<i8", borders, HEADER.size + 12 * sequences)
+        sizes = lengths * np.int64(DTYPES[code].itemsize)
+        contiguous = (lengths >= 0).all() and np.array_equal(pointers, np.cumsum(sizes) - sizes)
+        if not contiguous or (documents[0], documents[-1]) != (0, sequences) or (np.diff(documents) < 0).any():
+            raise damaged
+        if os.path.getsize(bin_) != sizes.sum():
+            raise UserError(
+                f"{bin_} has {os.path.getsize(bin_)} bytes, but {idx} describes {sizes.sum()}: one is truncated or "
+                f"belongs to another dataset; {self._remedy}"
+            )
+        return lengths, documents, np.asarray(np.memmap(bin_, DTYPES[code], mode="r"))
+
+    def _open_array(self, suffix: str, count: int, dtype: type[np.generic], needed: bool) -> np.ndarray | None:
+        """Open a .npy file with `count` numbers, memory-mapped; None if it is missing and not needed."""
+        path = f"{self.prefix}{suffix}"
+        if not (needed or os.path.exists(path)):
+            return None
+        try:
+            array = np.load(path, mmap_mode="r")
+        except FileNotFoundError:
+            raise UserError(f"{path} does not exist, but the dataset needs it; make it again") from None
+        except Exception as error:  # numpy parses the header as Python literals
+            raise UserError(f"{path} cannot be read ({error}); make it again") from None
+        if array.shape != (count,) or array.dtype != dtype:
+            raise UserError(
+                f"{path} holds {array.dtype} {array.shape}, needs {np.dtype(dtype).name} ({count},); make it again"
+            )
+        return np.asarray(array)
+
+    def read(self, document: int, offset: int, length: int) -> np.ndarray:
+        """Read token ids, int64 [length], of `document` from its token `offset` on.
+
+        Raises:
+            UserError: a token id is negative or not below `vocab_size`.
+        """
+        assert 0 <= offset <= offset + length <= self.document_lengths[document], (document, offset, length)
+        start = int(self._starts[document]) + offset
+        tokens = self._tokens[start : start + length].astype(np.int64)
+        if self.vocab_size is not None:  # checking in advance would read terabytes before the first step
+            bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+            if bad.size:
+                raise UserError(
+                    f"{self.prefix}.bin: document {document} holds token id {tokens[bad[0]]} at position "
+                    f"{offset + bad[0]}, but vocab_size is {self.vocab_size}; use the tokenizer that the data was made "
+                    "with"
+                )
+        return tokens
+
+    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        """Read the weights of these tokens, float32 [length]; None if the data set was opened without weights.
+
+        Raises:
+            UserError: a weight is negative or not finite.
+        """
+        if self._weights is None:
+            return None
+        start = int(self._starts[document]) + offset
+        weights = self._weights[start : start + length]
+        bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+        if bad.size:
+            raise UserError(
+                f"{self.prefix}.weights.npy: document {document} has weight {weights[bad[0]]} at token "
+                f"{offset + bad[0]}, needs finite numbers >= 0; write the file again"
+            )
+        return weights
+
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | bool:
+        """Read whether each of these tokens is trained, bool [length]; True if the data set has no mask."""
+        if self._mask is None:
+            return True
+        start = int(self._starts[document]) + offset
+        return self._mask[start : start + length].astype(np.bool_)
+
+
+def join_arrays(parts: Sequence[Path]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return each array of all parts, concatenated, and the names of the documents' sources, in order of appearance."""
+    loaded = []
+    numbers: dict[str, int] = {}
+    for part in parts:
+        with np.load(part.with_suffix(".npz")) as file:
+            arrays = {name: file[name] for name in file.files if name != "about"}
+        own = [numbers.setdefault(name, len(numbers)) for name in arrays.pop("source_names").tolist()]
+        arrays["sources"] = np.array(own, "<i4")[arrays["sources"]]
+        loaded.append(arrays)
+    return {name: np.concatenate([arrays[name] for arrays in loaded]) for name in loaded[0]}, list(numbers)
+
+
+def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Int64:
+    """Return the tokens of each document, from the tokens of each sequence and the sequences of each document."""
+    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return np.diff(before[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])])
+
+
+def write_dataset(
+    prefix: str, folder: Path, parts: Sequence[Path], arrays: dict[str, np.ndarray], metadata: dict[str, Any]
+) -> None:
+    """Join the parts, in order, into one data set, first in `folder`, then renamed.
+
+    The .idx file, without which the data set cannot be read, is removed first if an old one exists, and is created
+    last. So PREFIX is always the old data set, none, or the new one. `metadata` is the content of PREFIX.json.
+    """
+    partial = {suffix: folder / f"dataset{suffix}" for suffix in suffixes(metadata)}
+    dtype, lengths, counts = dtype_of(metadata["vocab_size"]), arrays["lengths"], arrays["counts"]
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    with partial[".bin"].open("wb") as target:
+        for part in parts:
+            with part.with_suffix(".bin").open("rb") as source:
+                shutil.copyfileobj(source, target, BLOCK)
+    with partial[".idx"].open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1))
+        file.write(lengths.tobytes())
+        sizes = lengths * np.int64(dtype.itemsize)
+        file.write((np.cumsum(sizes) - sizes).tobytes())
+        file.write(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).tobytes())
+    for suffix, name in ((MASK, "mask"), (SOURCES, "sources")):
+        if suffix in partial:
+            np.save(partial[suffix], arrays[name])
+    partial[".json"].write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    sync(partial.values())
+    for suffix in (".idx", ".json", MASK, SOURCES):  # all of them describe the old data
+        Path(prefix + suffix).unlink(missing_ok=True)
+    for suffix, path in partial.items():
+        path.replace(prefix + suffix)
