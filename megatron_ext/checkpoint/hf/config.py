@@ -156,7 +156,7 @@ _SILENT = {
 }
 
 _Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
-_Number = Annotated[float, Field(strict=True, gt=0, le=2**40, allow_inf_nan=False)]
+_Number = Annotated[float, Field(strict=True, gt=0, le=1e300, allow_inf_nan=False)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=10_000)]
 # the types of the entries that are read; transformers ignores those of other families, too
 _TYPES: dict[Any, str] = {

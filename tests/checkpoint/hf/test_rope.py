@@ -110,7 +110,7 @@ def test_what_we_write_transformers_reads(kind: Any) -> None:
 
 
 def test_a_base_that_followed_the_window_is_the_last_one() -> None:
-    model = ModelConfig(vocab_size=300, rotary_base=7e5, rope_window_bases=("32:10000",))
+    model = ModelConfig(vocab_size=300, rotary_base=7e15, rope_window_bases=("32:10000",))
     entries = hugging_face_config(model, 300, 128)
-    assert entries["rope_parameters"] == {"rope_type": "default", "rope_theta": 7e5}
+    assert entries["rope_parameters"] == {"rope_type": "default", "rope_theta": 7e15}
     assert "rope_scaling" not in entries
