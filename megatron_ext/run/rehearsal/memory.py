@@ -1,4 +1,4 @@
-"""Count the bytes of the storages on a device by purpose, and record the peak.
+"""Count the bytes of the storages on a device by purpose, record the peak, and find where storages are allocated.
 
 A storage counts from the operator that allocates it until its last reference is gone. torch's MemTracker only counts by
 module: it supports neither labels nor scratch memory of kernels. The caching allocator's rounding (512 bytes) and
@@ -7,9 +7,14 @@ fragmentation are ignored.
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -24,6 +29,18 @@ class Part(StrEnum):
     LOGITS = "logits"
     EXCHANGE = "exchange"
     OTHER = "other"
+
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_HERE = Path(__file__).resolve().parent
+# files whose storages have a single purpose, by path suffix
+_PARTS = {
+    "megatron_ext/loss.py": Part.LOGITS,
+    "megatron_ext/attention/exchange.py": Part.EXCHANGE,
+    "megatron/core/tensor_parallel/mappings.py": Part.EXCHANGE,
+    "megatron/core/utils.py": Part.EXCHANGE,  # GlobalMemoryBuffer: gathered tensors of sequence parallelism
+    "megatron/core/pipeline_parallel/p2p_communication.py": Part.EXCHANGE,
+}
 
 
 @dataclass(frozen=True)
@@ -114,3 +131,82 @@ class AllocationTracker:
     def _free(self, key: int) -> None:
         known = self._live.pop(key)
         self._change(known.part, -known.size, "")
+
+
+class Sites:
+    """Tracks the modules being called, in each thread, and inspects the stack; `name` records a model's modules."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._thread = threading.local()
+
+    def name(self, model: torch.nn.Module) -> None:
+        """Record the names of a model's modules."""
+        for name, module in model.named_modules():
+            while name.startswith("module."):
+                name = name.removeprefix("module.")
+            self._names[id(module)] = name
+
+    def __enter__(self) -> Sites:
+        hooks = torch.nn.modules.module
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(lambda module, args: self.stack.append(module)),
+            hooks.register_module_forward_hook(lambda module, args, out: self._leave(module), always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def stack(self) -> list[torch.nn.Module]:
+        """The modules being called in this thread, the innermost last."""
+        if not hasattr(self._thread, "stack"):
+            self._thread.stack = []
+        stack: list[torch.nn.Module] = self._thread.stack
+        return stack
+
+    def _leave(self, module: torch.nn.Module) -> None:
+        if self.stack and self.stack[-1] is module:
+            self.stack.pop()
+
+    def module(self) -> str:
+        """Return the name of the innermost named module being called; "" if there is none."""
+        return next((name for one in reversed(self.stack) if (name := self._names.get(id(one)))), "")
+
+    def line(self) -> tuple[str, str]:
+        """Return the innermost file of this package or of Megatron on the stack, and file:line; "" for none."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = shown(frame.f_code.co_filename)
+            if file is not None:
+                return file, f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "", ""
+
+    def describe(self) -> tuple[Part, str]:
+        """Return the purpose and the allocation site of a storage created now."""
+        file, line = self.line()
+        module, node = self.module(), torch._C._current_autograd_node()
+        site = " ".join(text for text in (module, line) if text)
+        if node is not None and not module:
+            site = " ".join(text for text in (f"backward, {node.name()}", line) if text)
+        part = _PARTS.get(file)
+        if part is None:
+            part = Part.ACTIVATIONS if self.stack else Part.OTHER
+        return part, site or "the run's own code"
+
+
+@cache
+def shown(filename: str) -> str | None:
+    """Return a path relative to its package, for files of this package or of Megatron; None for others."""
+    path = Path(filename)
+    if path.is_relative_to(_HERE):
+        return None
+    if path.is_relative_to(_PACKAGE):
+        return str(path.relative_to(_PACKAGE.parent))
+    parts = path.parts
+    if "megatron" in parts and "core" in parts:
+        return "/".join(parts[len(parts) - 1 - parts[::-1].index("megatron") :])
+    return None

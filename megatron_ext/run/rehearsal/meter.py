@@ -19,10 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from megatron_ext.run.rehearsal.collectives import Collectives
-from megatron_ext.run.rehearsal.kernels import KERNELS
-from megatron_ext.run.rehearsal.memory import AllocationTracker, Part
-from megatron_ext.run.rehearsal.sites import Sites
+from megatron_ext.run.rehearsal.costs import KERNELS, Collectives
+from megatron_ext.run.rehearsal.memory import AllocationTracker, Part, Sites
 
 aten = torch.ops.aten
 MOST_KNOWN = 2**26  # maximum size of an integer tensor whose values are tracked: which experts each token has
@@ -50,13 +48,15 @@ _FOLLOWED = {
 
 
 class Meter(TorchDispatchMode):
-    """Measures everything that runs inside the context; tensors of `device`, "cuda" or "cpu", are counted."""
+    """Measures everything that runs inside the context; tensors of `device`, "cuda" or "cpu", are counted.
 
-    def __init__(self, device: str, sites: Sites, collectives: Collectives) -> None:
+    `sizes` and `named` are as for `Collectives`.
+    """
+
+    def __init__(self, device: str, sizes: Sequence[int], named: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        self.device, self.sites = device, sites
+        self.device, self.sites, self.collectives = device, Sites(), Collectives(sizes, named or {})
         self.allocations, self.pinned = AllocationTracker(), AllocationTracker()  # of the device; of pinned host memory
-        self.collectives = collectives
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], Tensor]] = {}  # by storage
 
@@ -131,14 +131,20 @@ class Meter(TorchDispatchMode):
             if not self.allocations.knows(storage):
                 self.allocations.add(storage, *self.sites.describe())
         name = f"{func.namespace}::{func._opname}"
-        if name in KERNELS:
+        if kernel := KERNELS.get(name):
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            self.flops[name] += KERNELS[name].flops(self.known_values, named | kwargs)
-            if scratch := KERNELS[name].scratch(named | kwargs):
+            named |= kwargs
+            self.count_attention(name, kernel.products, kernel.pairs(self.known_values, named), named["query"])
+            if scratch := kernel.scratch(named):
                 self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
         elif packet in flop_registry and (here or (out is None and any(map(self._counts, args)))):
             # None: added to an argument
             self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
+
+    def count_attention(self, name: str, products: int, pairs: int, query: Tensor) -> None:
+        """Count the FLOPs of matrix products over (query, key) pairs, for all heads of `query`, [t, N, H]."""
+        _, heads, size = query.shape
+        self.flops[name] += 2 * products * pairs * heads * size
 
     # --- host synchronizations, and values that fake tensors do not have
 

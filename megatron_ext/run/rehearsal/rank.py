@@ -39,12 +39,10 @@ from megatron_ext.engine.weights import initialise
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.inputs import RowAt
 from megatron_ext.run.rehearsal import cuda_mock
-from megatron_ext.run.rehearsal.collectives import Collectives
-from megatron_ext.run.rehearsal.kernels import segment_pairs
-from megatron_ext.run.rehearsal.memory import Part
+from megatron_ext.run.rehearsal.costs import segment_pairs
+from megatron_ext.run.rehearsal.memory import Part, shown
 from megatron_ext.run.rehearsal.meter import Meter
 from megatron_ext.run.rehearsal.rows import rows_of
-from megatron_ext.run.rehearsal.sites import Sites, shown
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,7 @@ class Rehearsed:
     fault: Fault | None = None
 
 
-def rehearse(
-    config: Config,
-    windows: Sequence[int],
-    documents: str | None,
-    *,
-    fake: bool,
-) -> Rehearsed:
+def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, fake: bool) -> Rehearsed:
     """Rehearse this process's rank.
 
     Args:
@@ -122,7 +114,7 @@ def rehearse(
     compat.install_optimizer()
     ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
-    meter = Meter("cuda" if fake else "cpu", Sites(), Collectives(sizes, _expert_groups(ranks)))
+    meter = Meter("cuda" if fake else "cpu", sizes, _expert_groups(ranks))
     if fake:
         cuda_mock.sync_observers.append(meter.note_sync)
         count_flash_attention_4(meter)
@@ -131,10 +123,8 @@ def rehearse(
 
         def in_turn(chosen_tE: Any) -> None:
             with _disable_current_modes():
-                known_tE, turns = (
-                    torch.zeros(len(chosen_tE), experts, dtype=torch.bool),
-                    torch.arange(len(chosen_tE) * choices),
-                )
+                known_tE = torch.zeros(len(chosen_tE), experts, dtype=torch.bool)
+                turns = torch.arange(len(chosen_tE) * choices)
                 known_tE[turns // choices, turns % experts] = True
             meter.remember(chosen_tE, known_tE)
 
@@ -177,11 +167,10 @@ def _counted(meter: Meter, name: str, products: int, kernel: Callable[..., Any])
     @functools.wraps(kernel)
     def counted(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        _, heads, size = arguments["q"].shape
         queries, keys = (meter.known_values(arguments[f"cu_seqlens_{kind}"]) for kind in "qk")
         left = arguments.get("window_size_left")
         pairs = segment_pairs(queries, keys, -1 if left is None else left)
-        meter.flops[f"flash_attn_4::{name}"] += 2 * products * pairs * heads * size
+        meter.count_attention(f"flash_attn_4::{name}", products, pairs, arguments["q"])
         return kernel(*args, **kwargs)
 
     return counted

@@ -35,13 +35,11 @@ def waits() -> Any:
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megatron_ext.run.rehearsal.collectives import Collectives
     from megatron_ext.run.rehearsal.meter import Meter
-    from megatron_ext.run.rehearsal.sites import Sites
 
     dist.init_process_group()
     row = dist.new_group([0, 1])
-    meter = Meter("cuda", Sites(), Collectives((2, 1, 2, 1)))
+    meter = Meter("cuda", (2, 1, 2, 1))
     planted = compile(PLANTED, str(os.path.join(os.getcwd(), "megatron_ext", "planted.py")), "exec")
     names: dict[str, Any] = {"torch": torch}
     exec(planted, names)

@@ -6,14 +6,12 @@ import gc
 
 import torch
 
-from megatron_ext.run.rehearsal.collectives import Collectives
 from megatron_ext.run.rehearsal.memory import Part
 from megatron_ext.run.rehearsal.meter import Meter
-from megatron_ext.run.rehearsal.sites import Sites
 
 
 def meter() -> Meter:
-    return Meter("cpu", Sites(), Collectives((1, 1, 1, 1)))
+    return Meter("cpu", (1, 1, 1, 1))
 
 
 def test_bytes_and_peak_of_known_allocations() -> None:

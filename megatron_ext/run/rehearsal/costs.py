@@ -1,8 +1,11 @@
-"""Count collectives and the bytes that this rank sends, by the kind of process group.
+"""Compute what operators cost: the FLOPs and scratch memory of attention kernels, and the bytes that collectives send.
 
-Bytes are those of the usual algorithms among n ranks: an all-gather sends (n - 1) times the rank's part, a
-reduce-scatter (n - 1) / n of the whole, an all-reduce both of these, an all-to-all the parts for other ranks.
-torch's CommDebugMode only counts calls; its CollectiveOp takes whole storages for a bucket's slice.
+FLOPs of attention are those of the (query, key) pairs of its segments. Bytes are those that this rank sends by the
+usual algorithms among n ranks: an all-gather sends (n - 1) times the rank's part, a reduce-scatter (n - 1) / n of the
+whole, an all-reduce both of these, an all-to-all the parts for other ranks. torch's CommDebugMode only counts calls;
+its CollectiveOp takes whole storages for a bucket's slice.
+
+Legend: S segments, t queries, u keys, N query heads, G key heads, H head size.
 """
 
 from __future__ import annotations
@@ -10,11 +13,74 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_ext.planning.memory import flash_backward_scratch, packed_backward_scratch
+
+Values = Callable[[Tensor], npt.NDArray[Any]]  # of a tensor of borders, which the meter knows
+
+
+class Kernel(NamedTuple):
+    """The cost of an attention operator, given its arguments by name."""
+
+    products: int  # matrix products over all (query, key) pairs
+    pairs: Callable[[Values, Mapping[str, Any]], int]
+    scratch: Callable[[Mapping[str, Any]], int] = lambda args: 0  # bytes that a call allocates and frees
+
+
+def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], left: int) -> int:
+    """Count the (query, key) pairs of causal segments aligned at the bottom right.
+
+    Args:
+        borders_q, borders_kv: [S+1], of the segments' queries and keys.
+        left: maximum number of keys before itself that a query sees; -1 for all.
+    """
+    wide_q, wide_kv = borders_q.astype(np.int64), borders_kv.astype(np.int64)
+    queries, keys = wide_q[1:] - wide_q[:-1], wide_kv[1:] - wide_kv[:-1]
+    # query j of q sees the keys up to j + k - q: j + k - q + 1 of them, from k - q + 1 for the first to k for the last
+    every = queries * (keys - queries) + queries * (queries + 1) // 2
+    if left < 0:
+        return int(every.sum())
+    beyond = np.minimum(np.maximum(keys - left - 1, 0), queries)  # queries whose window ends before the first key
+    most = keys - left - 1  # additional keys of the last of them
+    return int((every - beyond * most + beyond * (beyond - 1) // 2).sum())
+
+
+def _varlen_pairs(values: Values, args: Mapping[str, Any]) -> int:
+    return segment_pairs(values(args["cu_seq_q"]), values(args["cu_seq_k"]), args["window_size"][0])
+
+
+def _packed_pairs(values: Values, args: Mapping[str, Any]) -> int:
+    first, last = (values(args[name]).astype(np.int64) for name in ("low_t", "high_t"))
+    return int((last - first + 1).sum())
+
+
+def _varlen_scratch(args: Mapping[str, Any]) -> int:
+    query, key, segments = args["query"], args["key"], len(args["cu_seq_q"]) - 1
+    (t, heads, size), (u, key_heads, _) = query.shape, key.shape
+    return flash_backward_scratch(t, u, segments, heads, key_heads, size, query.element_size())
+
+
+def _packed_scratch(args: Mapping[str, Any]) -> int:
+    t, heads, _ = args["query"].shape
+    return packed_backward_scratch(t, heads)
+
+
+# backward of flash attention recomputes the scores and computes the gradients of values, probabilities, queries and
+# keys; our kernels compute the scores and their gradients twice
+KERNELS = {
+    "torch_attn::_varlen_attn": Kernel(2, _varlen_pairs),
+    "torch_attn::_varlen_attn_backward": Kernel(5, _varlen_pairs, _varlen_scratch),
+    "megatron_ext::packed_attention": Kernel(2, _packed_pairs),
+    "megatron_ext::packed_attention_backward": Kernel(7, _packed_pairs, _packed_scratch),
+}
+
 
 # rank order in Megatron's default: tensor-parallel ranks are adjacent, pipeline stages furthest apart
 AXES = ("TP", "CP", "DP", "PP")
@@ -37,8 +103,8 @@ class Collectives:
             and context-parallel ranks.
     """
 
-    def __init__(self, sizes: Sequence[int], named: Mapping[str, str] | None = None) -> None:
-        self._named = dict(named or {})
+    def __init__(self, sizes: Sequence[int], named: Mapping[str, str]) -> None:
+        self._named = named
         self._name = lru_cache(maxsize=None)(lambda ranks: name_of(ranks, sizes))
         self.groups: dict[str, Calls] = {}
 
