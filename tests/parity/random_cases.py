@@ -336,7 +336,7 @@ def _packing_options(packing: str) -> tuple[str, ...]:
 
 
 def _window(chance: random.Random, length: int) -> WindowConfig:
-    kind = chance.choice([*ScheduleKind, ScheduleKind.CONSTANT, ScheduleKind.LINEAR]).value
+    kind = chance.choice([*ScheduleKind, ScheduleKind.CONSTANT, ScheduleKind.LINEAR])
     aligned = chance.random() < 0.5
     end = chance.choice((None, None, length // 2, length // 4 * 3, 5))
     start = (end or length) // 4 if aligned else chance.choice((1, 5, 7, 20, length // 2))
