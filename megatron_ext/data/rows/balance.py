@@ -43,11 +43,7 @@ def assign_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int
 
 
 def _assign(cost: Float64, bins: int) -> Int64:
-    """Assign n items to bins of equal size, by decreasing cost, each to the cheapest bin with space.
-
-    Returns:
-        int64 [bins, n / bins].
-    """
+    """Assign items to bins, int64 [bins, n / bins], by decreasing cost, each to the cheapest bin with space."""
     space = len(cost) // bins
     members = np.empty((bins, space), dtype=np.int64)
     filled, load = np.zeros(bins, dtype=np.int64), np.zeros(bins)

@@ -85,11 +85,7 @@ class LaidSequences:
         ends                 4     6            every sequence begins a document
         trained      1 1 1 0   1 1  1 1         the label after a sequence is the first token of another
 
-    Row s has the sequences s * L/n .. (s+1) * L/n - 1.
-
-    Args:
-        sequences: rows of n tokens.
-        row_length: L, a multiple of n.
+    Row s has the sequences s * L/n .. (s+1) * L/n - 1; L is a multiple of n.
     """
 
     def __init__(self, sequences: RowSource, row_length: int) -> None:

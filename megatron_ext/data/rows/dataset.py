@@ -120,12 +120,8 @@ class RowDataset:
     that start in epoch e are permuted among themselves, also by (seed, e). No token is lost or repeated, even if a row
     spans the border of two or (if T < L) more epochs.
 
-    Args:
-        source: the tokens.
-        documents: int [n], the documents of this split (indices into `source`); empty ones are dropped.
-        row_length: L, in tokens.
-        seed: 0 .. 2^64-1.
-        mask_eod: do not train on the label after a document's last token (Megatron-LM's --eod-mask-loss).
+    `documents` are those of the split, indices into `source`; empty ones are dropped. With `mask_eod` the label after a
+    document's last token is not trained (Megatron-LM's --eod-mask-loss).
 
     Raises:
         UserError: no tokens in the split.

@@ -94,11 +94,6 @@ def parts_of_data_path(
 
         parts_of_data_path(["0.3", "A", "0.7", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
 
-    Args:
-        data_path: the values of the option.
-        packing, packing_options: of every part.
-        name: the name of the option, for the messages.
-
     Raises:
         UserError: no prefix, or a weight that is missing or no number.
     """
