@@ -39,8 +39,7 @@ import torch.nn.functional as F
 from record import CUDA, DEVICE, Records, parser_of, timed
 from torch import Tensor
 
-from megatron_ext.loss import VocabularyShard, cross_entropy
-from megatron_ext.products import add_product, operand, product_into
+from megatron_ext.loss import VocabularyShard, add_product, cross_entropy, operand, product_into
 
 GOAL_TIME, GOAL_BYTES, GOAL_VOCABULARY = 1.15, 2**30, 128256
 OURS = ("plain", "kernels")

@@ -13,11 +13,16 @@ the vocabulary:
 
 A tensor-parallel rank computes them over its part for all tokens, and the parts are merged once: with M the maximum m,
 a part's s becomes exp(m - M) s and its u becomes exp(m - M) (u + (m - M) s).
+
+Products of bf16 operands are not rounded. A tensor core accumulates in float32; a plain bf16 product then rounds its
+result. On CUDA our products write their results in float32 (`out_dtype`). On a CPU the operands are converted to
+float32 first, which gives the same numbers up to the order of the additions.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -25,11 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from megatron_ext.products import add_product, operand, product_into
+from torch.torch_version import TorchVersion
+from torch.utils.flop_counter import register_flop_formula
 
 LOWEST = torch.finfo(torch.float32).min / 2  # initial maximum; unlike -inf, it can be subtracted
 Number = TypeVar("Number", Tensor, float)
+# Earlier versions reject a float32 total with bf16 operands: https://github.com/pytorch/pytorch/pull/167931
+_ADDS_IN_PLACE = TorchVersion(torch.__version__) >= "2.11.0a0"
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,7 @@ def cross_entropy(
     """Compute each token's -log p(label), and its gradient, in blocks of tokens.
 
     Forward keeps the statistics of each token's logits; backward recomputes each block's logits. Logits are float32,
-    and so are the sums of the weight's gradient (megatron_ext/products.py). On CUDA, memory beyond the arguments and
+    and so are the sums of the weight's gradient. On CUDA, memory beyond the arguments and
     their gradients is one block of logits, float32 [block_tokens, v], and without `weight_grad_vD` the weight's
     gradient in float32. A block takes six kernel launches on CUDA: the logits and their statistics in forward; the
     logits, their gradient, and one product per gradient in backward.
@@ -344,3 +351,47 @@ def _columns(labels_b: Tensor, shard: VocabularyShard, columns: int) -> tuple[Te
     """Return each label's column [b], clamped to this shard's, and whether the label is in this shard."""
     local_b = labels_b - shard.first
     return local_b.clamp(0, columns - 1), (local_b >= 0) & (local_b < columns)
+
+
+def operand(matrix: Tensor) -> Tensor:
+    """Return the matrix to multiply: on a CPU a float32 copy, otherwise (and in float32) the matrix itself."""
+    return matrix.float() if matrix.device.type == "cpu" else matrix
+
+
+def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Write left @ right into `out`; between bf16 and float32 its dtype may differ from the operands'."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    elif left.dtype == torch.float32:
+        out.copy_(left @ right)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, of the operands' dtype or float32, without a temporary for the product."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        _add_wide_product(total, left, right)
+
+
+# A custom operator, because torch's in-place form has no working fake implementation and breaks torch's FLOP counter.
+@torch.library.custom_op("megatron_ext::add_wide_product", mutates_args=("total",))
+def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to the float32 `total`; before torch 2.11 the product is a temporary tensor."""
+    if _ADDS_IN_PLACE:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+
+
+@_add_wide_product.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    torch._check(total.shape == (left.shape[0], right.shape[1]), lambda: f"{total.shape} holds no such product")
+    torch._check(left.shape[1] == right.shape[0], lambda: f"{left.shape} and {right.shape} do not multiply")
+
+
+@register_flop_formula(torch.ops.megatron_ext.add_wide_product)
+def _flops(total: Sequence[int], left: Sequence[int], right: Sequence[int], *unused: Any, **also_unused: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]

@@ -7,6 +7,8 @@ olmo3   x + norm(attention(x)), then x + norm(mlp(x))
 
 With experts, the mlp of a llama or gpt_oss block is a router and its experts, and shared experts if there are any. With
 `multi_latent_attention`, the attention of a llama block is that of latent_attention.py.
+
+Legend: t tokens, N heads of this rank, H head size, D hidden size.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig, build_module
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -30,7 +36,6 @@ from torch import Tensor
 from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
 from megatron_ext.engine.latent_attention import LatentAttention
-from megatron_ext.engine.qk_norm import HeadsNorm
 
 # Megatron's bias-dropout-add: (training, fused) -> ((output, bias), residual, dropout) -> residual stream
 BiasDropoutAdd = Callable[[bool, bool], Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]]
@@ -100,6 +105,63 @@ def _normed(norm: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropou
         return add_normed
 
     return build
+
+
+class HeadsNorm(torch.nn.Module):
+    """RMSNorm of queries or keys over all heads together (Olmo 3), exact under tensor parallelism.
+
+        y = w x / sqrt(mean(x^2) + eps), the mean over all N H numbers of a token
+
+    A tensor-parallel rank holds N / tp heads of x and w. The ranks sum the squares in forward, and in backward the
+    products of x with its gradient. Megatron and Transformer Engine only normalize each head alone.
+
+    `heads` are those of all tensor-parallel ranks; `hidden_size` is H.
+    """
+
+    def __init__(self, heads: int, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        group = get_tensor_model_parallel_group()
+        self.width, self.eps, self.group = heads * hidden_size, eps, group if group.size() > 1 else None
+        self.weight = torch.nn.Parameter(torch.ones(self.width // group.size(), dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x_t1NH: Tensor) -> Tensor:
+        """Return x normalized, [t, 1, N, H], in the dtype of x."""
+        normed: Tensor = _Normalize.apply(x_t1NH, self.weight.view(x_t1NH.shape[-2:]), self.width, self.eps, self.group)
+        return normed
+
+
+class _Normalize(torch.autograd.Function):
+    """Computes in fp32; keeps x, where possible a view of the projection, and one number per token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_t1NH: Tensor, weight_NH: Tensor, width: int, eps: float, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        squares_t111 = torch.linalg.vector_norm(x_t1NH, dim=(-2, -1), keepdim=True, dtype=torch.float32).square()
+        scale_t111 = torch.rsqrt(_summed(squares_t111, group) / width + eps)
+        ctx.save_for_backward(x_t1NH, weight_NH, scale_t111)
+        ctx.width, ctx.group = width, group
+        return (x_t1NH * scale_t111).mul_(weight_NH).to(x_t1NH.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_t1NH: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x_t1NH, weight_NH, scale_t111 = ctx.saved_tensors
+        normed_t1NH = x_t1NH * scale_t111
+        products_t1NH = grad_t1NH * normed_t1NH
+        grad_weight_NH = products_t1NH.sum(dim=(0, 1)).to(weight_NH.dtype)
+        along_t111 = _summed(products_t1NH.mul_(weight_NH).sum(dim=(-2, -1), keepdim=True), ctx.group)
+        del products_t1NH
+        grad_x_t1NH = normed_t1NH.mul_(along_t111 / -ctx.width).add_(grad_t1NH * weight_NH.float()).mul_(scale_t111)
+        return grad_x_t1NH.to(x_t1NH.dtype), grad_weight_NH, None, None, None
+
+
+def _summed(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over tensor-parallel ranks, in place; None: a single rank."""
+    if group is not None:
+        dist.all_reduce(partial, group=group)
+    return partial
 
 
 def layer_spec(

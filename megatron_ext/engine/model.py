@@ -30,7 +30,7 @@ from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Expand
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.engine import blockwise_mlp, compat, layer_inputs
+from megatron_ext.engine import activations, compat
 from megatron_ext.engine.blocks import layer_spec
 from megatron_ext.engine.compat import OwnAttention
 from megatron_ext.engine.parallel import model_chunks
@@ -268,7 +268,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
     """Build the model chunks of this pipeline stage; their matrices are 0."""
     model, transformer = config.model, transformer_config(config, platform)
     count = model_chunks(config.parallel, model.num_layers)
-    copies = layer_inputs.HostCopies(platform.device) if config.parallel.offload_layer_inputs else None
+    copies = activations.HostCopies(platform.device) if config.parallel.offload_layer_inputs else None
     chunks = []
     for number in range(count):
         vp_stage = number if count > 1 else None  # None: not interleaved
@@ -276,10 +276,10 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
         chunk = PackedGPT(config, vocab_size, transformer, layers, vp_stage)
         if config.parallel.mlp_block_tokens is not None:
             for layer in chunk.decoder.layers:
-                blockwise_mlp.install(layer.mlp, config.parallel.mlp_block_tokens)
+                activations.compute_in_blocks(layer.mlp, config.parallel.mlp_block_tokens)
         if copies is not None:
             group = config.parallel.recompute_num_layers
-            layer_inputs.install(chunk.decoder, copies, group, received=not chunk.pre_process)
+            activations.keep_inputs_on_host(chunk.decoder, copies, group, received=not chunk.pre_process)
         if config.parallel.compile:
             _compile(chunk)
         chunks.append(chunk.to(platform.device))

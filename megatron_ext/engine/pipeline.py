@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from megatron_ext.batch import PackedBatch
 from megatron_ext.loss import TokenLosses
 
-# Megatron's forward step: (batches, model) -> (output, output -> (loss for backward, 0, value to return)).
-# The 0 is a token count, int []; our counts are in the loss terms.
-Forward = Callable[[Iterator[PackedBatch], nn.Module], tuple[Any, Callable[..., Any]]]
-
 
 class Pipeline:
     """Runs the model chunks of this pipeline stage, wrapped or not.
@@ -28,11 +24,28 @@ class Pipeline:
         self.model, self.experts = list(model), experts
         self._schedule: Callable[..., list[Any]] = get_forward_backward_func()
 
-    def run(self, batches: Sequence[PackedBatch], forward: Forward, *, forward_only: bool) -> list[Any]:
-        """Return the value of each micro-batch on the last stage; [] on the others.
+    def run(
+        self,
+        batches: Sequence[PackedBatch],
+        reduce: Callable[[PackedBatch, TokenLosses], tuple[Tensor, Any]],
+        *,
+        forward_only: bool = False,
+    ) -> list[Any]:
+        """Run forward, and backward unless `forward_only`; return the value of each micro-batch on the last stage.
 
-        The micro-batches have equal lengths, because stages receive activations of a size known in advance.
+        `reduce` returns the loss of a micro-batch [], for backward, and its value. Other stages return []. The
+        micro-batches have equal lengths, because stages receive activations of a size known in advance.
         """
+
+        def forward(left: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+            batch = next(left)
+
+            def reduced(losses: TokenLosses) -> tuple[Tensor, Tensor, Any]:
+                loss, value = reduce(batch, losses)
+                return loss, loss.new_zeros((), dtype=torch.int), value  # Megatron's count of tokens is not used
+
+            return model(batch), reduced
+
         iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self.model]
         return self._schedule(
             forward_step_func=forward,
@@ -46,9 +59,12 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_only(
-        self, batches: Sequence[PackedBatch], forward: Forward, spare: Sequence[PackedBatch] = ()
-    ) -> list[Any]:
-        """Run like `run`, without gradients and in evaluation mode.
+        self,
+        batches: Sequence[PackedBatch],
+        value_of: Callable[[PackedBatch, TokenLosses], Tensor],
+        spare: Sequence[PackedBatch] = (),
+    ) -> list[Tensor]:
+        """Return the value of each micro-batch on the last stage, without gradients and in evaluation mode.
 
         Nothing is run without batches, unless ranks that share experts have some: this rank then runs a `spare` one and
         discards the result.
@@ -64,25 +80,21 @@ class Pipeline:
             return []
         for chunk in self.model:
             chunk.eval()
-        kept = self.run(filled, forward, forward_only=True)[: len(batches)]
+        found = self.run(
+            filled,
+            lambda batch, losses: (losses.cross_entropy_t.sum(), value_of(batch, losses)),
+            forward_only=True,
+        )
         for chunk in self.model:
             chunk.train()
-        return kept
+        return found[: len(batches)]
 
     def token_losses(self, batches: Sequence[PackedBatch], spare: Sequence[PackedBatch] = ()) -> list[Tensor]:
         """Return -log p(label), float32, of the tokens that each batch requests; [] except on the last stage.
 
         `spare` is as in `forward_only`.
         """
-
-        def kept(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-            return (
-                losses.cross_entropy_t.sum(),
-                losses.cross_entropy_t.new_zeros((), dtype=torch.int),
-                losses.cross_entropy_t,
-            )
-
-        return self.forward_only(batches, lambda left, model: (model(next(left)), kept), spare)
+        return self.forward_only(batches, lambda batch, losses: losses.cross_entropy_t, spare)
 
 
 def one_or_all(items: list[Any]) -> Any:

@@ -15,10 +15,9 @@ Within `_forward_backward`, Megatron's schedule determines the order. It calls
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
@@ -242,18 +241,11 @@ class Stepper:
     def evaluate(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Sum the unweighted losses of the trained tokens by position, in evaluation mode; float64 [2, BINS], host."""
 
-        def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-            batch = next(batches)
-
-            def binned(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-                loss_t = losses.cross_entropy_t
-                sums = sums_by_position(loss_t, batch.positions_t, batch.trained_t)
-                return loss_t.sum(), loss_t.new_zeros((), dtype=torch.int), sums
-
-            return model(batch), binned
+        def binned(batch: PackedBatch, losses: TokenLosses) -> Tensor:
+            return sums_by_position(losses.cross_entropy_t, batch.positions_t, batch.trained_t)
 
         on_device = [batch.to(self.platform.device) for batch in batches]
-        by_batch = self.pipeline.forward_only(on_device, forward)
+        by_batch = self.pipeline.forward_only(on_device, binned)
         sums = torch.zeros(2, BINS, dtype=torch.float64, device=self.platform.device)
         if self.ranks.reports_loss:
             sums += torch.stack(by_batch).sum(dim=0)
@@ -272,16 +264,12 @@ class Stepper:
         sums, balance = everything[:-1], everything[-1]
         largest = torch.zeros((), device=device)
 
-        def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-            batch = next(batches)
-            return model(batch), functools.partial(weighted_loss, batch)
-
-        def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+        def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, None]:
             weights_t, scores_t = self.weigher(batch, losses)
             total, terms = loss_terms(losses, weights_t, batch.trained_t, self.z_loss, scores_t)
             sums.add_(terms.stacked())
             largest.copy_(torch.maximum(largest, (weights_t * batch.trained_t).max()))
-            return total, total.new_zeros((), dtype=torch.int), sums
+            return total, None
 
         def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
             # None disables Megatron's division by an integer count of tokens, which does not support weights
@@ -301,7 +289,7 @@ class Stepper:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.model[0].config.finalize_model_grads_func = finalize
-        self.pipeline.run(batches, forward, forward_only=False)
+        self.pipeline.run(batches, weighted_loss)
         if self.weighting.token_weighting == "none":
             return everything, torch.ones_like(largest)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.loss import TokenLosses
 
 LENGTH, VOCABULARY = 16, 50
 
@@ -53,21 +53,22 @@ def test_token_losses_are_the_requested_ones_in_the_order_of_the_batches(chunk: 
 def test_a_forward_pass_has_no_dropout_or_gradients_and_training_has_both(chunk: PackedGPT) -> None:
     modes = []
 
-    def forward(batches: Iterator[PackedBatch], model: PackedGPT) -> Any:
-        modes.append((model.training, torch.is_grad_enabled()))
-        losses = model(next(batches)).cross_entropy_t
-        return losses, lambda losses: (losses.sum(), losses.new_zeros((), dtype=torch.int), losses)
+    def value_of(_: PackedBatch, losses: TokenLosses) -> torch.Tensor:
+        modes.append((chunk.training, torch.is_grad_enabled()))
+        return losses.cross_entropy_t
 
     chunk.train()
     pipeline = Pipeline([chunk])
-    first, again = pipeline.forward_only([batch(0), batch(0)], forward)
+    first, again = pipeline.forward_only([batch(0), batch(0)], value_of)
     assert modes == [(False, False)] * 2
     torch.testing.assert_close(first, again, rtol=0, atol=0)  # in training, dropout would differ
     assert chunk.training
     assert all(parameter.grad is None for parameter in chunk.parameters())
 
     modes.clear()
-    first, again = pipeline.run([batch(0), batch(0)], forward, forward_only=False)
+    first, again = pipeline.run(
+        [batch(0), batch(0)], lambda one, losses: (losses.cross_entropy_t.sum(), value_of(one, losses))
+    )
     assert modes == [(True, True)] * 2
     assert not torch.equal(first, again)
     assert any(parameter.grad is not None for parameter in chunk.parameters())
