@@ -13,7 +13,7 @@ from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
 from megatron_ext.engine.step import Stepper
@@ -42,7 +42,6 @@ class Training:
         assert config.model.vocab_size is not None
         self.config, self.vocab_size = config, config.model.vocab_size
         here = platform.choose(config.parallel.device)
-        compat.install_optimizer()
         ranks = parallel.start(config.parallel, config.model.num_layers, here, 1)
         chunks = build_chunks(config, self.vocab_size, here)
         initialise(chunks, config.model, self.vocab_size, 1, ranks)

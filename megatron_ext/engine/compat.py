@@ -1,7 +1,7 @@
 """Patches and replacements for parts of Megatron-Core 0.16.
 
 Each states its reason and when to remove it; tests/engine/test_compat.py fails when one is no longer needed.
-`check_version` rejects versions of Megatron-Core that this module was not written for.
+`install`, called when a process chooses its device, applies those that a run may always have.
 """
 
 from __future__ import annotations
@@ -46,6 +46,22 @@ def check_version() -> None:
         raise UserError(
             f"megatron-core: got {version}, needs {SUPPORTED}.x; pip install 'megatron-core~={SUPPORTED}.1'"
         )
+
+
+def install() -> None:
+    """Apply the patches; doing it again changes nothing.
+
+    Raises:
+        UserError: another version of Megatron-Core.
+    """
+    check_version()
+    install_optimizer()
+    install_one_by_one()
+    install_rotation()
+    install_recompute()
+    install_host_dispatch()
+    install_uneven_gathers()
+    install_router()
 
 
 def _check_parameters(replaced: Callable[..., Any], *names: str) -> None:

@@ -303,12 +303,7 @@ def _layers(
     """Return the specification of a chunk's layers, with our attention."""
     if platform.transformer_engine:
         compat.allow_gradient_accumulation_fusion()
-    compat.install_rotation()
     attention = ModuleSpec(module=PackedAttention)
-    if transformer.num_moe_experts is not None:
-        compat.install_host_dispatch()
-        compat.install_uneven_gathers()
-        compat.install_router()
     first = get_transformer_layer_offset(transformer, vp_stage=vp_stage)
     layers = [model.has_experts(first + n) for n in range(get_num_layers_to_build(transformer, vp_stage=vp_stage))]
     by_kind = {

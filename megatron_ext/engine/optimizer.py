@@ -39,7 +39,6 @@ def gradient_sharing(config: Config) -> GradientSharing:
 
 def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataParallel]:
     """Wrap each chunk in Megatron's DDP, with gradient buffers (fp32 by default) reduced over data x context ranks."""
-    compat.install_one_by_one()
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32", **asdict(gradient_sharing(config))
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
 
@@ -41,7 +42,7 @@ def choose(device: str) -> Platform:
 
     Raises:
         UserError: CUDA is requested but not available, or the CPU is requested although a CUDA device is visible; or
-            LOCAL_RANK is not a number.
+            LOCAL_RANK is not a number; or Megatron-Core has another version.
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -51,6 +52,7 @@ def choose(device: str) -> Platform:
             "device: got cpu, but Megatron-Core would use the visible CUDA device; "
             "hide it with CUDA_VISIBLE_DEVICES= or use --device cuda"
         )
+    compat.install()
     if not cuda:
         install_cpu()
         return Platform(_CPU, "gloo", transformer_engine=False)

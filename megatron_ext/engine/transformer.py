@@ -32,7 +32,6 @@ from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import Attend
 from megatron_ext.config import Config, ModelConfig, ParallelConfig
 from megatron_ext.config.checks import PLATFORM, broken
-from megatron_ext.engine import compat
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
@@ -83,7 +82,6 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
     extra: dict[str, Any] = _expert_options(config) if model.num_experts is not None else {}
     if parallel.recompute_granularity == "selective":
-        compat.install_recompute()
         extra |= {"recompute_modules": list(parallel.recompute_modules or ("core_attn",))}
     if parallel.recompute_granularity == "full":
         extra |= {"recompute_method": parallel.recompute_method, "recompute_num_layers": parallel.recompute_num_layers}

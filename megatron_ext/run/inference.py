@@ -12,7 +12,7 @@ from typing import Literal
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ParallelConfig, TrainingConfig, WindowConfig
 from megatron_ext.config.checks import check, check_same_texts
-from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.state import load_weights
 from megatron_ext.launch import read_launch
@@ -62,7 +62,6 @@ def open_model(
             pretrained.length,
             pretrained.folder,
         )
-    compat.check_version()
     launch = read_launch(os.environ)
     vocab_size = pretrained.model.vocab_size
     assert vocab_size is not None

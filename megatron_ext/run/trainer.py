@@ -34,7 +34,7 @@ from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.checks import WARNINGS, broken
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.device import AsyncHostCopy, to_device
-from megatron_ext.engine import compat, environment, parallel
+from megatron_ext.engine import environment, parallel
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set_learning_rate, sync_params, wrap
 from megatron_ext.engine.platform import Platform
@@ -100,9 +100,7 @@ def build(config: Config) -> Built:
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
         RuntimeError: the processes have found different checkpoints.
     """
-    compat.check_version()
     platform = choose_platform(config.parallel.device)
-    compat.install_optimizer()
     inputs = open_inputs(config)
     ranks = parallel.start(config.parallel, config.model.num_layers, platform, config.training.seed)
     agree(inputs.checkpoint)

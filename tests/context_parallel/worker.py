@@ -18,7 +18,7 @@ from context_parallel.cases import STEPS, VALIDATION, VOCABULARY, Case, Outcome,
 from megatron_ext.batch import context_options
 from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, sync_params, unwrap, wrap
 from megatron_ext.engine.step import Stepper
@@ -87,7 +87,6 @@ class Worker:
         self.sizes = sizes
         config = Case(1).config(sizes)
         self.platform = platform.choose("cpu")
-        compat.install_optimizer()
         self.ranks = parallel.start(config.parallel, config.model.num_layers, self.platform, SEED)
         self.collectives = Collectives(self.ranks.context_group)
         self.models: dict[Any, Any] = {}

@@ -18,7 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from megatron_ext.batch import StepBatches, assemble, lay_end_to_end
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.experts import balance_losses
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, unwrap, wrap
@@ -35,7 +35,6 @@ if torch.cuda.is_available():
 def alone() -> Iterator[parallel.Ranks]:
     """This process, joined with no other."""
     with one_process():
-        compat.install_optimizer()
         yield parallel.start(CONFIG.parallel, CONFIG.model.num_layers, platform.choose("cpu"), seed=1)
 
 

@@ -78,7 +78,6 @@ def cpu() -> Iterator[platform.Platform]:
     before = dict(os.environ)
     version = megatron_utils._te_version
     found = platform.choose("cpu")
-    compat.install_optimizer()
     yield found
     megatron_utils._te_version = version
     platform.uninstall_cpu()

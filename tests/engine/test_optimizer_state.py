@@ -110,6 +110,7 @@ class LoweredAdam(torch.optim.Optimizer):
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Its Adam alone, where Megatron and our checks look for it."""
     fake(monkeypatch, "transformer_engine.pytorch.optimizers", FusedAdam=LoweredAdam)
+    monkeypatch.setattr(compat, "install_optimizer", lambda: None)
     monkeypatch.setattr(megatron_utils, "_te_version", Version("2.11.0"))
     monkeypatch.setattr(megatron_optimizer, "Adam", LoweredAdam)
     monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)

@@ -21,7 +21,7 @@ from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, la
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, WeightingConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.device import AsyncHostCopy
-from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import (
     build_optimizer,
@@ -53,7 +53,6 @@ class OneProcess:
             optimizer=OptimizerConfig(weight_decay=0.5),
         )
         self.platform = platform.choose("cpu")
-        compat.install_optimizer()
         self.ranks = parallel.start(self.config.parallel, 2, self.platform, seed=1)
         self.model = wrap(build_chunks(self.config, VOCABULARY, self.platform), self.config)
         self.reset()
