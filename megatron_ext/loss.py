@@ -21,7 +21,6 @@ float32 first, which gives the same numbers up to the order of the additions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -98,36 +97,6 @@ class LossTerms(Generic[Number]):
     def stacked(self: LossTerms[Tensor]) -> Tensor:
         """Return the attributes in order as float64 [7], for a single reduction."""
         return torch.stack([getattr(self, field.name) for field in fields(self)])
-
-
-@dataclass(frozen=True)
-class GlobalLoss:
-    """The loss of one global batch, the same on every process.
-
-    Attributes:
-        terms: summed over all ranks and micro-batches.
-        denominator: divisor of the weighted sum.
-    """
-
-    terms: LossTerms[float]
-    denominator: float
-
-    @property
-    def train_loss(self) -> float:
-        """The minimized loss; 0 if no token is trained."""
-        return self.terms.weighted_sum / self.denominator if self.denominator else 0.0
-
-    @property
-    def lm_loss(self) -> float:
-        """Mean cross-entropy over the trained tokens; 0 if there are none."""
-        return self.terms.loss_sum / self.terms.token_count if self.terms.token_count else 0.0
-
-    @property
-    def weight_std(self) -> float:
-        """Standard deviation of the trained tokens' weights; 0 if there are none."""
-        count = self.terms.token_count or 1.0
-        # rounding can make the variance of equal weights slightly negative
-        return math.sqrt(max(self.terms.weight_square_sum / count - (self.terms.weight_sum / count) ** 2, 0.0))
 
 
 def loss_terms(

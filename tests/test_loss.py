@@ -5,7 +5,6 @@ Legend: t tokens, D hidden, V real vocabulary, v rows of the output matrix on on
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, VocabularyShard, cross_entropy, loss_terms
+from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy, loss_terms
 
 NAMES = ("losses", "hidden.grad", "weight.grad", "log partition", "entropy")
 Z_LOSS = 1e-2
@@ -307,23 +306,6 @@ def test_a_trained_nan_is_not_hidden() -> None:
     total, terms = loss_terms(of(torch.tensor([torch.nan, 1.0])), torch.ones(2), torch.tensor([True, False]))
     assert torch.isnan(total)
     assert torch.isnan(terms.loss_sum)
-
-
-def test_the_global_loss_is_divided_once() -> None:
-    terms = LossTerms(
-        weighted_sum=12.0,
-        loss_sum=8.0,
-        token_count=4.0,
-        weight_sum=6.0,
-        weight_square_sum=12.0,
-        zero_count=1.0,
-        score_sum=2.0,
-    )
-    loss = GlobalLoss(terms, denominator=6.0)
-    assert (loss.train_loss, loss.lm_loss) == (2.0, 2.0)
-    assert loss.weight_std == pytest.approx(math.sqrt(12 / 4 - (6 / 4) ** 2))
-    empty = GlobalLoss(LossTerms(*[0.0] * 7), denominator=0.0)
-    assert (empty.train_loss, empty.lm_loss, empty.weight_std) == (0.0, 0.0, 0.0)
 
 
 def test_nothing_trained_sums_to_zero() -> None:

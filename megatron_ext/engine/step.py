@@ -39,7 +39,7 @@ from megatron_ext.engine.pipeline import Pipeline, one_or_all
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, sums_by_position
-from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, loss_terms
+from megatron_ext.loss import LossTerms, TokenLosses, loss_terms
 from megatron_ext.token_weighting.weigher import Weigher
 
 
@@ -48,7 +48,9 @@ class StepResult:
     """The result of one optimizer step, the same on every rank.
 
     Attributes:
-        loss, segments: of the global batch, before the update.
+        terms: summed over all ranks and micro-batches, before the update.
+        denominator: divisor of the weighted sum.
+        segments: number in the global batch.
         grad_norm: before clipping; 0 if there was nothing to train.
         effective_context: twice the mean number of keys that a token may see, over tokens and layers.
         skipped: whether no weight was changed.
@@ -60,7 +62,8 @@ class StepResult:
             micro-batches, of its sum over layers.
     """
 
-    loss: GlobalLoss
+    terms: LossTerms[float]
+    denominator: float
     grad_norm: float
     segments: int
     effective_context: float
@@ -72,13 +75,30 @@ class StepResult:
     refused: bool = False
 
     @property
+    def train_loss(self) -> float:
+        """The minimized loss; 0 if no token is trained."""
+        return self.terms.weighted_sum / self.denominator if self.denominator else 0.0
+
+    @property
+    def lm_loss(self) -> float:
+        """Mean cross-entropy over the trained tokens; 0 if there are none."""
+        return self.terms.loss_sum / self.terms.token_count if self.terms.token_count else 0.0
+
+    @property
+    def weight_std(self) -> float:
+        """Standard deviation of the trained tokens' weights; 0 if there are none."""
+        count = self.terms.token_count or 1.0
+        # rounding can make the variance of equal weights slightly negative
+        return math.sqrt(max(self.terms.weight_square_sum / count - (self.terms.weight_sum / count) ** 2, 0.0))
+
+    @property
     def without_tokens(self) -> bool:
         """Whether there was no trained token."""
         return self.skipped and not self.refused
 
     def divergence(self) -> DivergedError | None:
         """Return the error for a loss or a gradient norm that is not finite; None if both are."""
-        terms = self.loss.terms
+        terms = self.terms
         if not math.isfinite(terms.weighted_sum):
             if math.isfinite(terms.loss_sum):
                 return DivergedError("weighted loss", terms.weighted_sum)
@@ -108,7 +128,8 @@ class PendingStep:
         terms: LossTerms[float] = LossTerms(*sums)
         begin, end = self.score_times
         return StepResult(
-            loss=GlobalLoss(terms, terms.weight_sum if self.stepper.by_weights else terms.token_count),
+            terms=terms,
+            denominator=terms.weight_sum if self.stepper.by_weights else terms.token_count,
             grad_norm=squared_norm**0.5,
             segments=int(segments),
             effective_context=context / tokens,

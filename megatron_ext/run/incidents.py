@@ -79,7 +79,7 @@ class Incidents:
         result = done.result
         incident = self._incident(result)
         if not result.without_tokens:
-            self.watch.note(result.loss.lm_loss)
+            self.watch.note(result.lm_loss)
         if incident is None:
             self._skips = 0
             return
@@ -110,7 +110,7 @@ class Incidents:
         """Return the non-finite value or the spike of a step; None if there is neither."""
         if result.without_tokens:
             return None
-        bound, loss = self.watch.bound(), result.loss.lm_loss
+        bound, loss = self.watch.bound(), result.lm_loss
         if bound is not None and loss > bound and result.divergence() is None:
             return DivergedError(SPIKE, loss, f"at most {bound:.4f}")
         return result.divergence()

@@ -87,12 +87,12 @@ class RunRecords:
             **{name: value for name, value in vars(done).items() if name not in ("samples", "result")},
             "time": time.time(),
             "consumed_tokens": done.consumed_samples * self.config.data.seq_length,
-            "lm_loss": result.loss.lm_loss,
-            "train_loss": result.loss.train_loss,
+            "lm_loss": result.lm_loss,
+            "train_loss": result.train_loss,
             "segments": result.segments,
             "effective_context": result.effective_context,
             "grad_norm": result.grad_norm,
-            "denominator": result.loss.denominator,
+            "denominator": result.denominator,
             "skipped": int(result.skipped),
             "spike": int(done.spike),
             "tokens_per_s": self.tokens_per_step / done.step_time_s,
@@ -103,9 +103,9 @@ class RunRecords:
         if self.info.peak_flops is not None:
             record["mfu"] = utilisation(*work, seconds=done.step_time_s, peak=self.info.peak_flops)
         if self.config.weighting.token_weighting != "none":
-            terms = result.loss.terms
+            terms = result.terms
             record |= {
-                "weight_std": result.loss.weight_std,
+                "weight_std": result.weight_std,
                 "weight_max": result.weight_max,
                 "zero_share": terms.zero_count / (terms.token_count or 1.0),
                 "score_mean": terms.score_sum / (terms.token_count or 1.0),

@@ -134,10 +134,10 @@ class Worker:
         whole = gather(chunks, config.model, VOCABULARY, self.ranks)
         return Outcome(
             coordinates=(self.ranks.tensor, self.ranks.pipeline),
-            lm_loss=[result.loss.lm_loss for result in results],
-            train_loss=[result.loss.train_loss for result in results],
+            lm_loss=[result.lm_loss for result in results],
+            train_loss=[result.train_loss for result in results],
             grad_norm=[result.grad_norm for result in results],
-            denominator=[result.loss.denominator for result in results],
+            denominator=[result.denominator for result in results],
             valid_loss=valid,
             digest=_digest(chunks),
             weights=whole and {name: tensor.float().numpy() for name, tensor in whole.items()},
@@ -145,9 +145,7 @@ class Worker:
             evaluation_calls=self.collectives.take(),
             counted=counted,
             weighed=weighed,
-            weight_metrics=[
-                (r.loss.weight_std, r.weight_max, r.loss.terms.zero_count, r.loss.terms.score_sum) for r in results
-            ],
+            weight_metrics=[(r.weight_std, r.weight_max, r.terms.zero_count, r.terms.score_sum) for r in results],
         )
 
     @torch.no_grad()

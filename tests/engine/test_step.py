@@ -105,8 +105,8 @@ def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None
     after = process.weights()
     process.reset()
     split = process.stepper.train(StepBatches([batch(one) for one in rows]))
-    assert joined.loss.denominator == split.loss.denominator == LENGTH + 3
-    assert split.loss.lm_loss == pytest.approx(joined.loss.lm_loss, rel=1e-6)
+    assert joined.denominator == split.denominator == LENGTH + 3
+    assert split.lm_loss == pytest.approx(joined.lm_loss, rel=1e-6)
     assert split.grad_norm == pytest.approx(joined.grad_norm, rel=1e-4)
     torch.testing.assert_close(process.weights(), after, rtol=0, atol=1e-4)
 
@@ -159,7 +159,7 @@ def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProces
     result = launched.result(AsyncHostCopy(launched.values).values())
     assert (result.skipped, result.refused, result.without_tokens) == (True, True, False)
     assert norms == [result.grad_norm]
-    assert result.loss.lm_loss > 0
+    assert result.lm_loss > 0
     assert torch.equal(process.weights(), before)
     torch.testing.assert_close(process.stepper.optimizer.state_dict(), state, rtol=0, atol=0)
     process.stepper.train(StepBatches([batch(row(2))]))
@@ -176,7 +176,7 @@ def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> 
     before = process.weights()
     skipped = process.stepper.train(StepBatches([batch(row(1, trained=0))]))
     assert skipped.skipped
-    assert (skipped.grad_norm, skipped.loss.train_loss, skipped.loss.lm_loss) == (0.0, 0.0, 0.0)
+    assert (skipped.grad_norm, skipped.train_loss, skipped.lm_loss) == (0.0, 0.0, 0.0)
     assert torch.equal(process.weights(), before)
     assert not process.stepper.train(StepBatches([batch(row(1, trained=1))])).skipped
     assert not torch.equal(process.weights(), before)
@@ -200,7 +200,7 @@ def test_validation_does_not_change_training(process: OneProcess) -> None:
     process.reset()
     before = process.weights()
     losses = process.stepper.evaluate([batch(row(0))])
-    assert mean_loss(losses) == pytest.approx(first.loss.lm_loss, rel=1e-6)
+    assert mean_loss(losses) == pytest.approx(first.lm_loss, rel=1e-6)
     assert torch.equal(process.weights(), before)
     again = process.stepper.train(StepBatches([batch(row(0))]))
     assert replace(again, score_seconds=first.score_seconds) == first
@@ -288,7 +288,7 @@ def test_a_step_whose_weights_depend_on_losses_does_not_synchronize_either(
     with reads:
         launched = process.stepper.launch(StepBatches([assemble(tokens, masks, None, scores)]))
     assert reads.found == []
-    assert launched.result(AsyncHostCopy(launched.values).values()).loss.weight_std > 0
+    assert launched.result(AsyncHostCopy(launched.values).values()).weight_std > 0
 
 
 def test_only_a_process_without_trained_tokens_synchronizes(

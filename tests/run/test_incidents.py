@@ -14,16 +14,15 @@ from test_records import RESULT, TERMS, finished, records
 from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.engine.step import StepResult
 from megatron_ext.errors import DivergedError
-from megatron_ext.loss import GlobalLoss
 from megatron_ext.run.incidents import Incidents, SpikeWatch
 
 OPTIONS = TrainingConfig(on_non_finite="skip", skip_limit=3, spike_window=2, train_iters=20)
-BAD = GlobalLoss(replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan), denominator=4.0)
-NOTHING = GlobalLoss(replace(TERMS, loss_sum=0.0, weighted_sum=0.0, token_count=0.0), denominator=0.0)
+BAD = replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan)
+NOTHING = replace(TERMS, loss_sum=0.0, weighted_sum=0.0, token_count=0.0)
 STEPS: dict[str, StepResult] = {
     "well": RESULT,
-    "refused": replace(RESULT, loss=BAD, skipped=True, refused=True),
-    "without tokens": replace(RESULT, loss=NOTHING, skipped=True),
+    "refused": replace(RESULT, terms=BAD, skipped=True, refused=True),
+    "without tokens": replace(RESULT, terms=NOTHING, denominator=0.0, skipped=True),
 }
 LOSSES = [3.0, 2.5, 2.75, 2.25]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config, DataConfig, LoggingConfig, TrainingConfig, WeightingConfig
 from megatron_ext.engine.step import StepResult
 from megatron_ext.evaluation.by_position import BINS
-from megatron_ext.loss import GlobalLoss, LossTerms
+from megatron_ext.loss import LossTerms
 from megatron_ext.monitoring.history import read_history
 from megatron_ext.monitoring.metrics import read_jsonl
 from megatron_ext.run.records import RunInfo, RunRecords, StepRecord
@@ -29,7 +30,8 @@ TERMS = LossTerms(
     score_sum=2.0,
 )
 RESULT = StepResult(
-    loss=GlobalLoss(TERMS, denominator=4.0),
+    terms=TERMS,
+    denominator=4.0,
     grad_norm=1.0,
     segments=3,
     effective_context=7.0,
@@ -38,6 +40,14 @@ RESULT = StepResult(
     weight_max=2.0,
     moe_aux_loss=2.5,
 )
+
+
+def test_the_losses_of_a_step_are_means() -> None:
+    result = replace(RESULT, denominator=6.0)
+    assert (result.train_loss, result.lm_loss) == (2.0, 2.0)
+    assert result.weight_std == pytest.approx(math.sqrt(12 / 4 - (6 / 4) ** 2))
+    empty = replace(RESULT, terms=LossTerms(*[0.0] * 7), denominator=0.0)
+    assert (empty.train_loss, empty.lm_loss, empty.weight_std) == (0.0, 0.0, 0.0)
 
 
 def finished(step: int, skipped: bool = False) -> StepRecord:
