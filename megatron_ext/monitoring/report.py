@@ -201,7 +201,14 @@ def _by_length(run: Run) -> dict[int, Curve]:
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Return the charts of one or several runs by title, one color for each run; empty charts are omitted."""
-    found = _validations(runs)
+    found = {"Training loss": go.Figure(), **_validations(runs)}  # these come first
+    for key, title, unit in METRICS:
+        traces = []
+        for number, run in enumerate(runs):
+            if run.curve(key).values.any() and (key != "train_loss" or "weight_std" in run.train):
+                traces += _steps(run.curve(key), run.name, number, extremes=len(runs) == 1)
+        is_loss = key in ("lm_loss", "train_loss")
+        found[title] = _figure(traces, unit, log=key in LOG_AXES, without_first=is_loss)
     for axis, (key, sum_up) in CLOCKS.items():
         traces = []
         for number, run in enumerate(runs):
@@ -210,13 +217,6 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
                 steps, values = run.curve(key)
                 traces.append(trace.update(x=np.interp(trace.x, steps, sum_up(values))))
         found[f"Training loss by {axis}"] = _figure(traces, "nats / token", x=axis, without_first=True)
-    for key, title, unit in METRICS:
-        traces = []
-        for number, run in enumerate(runs):
-            if run.curve(key).values.any() and (key != "train_loss" or "weight_std" in run.train):
-                traces += _steps(run.curve(key), run.name, number, extremes=len(runs) == 1)
-        is_loss = key in ("lm_loss", "train_loss")
-        found[title] = _figure(traces, unit, log=key in LOG_AXES, without_first=is_loss)
     for key, title, unit in ATTENTION:
         traces = []
         for number, run in enumerate(runs):
