@@ -35,6 +35,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
         yield partial
         sync([partial])
         partial.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a failed write does not name its file
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -118,7 +118,9 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
             finished = len(list(folder.glob("*.npz")))
             if not finished:
                 shutil.rmtree(folder)
-            elif isinstance(error, UserError):
+            if isinstance(error, OSError):
+                error.filename = error.filename or str(folder)  # a failed write does not name its file
+            elif isinstance(error, UserError) and finished:
                 raise UserError(f"{error}; {finished} finished parts are kept, --resume continues from them") from None
             raise
         shutil.rmtree(folder)
