@@ -7,10 +7,10 @@ import logging
 import os
 import sys
 
-from megatron_ext.cli import command
+from megatron_ext.cli import FAILED, command, print_traceback
 from megatron_ext.config.arguments import parse_dry_run, parse_stages
 from megatron_ext.config.checks import check_stages
-from megatron_ext.errors import UserError
+from megatron_ext.errors import DISK_FULL, UserError
 from megatron_ext.launch import is_first, read_launch
 
 
@@ -36,6 +36,11 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         error.of_this_process = True  # other nodes may have the missing input
         raise
+    except OSError as error:  # during training, such as a file that vanished: a restart may help
+        if error.errno in DISK_FULL:
+            raise
+        print_traceback(error)
+        return FAILED
 
 
 if __name__ == "__main__":

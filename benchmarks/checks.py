@@ -62,8 +62,12 @@ def transformer_engine() -> float:
 
 def losses(runs: list[Path], records: Records) -> None:
     """Record the largest relative difference of the losses of two runs of one configuration."""
-    first, second = ([record["lm_loss"] for record in read_jsonl(run / "metrics.jsonl")] for run in runs)
-    error = max(abs(a - b) / a for a, b in zip(first, second, strict=True))
+    try:
+        first, second = ([record["lm_loss"] for record in read_jsonl(run / "metrics.jsonl")] for run in runs)
+        error = max(abs(a - b) / a for a, b in zip(first, second, strict=True))
+    except (OSError, ValueError) as error:
+        records.error(error, case="training")
+        return
     facts = {"steps": len(first), "worst_relative_difference": error, "final_losses": [first[-1], second[-1]]}
     records.add(case="training", **facts, ok=error <= TOLERANCE)
 

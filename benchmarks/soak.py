@@ -279,6 +279,8 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=30.0, metavar="S", help="mean seconds before a fault [30]")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if options.output is None:
+        parser.error("--output FOLDER is required")
     folder, share = options.output.resolve(), options.hours * 3600 / 2
     for name in ("disturbed", "whole"):
         shutil.rmtree(folder / name, ignore_errors=True)

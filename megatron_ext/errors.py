@@ -13,6 +13,9 @@ PERMANENT = {
 }
 
 
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
 class UserError(ValueError):
     """Reports bad input in one line: the field, its value, the requirement, and the remedy.
 

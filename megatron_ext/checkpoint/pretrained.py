@@ -56,7 +56,8 @@ class Pretrained:
         if checkpoint is None:
             raise UserError(f"checkpoint: {path} holds no checkpoint of this package; check the path")
         folder, saved = checkpoint.folder, checkpoint.manifest.config
-        unknown = sorted(set(saved.get("model", {})) - {field.name for field in fields(ModelConfig)})
+        given = {name for name, value in saved.get("model", {}).items() if value}
+        unknown = sorted(given - {field.name for field in fields(ModelConfig)})
         if unknown:
             raise UserError(
                 f"checkpoint: {folder} has a model with {unknown[0]}, which this version does not know; use its own"

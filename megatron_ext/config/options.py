@@ -124,7 +124,9 @@ class ModelConfig(_Section):
         32.0, "yarn: frequencies with more rotations than this in the original length are not scaled"
     )
     rope_beta_slow: PositiveFloat = _option(1.0, "yarn: frequencies with fewer rotations than this are scaled fully")
-    rope_truncate: bool = _option(True, "yarn: round the ends of the ramp between them to whole pairs (gpt_oss: no)")
+    rope_truncate: bool = _option(
+        True, "yarn: round the ends of the ramp between both kinds to whole pairs (gpt_oss: no)"
+    )
     rope_attention_factor: PositiveFloat | None = _option(
         None,
         "yarn: factor of rotated queries and keys (default 0.1 ln rope_scaling_factor + 1; with rope_mscale_all_dim m, "
@@ -319,7 +321,9 @@ class ParallelConfig(_Section):
     recompute_granularity: Literal["full", "selective"] | None = _option(
         None, "recompute activations in the backward pass: whole layers or --recompute-modules"
     )
-    recompute_modules: tuple[RecomputeModule, ...] = _option((), "modules that `selective` recomputes; none: core_attn")
+    recompute_modules: tuple[RecomputeModule, ...] = _option(
+        (), "modules that `selective` recomputes (default core_attn)"
+    )
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
     recompute_num_layers: PositiveInt = _option(1, "layers per recomputed group (uniform), or recomputed ones (block)")
     mlp_block_tokens: PositiveInt | None = _option(
@@ -521,7 +525,9 @@ class OptimizerConfig(_Section):
     main_params_dtype: Literal["fp32", "fp16"] = _option("fp32", "type of the master weights")
     exp_avg_dtype: MomentType = _option("fp32", "type of Adam's first moment")
     exp_avg_sq_dtype: MomentType = _option("fp32", "type of Adam's second moment")
-    optimizer_cpu_offload: bool = _option(False, "keep and update optimizer state on the host (needs the above)")
+    optimizer_cpu_offload: bool = _option(
+        False, "keep optimizer state on the host; needs use_precision_aware_optimizer"
+    )
     optimizer_offload_fraction: Share = _option(1.0, "share of the optimizer state that is offloaded")
 
 

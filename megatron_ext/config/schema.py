@@ -75,10 +75,19 @@ def validate(sections: Any, prefix: str = "") -> Config:
     Raises:
         UserError: one line per invalid name or value.
     """
+    lines = [
+        f"{name}: got {value}, needs a value that is not yes or no"  # pydantic takes them for 1 and 0
+        for entries in sections.values()
+        for name, value in (entries.items() if isinstance(entries, dict) else ())
+        if isinstance(value, bool) and name in FIELDS and not FIELDS[name].is_switch
+    ]
     try:
-        return ADAPTER.validate_python(sections)
+        config = ADAPTER.validate_python(sections)
     except ValidationError as error:
-        raise UserError("\n".join(prefix + mistake(one) for one in error.errors())) from None
+        lines += [mistake(one) for one in error.errors()]
+    if lines:
+        raise UserError("\n".join(prefix + line for line in lines))
+    return config
 
 
 def invalid(config: Config) -> Iterator[str]:

@@ -82,6 +82,9 @@ class IndexedSource:
         self._starts = borders[documents[:-1]]
         self.document_lengths: np.ndarray = borders[documents[1:]] - self._starts
         tokens, metadata = len(self._tokens), read_metadata(self.prefix)
+        counts = {"documents": len(self.document_lengths), "tokens": tokens}
+        if any(metadata.get(name, count) != count for name, count in counts.items()):
+            raise UserError(f"{self.prefix}.json describes another data set than {self.prefix}.idx; {self._remedy}")
         self._mask = self._open_array(MASK, tokens, np.uint8, bool(metadata.get("chat_template")))
         of_documents = len(self.document_lengths), np.int32, bool(metadata.get("source_field"))
         self.document_sources = self._open_array(SOURCES, *of_documents)

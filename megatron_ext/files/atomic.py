@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_ext.errors import DISK_FULL
+
 
 def sync(paths: Iterable[Path]) -> None:
     """Sync files, and the entries of folders, to disk."""
@@ -36,7 +38,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
         sync([partial])
         partial.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a failed write does not name its file
+        if error.errno in DISK_FULL:  # a failed write does not name its file
+            error.filename = error.filename or str(path)
         raise
     finally:
         partial.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise UserError(f"{path} {remedy}")
@@ -60,7 +60,8 @@ def read_yaml(path: Path, option: str = "file") -> Any:
         if error.errno not in PERMANENT:
             raise
         raise UserError(f"{option}: got {path}, needs a readable YAML file ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for a date that does not exist
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # the others are raised by PyYAML's constructors
         raise UserError(f"{option}: got {path}, needs valid YAML: {' '.join(str(error).split())}") from None
 
 

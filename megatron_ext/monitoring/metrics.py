@@ -147,7 +147,7 @@ def _append(file: Any, record: Record) -> None:
     try:
         file.write(line.encode() + b"\n")
         file.flush()  # survives a crash of this process, but not a power failure
-    except OSError as error:  # a write does not tell which file it is; the command line prints the name and a remedy
+    except OSError as error:  # a write does not tell which file it is
         raise OSError(error.errno, error.strerror, file.name) from None
 
 

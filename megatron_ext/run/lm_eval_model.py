@@ -6,7 +6,6 @@ Process 0 runs lm-eval and sends its requests to the others; all processes compu
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import tempfile
@@ -42,11 +41,15 @@ class Requests:
         self.generator = generator
         # lm-eval may prepare data for a long time between two requests
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.failed = False
 
     def compute(self, method: str, *args: Any) -> Any:
         """Call a collective method of the generator on all processes."""
+        self.failed = True  # until it returns
         self._broadcast((method, args))
-        return getattr(self.generator, method)(*args)
+        answers = getattr(self.generator, method)(*args)
+        self.failed = False
+        return answers
 
     def serve(self) -> None:
         """Compute requests of process 0 until it finishes.
@@ -55,14 +58,14 @@ class Requests:
             UserError: an error of process 0.
         """
         while isinstance(request := self._broadcast(None), tuple):
-            with contextlib.suppress(UserError):  # of all processes: process 0 finishes with it
-                getattr(self.generator, request[0])(*request[1])
+            getattr(self.generator, request[0])(*request[1])
         if request is not None:
             raise UserError(request)
 
     def finish(self, error: str | None = None) -> None:
-        """Release the other processes, or make them raise a UserError."""
-        self._broadcast(error)
+        """Release the other processes, or make them raise a UserError; after a failed request they have left."""
+        if not self.failed:
+            self._broadcast(error)
 
     def _broadcast(self, request: Any) -> Any:
         box = [request]
@@ -250,6 +253,8 @@ def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
     """Return the main score of each question of each task, by the task's first filter; for RULER, by length."""
     items: dict[Key, Float64] = {}
     for task, own in _answers(found):
+        if not own:
+            continue
         known = dict.fromkeys((*MAIN, *own[0].get("metrics", ())))
         names = [name for name in known if isinstance(own[0].get(name), (int, float))]
         lengths = [name for name in names if name.isdigit()]

@@ -90,6 +90,8 @@ def configuration(text: str | bytes, fragment: str) -> tuple[Change, str]:
 
 CONFIGURATIONS = [
     configuration("model: {num_layers: 2023-01-05}", "num_layers: got datetime.date"),
+    configuration("optimizer: {lr: yes}", "lr: got True, needs a value that is not yes or no"),
+    configuration("model: " + "[" * 3000, "needs valid YAML"),
     configuration("model: {num_layers: !!python/object/apply:os.system [true]}", "needs valid YAML"),
     configuration(f"model: {{num_layers: {'9' * 5000}}}", "needs valid YAML"),
     configuration(f"model: {{num_layers: {'9' * 4000}}}", "num_layers: got 9999"),

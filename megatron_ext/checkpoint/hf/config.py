@@ -29,6 +29,7 @@ class Family:
         local: which layers can be local. None: none of them; all: all or none; some: any, listed in `layer_types`.
         experts: the names of the number of experts and of their width; None if there are no experts.
         epsilon: the name of the norms' epsilon.
+        ignored: further entries that transformers does not read for this family.
     """
 
     architecture: str
@@ -38,6 +39,7 @@ class Family:
     local: Literal["all", "some"] | None = None
     experts: tuple[str, str] | None = None
     epsilon: str = "rms_norm_eps"
+    ignored: tuple[str, ...] = ()
 
     @property
     def names(self) -> dict[str, str]:
@@ -66,6 +68,9 @@ _LATENT = {
     "v_head_dim": "v_head_dim",
 }
 _FIXED = {"hidden_act": "silu"}
+_UNREAD_BY_DEEPSEEK = (  # its own code computes the same; further tokens are not predicted here
+    *("auto_map", "topk_method", "ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim", "num_nextn_predict_layers"),
+)
 _DEEPSEEK_EXPERTS = {"norm_topk_prob": True, "scoring_func": "sigmoid", "moe_layer_freq": 1}
 # these ignore `sliding_window` without `use_sliding_window`, and in Qwen2 and Qwen3 the first layers are global
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -74,13 +79,20 @@ _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family(
-        "Qwen2ForCausalLM", {"add_qkv_bias": True}, _QWEN | {"num_key_value_heads": 32}, local="some"
+        "Qwen2ForCausalLM", {"add_qkv_bias": True}, _QWEN | {"num_key_value_heads": 32}, local="some",
+        ignored=("attention_bias",),
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM", {"qk_layernorm": True}, _QWEN | {"num_key_value_heads": 32, "head_dim": 128}, local="some"
     ),
-    "mistral": Family("MistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, local="all"),
-    "ministral": Family("MinistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, local="some"),
+    "mistral": Family(
+        "MistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, local="all",
+        ignored=("attention_bias",),
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, local="some",
+        ignored=("attention_bias",),
+    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
@@ -98,9 +110,12 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM", {},
         {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
-        local="all", experts=("num_local_experts", "intermediate_size"),
+        local="all", experts=("num_local_experts", "intermediate_size"), ignored=("attention_bias",),
     ),
-    "phi": Family("PhiForCausalLM", {"block": "phi"}, fixed={"hidden_act": "gelu_new"}, epsilon="layer_norm_eps"),
+    "phi": Family(
+        "PhiForCausalLM", {"block": "phi"}, fixed={"hidden_act": "gelu_new"}, epsilon="layer_norm_eps",
+        ignored=("attention_bias",),
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", {"block": "gemma3"},
         {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
@@ -130,7 +145,7 @@ FAMILIES: dict[str, Family] = {
         | {"moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
         | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "max_position_embeddings": 4096},
         _DEEPSEEK_EXPERTS | {"rope_interleave": True},
-        experts=("n_routed_experts", "moe_intermediate_size"),
+        experts=("n_routed_experts", "moe_intermediate_size"), ignored=_UNREAD_BY_DEEPSEEK,
     ),
     "dots1": Family(
         "Dots1ForCausalLM", {"qk_layernorm": True},
@@ -138,7 +153,7 @@ FAMILIES: dict[str, Family] = {
         | {"routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "norm_topk_prob": False}
         | {"sliding_window": 4096, "max_window_layers": 62},
         _DEEPSEEK_EXPERTS,
-        local="some", experts=("n_routed_experts", "moe_intermediate_size"),
+        local="some", experts=("n_routed_experts", "moe_intermediate_size"), ignored=_UNREAD_BY_DEEPSEEK,
     ),
 }  # fmt: skip
 _LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -151,8 +166,6 @@ _SILENT = {
     *("resid_pdrop", "embd_pdrop"),  # training dropout: --hidden-dropout
     *("router_aux_loss_coef", "output_router_logits"),  # training only: --moe-aux-loss-coeff
     *("experts_per_token", "initial_context_length"),  # gpt-oss: other names of entries that are there, too
-    # DeepSeek: a head's sizes follow from others; further tokens are not predicted here
-    *("topk_method", "ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim", "num_nextn_predict_layers"),
 }
 
 _Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
@@ -188,8 +201,12 @@ def model_config(entries: dict[str, Any]) -> ModelConfig:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"has model_type {echo(kind)}, needs one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
+    gemma = {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}  # the others do not read them
+    unread = set() if kind == "gemma3_text" else gemma
     entries = family.defaults | {
-        name: value for name, value in entries.items() if (name, value) != ("rope_parameters", None)
+        name: value
+        for name, value in entries.items()
+        if name not in unread and (value is not None or name not in ("rope_parameters", "rope_local_base_freq"))
     }
     # names and values in some versions of transformers and in published files
     if "_sliding_window_pattern" in entries:
@@ -243,8 +260,7 @@ def _check(entries: dict[str, Any], family: Family) -> None:
         value = entries.get(name, ours)
         if value != ours and (value is not None or ours is True):  # transformers takes null for false
             raise UserError(f"has {name} {echo(value)}, this model has {ours!r} only; use another model")
-    own_code = {"auto_map"} if family.like_deepseek else set()  # it computes the same
-    known = {*_FIELDS, *_SILENT, *fixed, *own_code}
+    known = {*_FIELDS, *_SILENT, *fixed, *family.ignored}
     for name, value in entries.items():
         if value and name not in known:
             raise UserError(

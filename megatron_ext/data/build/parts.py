@@ -7,6 +7,7 @@ it is written last. In the code a part is the path of its files, without a suffi
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import DISK_FULL, UserError
 from megatron_ext.files.atomic import atomic_write
 
 PROBLEMS_KEPT = 10
@@ -101,8 +102,9 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder}: another run is writing this dataset; wait for it, or stop it") from None
-        except OSError:
-            pass  # a file system without locks
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
+                raise
         if any(folder.glob("*.npz")) and not (resume or overwrite):
             raise UserError(
                 f"{folder} holds an unfinished run; pass --resume to continue it, or --overwrite to start again"
@@ -118,8 +120,8 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
             finished = len(list(folder.glob("*.npz")))
             if not finished:
                 shutil.rmtree(folder)
-            if isinstance(error, OSError):
-                error.filename = error.filename or str(folder)  # a failed write does not name its file
+            if isinstance(error, OSError) and error.errno in DISK_FULL:  # a failed write does not name its file
+                error.filename = error.filename or str(folder)
             elif isinstance(error, UserError) and finished:
                 raise UserError(f"{error}; {finished} finished parts are kept, --resume continues from them") from None
             raise

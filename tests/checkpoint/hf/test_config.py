@@ -43,6 +43,8 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
         content |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
     ours, theirs = model_config(content), AutoConfig.for_model(**content)
     assert model_config(content | {"rope_parameters": None}) == ours
+    if family != "gemma3_text":  # transformers reads these for Gemma alone
+        assert model_config(content | {"sliding_window_pattern": 3, "rope_local_base_freq": 7.0}) == ours
     if ours.num_experts is not None:
         assert (ours.num_experts, ours.moe_router_topk) == (theirs.num_local_experts, theirs.num_experts_per_tok)
         assert ours.expert_width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
