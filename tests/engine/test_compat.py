@@ -65,16 +65,6 @@ def test_upstream_norm_still_refuses_sequence_parallel() -> None:
         WrappedTorchNorm(norm_config(True), 8)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_our_norm_is_marked(sequence_parallel: bool) -> None:
-    norm = compat.RMSNorm(norm_config(sequence_parallel), 8, eps=1e-3)
-    assert norm.weight.sequence_parallel is sequence_parallel
-    in_bf16 = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=sequence_parallel)
-    assert compat.RMSNorm(in_bf16, 8).weight.dtype == torch.bfloat16
-    x = torch.randn(5, 8)
-    torch.testing.assert_close(norm(x), x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3))
-
-
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
@@ -293,51 +283,6 @@ def test_gloo_still_does_not_gather_uneven_rows() -> None:
     assert second == {"gathered": [1, 1, 2, 2, 2], "summed": [6, 9, 12], "supported": False}
 
 
-BUCKETS = 40
-
-
-def gather_and_reduce(rank: int, async_op: bool) -> dict[str, list[bool] | list[int]]:
-    """Whether each bucket is right, and how many collectives each handle waits for."""
-    group, world = torch.distributed.group.WORLD, torch.distributed.get_world_size()
-    buffers, maximum = compat.megatron_buffers, torch.distributed.ReduceOp.MAX
-    numbers = [torch.arange(world * (3 + 37 * bucket % 101), dtype=torch.float32) for bucket in range(BUCKETS)]
-    gathered = [torch.full_like(whole, -1.0) for whole in numbers]
-    for whole, got in zip(numbers, gathered, strict=True):
-        got.chunk(world)[rank].copy_(whole.chunk(world)[rank])
-    scattered, summed = [whole.clone() for whole in numbers], [whole.clone() for whole in numbers]
-    calls = {"group": group, "async_op": async_op}
-    with buffers._coalescing_manager(group, async_ops=async_op) as gathers:
-        for whole in gathered:
-            buffers.dist_all_gather_func(whole, whole.chunk(world)[rank], **calls)
-    with buffers._coalescing_manager(group, async_ops=async_op) as scatters:
-        for whole in scattered:
-            buffers.dist_reduce_scatter_func(whole.chunk(world)[rank], whole, op=maximum, **calls)
-    with buffers._coalescing_manager(group, async_ops=async_op) as sums:
-        for whole in summed:
-            torch.distributed.all_reduce(whole, **calls)
-    handles = (gathers, scatters, sums)
-    for handle in handles if async_op else ():
-        handle.wait()
-    right = []
-    for whole, got, part, total in zip(numbers, gathered, scattered, summed, strict=True):
-        right += [torch.equal(got, whole), torch.equal(total, world * whole)]
-        right += [torch.equal(part.chunk(world)[rank], whole.chunk(world)[rank])]
-    return {"right": right, "waited": [len(handle.works) for handle in handles]}
-
-
-def installed(rank: int) -> list[dict[str, list[bool] | list[int]]]:
-    compat.install_one_by_one()
-    compat.install_one_by_one()
-    return [gather_and_reduce(rank, async_op) for async_op in (True, False)]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="joined if there is a CUDA device")
-def test_buckets_are_sent_one_by_one() -> None:
-    for launched, waited in call(installed, 2):
-        assert launched["right"] == waited["right"] == [True] * 3 * BUCKETS
-        assert (launched["waited"], waited["waited"]) == ([BUCKETS] * 3, [0] * 3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotated", [8, 4], ids=["whole heads", "half heads"])
 def test_the_rotation_is_bit_equal_to_megatrons(dtype: torch.dtype, rotated: int) -> None:
@@ -354,8 +299,8 @@ def test_the_rotation_is_bit_equal_to_megatrons(dtype: torch.dtype, rotated: int
 
 
 def test_this_torch_still_needs_one_by_one() -> None:
-    """Where this fails, call gather_and_reduce asynchronously many times with 300 buckets and torch's own
-    _coalescing_manager, in two processes: if none crashes in twenty runs, remove one_by_one."""
+    """Where this fails, gather and reduce 300 buckets asynchronously with torch's own _coalescing_manager, in two
+    processes: if none crashes in twenty runs, remove compat.install_one_by_one."""
     assert torch.__version__.startswith("2.13."), torch.__version__
     assert tuple(inspect.signature(torch.distributed._coalescing_manager).parameters) == compat._COALESCING
 

@@ -30,13 +30,11 @@ def masks(rank: int, sizes: dict[str, int]) -> list[torch.Tensor]:
     return [everywhere, shared]
 
 
-@pytest.mark.parametrize("axis", ["data", "context", "pipeline", "tensor"])
+@pytest.mark.parametrize("axis", ["data", "context", "pipeline_model", "tensor_model"])
 def test_processes_with_other_tokens_or_layers_drop_other_values(axis: str) -> None:
-    sizes = {"data": {}, "tensor": {"tensor_model_parallel_size": 2}}.get(axis)
-    if sizes is None:
-        sizes = {"context_parallel_size" if axis == "context" else "pipeline_model_parallel_size": 2}
+    sizes = {} if axis == "data" else {f"{axis}_parallel_size": 2}
     (first, first_shared), (second, second_shared) = call(masks, 2, sizes)
-    assert torch.equal(first, second) == (axis == "tensor")  # those hold the same activations
+    assert torch.equal(first, second) == (axis == "tensor_model")  # those hold the same activations
     assert not torch.equal(first_shared, second_shared)
 
 

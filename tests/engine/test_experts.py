@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from one_process import one_process
+from test_optimizer_state import VOCABULARY, built
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -21,11 +22,10 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.experts import balance_losses
 from megatron_ext.engine.model import build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, unwrap, wrap
+from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.engine.step import Stepper, StepResult
-from megatron_ext.engine.weights import initialise
 
-LENGTH, EXPERTS, CHOICES, VOCABULARY = 16, 5, 2, 50
+LENGTH, EXPERTS, CHOICES = 16, 5, 2
 
 if torch.cuda.is_available():
     pytest.skip("one CPU process", allow_module_level=True)
@@ -53,24 +53,17 @@ def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.requires_grad_(), chosen
 
 
-def test_the_loss_of_one_group_is_transformers() -> None:
+def test_the_loss_of_each_row_is_transformers_in_any_order_of_tokens() -> None:
     """transformers counts a token once for each of its choices."""
-    logits, chosen = routed(LENGTH)
-    ours = balance_losses(logits.softmax(dim=-1), chosen, CHOICES, LENGTH, dist.group.WORLD)
-    theirs = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-    (mine,), (other,) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (ours, theirs))
-    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8)
-
-
-def test_each_row_is_a_group_in_any_order_of_tokens() -> None:
     logits, chosen = routed(3 * LENGTH)
     rows = torch.arange(3).repeat_interleave(LENGTH)
     order = torch.randperm(3 * LENGTH, generator=torch.Generator().manual_seed(2))
     scores = logits[order].softmax(dim=-1)
     found = balance_losses(scores, chosen[order], CHOICES, LENGTH, dist.group.WORLD, rows[order])
-    each = [load_balancing_loss_func((row,), EXPERTS, CHOICES) / CHOICES for row in logits.split(LENGTH)]
-    torch.testing.assert_close(found, sum(each), rtol=1e-6, atol=0)
+    each = sum(load_balancing_loss_func((row,), EXPERTS, CHOICES) / CHOICES for row in logits.split(LENGTH))
+    torch.testing.assert_close(found, each, rtol=1e-6, atol=0)
+    (mine,), (other,) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (found, each))
+    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8)
     together = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
     assert abs(found / 3 - together) > 1e-4  # it is not linear in the tokens
 
@@ -78,10 +71,8 @@ def test_each_row_is_a_group_in_any_order_of_tokens() -> None:
 def stepper_of(ranks: parallel.Ranks, config: Config) -> Stepper:
     """A model with initial weights and what trains it."""
     cpu = platform.choose("cpu")
-    model = wrap(build_chunks(config, VOCABULARY, cpu), config)
-    initialise(list(unwrap(model)), config.model, VOCABULARY, 1, ranks)
+    model, optimizer = built(config, ranks, cpu)
     group = parallel.context_group(config.parallel, ranks, cpu)
-    optimizer = build_optimizer(model, config)
     return Stepper(model=model, optimizer=optimizer, platform=cpu, ranks=ranks, config=config, context=group)
 
 

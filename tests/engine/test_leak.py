@@ -79,11 +79,3 @@ def test_one_token_changes_exactly_what_sees_it(model: Any, window: int, documen
                 changed |= losses(model, with_token(rows(), row, place, shift), window, document_mask) != base
             expected = may_change(row, place, window, document_mask)
             np.testing.assert_array_equal(changed, expected, err_msg=f"row {row}, token {place}")
-
-
-def test_the_losses_do_not_depend_on_the_other_rows(model: Any) -> None:
-    both = losses(model, rows(), 7, True)
-    for row in range(ROWS):
-        with torch.no_grad():
-            alone = model(pack(rows()[row : row + 1], 7, MaskOptions(True))).cross_entropy_t.numpy()
-        np.testing.assert_allclose(alone, both[row], rtol=1e-6)

@@ -1,9 +1,8 @@
-"""The pipeline's schedule with one stage: the values of micro-batches, and the mode of the model."""
+"""The pipeline's schedule with one stage: the mode of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,21 +32,10 @@ def chunk() -> Iterator[PackedGPT]:
         yield built
 
 
-def batch(seed: int, wanted: list[int] | None = None) -> PackedBatch:
+def batch(seed: int) -> PackedBatch:
     tokens = np.random.default_rng(seed).integers(0, VOCABULARY, LENGTH + 1)
     row = TokenRow(tokens, np.array([LENGTH]), np.ones(LENGTH, dtype=np.bool_))
-    packed = pack([row], LENGTH, Config().mask_options())
-    return packed if wanted is None else replace(packed, wanted=torch.tensor(wanted, dtype=torch.int64))
-
-
-def test_token_losses_are_the_requested_ones_in_the_order_of_the_batches(chunk: PackedGPT) -> None:
-    pipeline = Pipeline([chunk])
-    whole = pipeline.token_losses([batch(0), batch(1)])
-    some = pipeline.token_losses([batch(1, wanted=[3, 12]), batch(0, wanted=[])])
-    assert [losses.shape for losses in whole] == [(LENGTH,)] * 2
-    assert not torch.allclose(whole[0], whole[1])
-    torch.testing.assert_close(some[0], whole[1][[3, 12]], rtol=1e-5, atol=1e-5)
-    assert len(some[1]) == 0
+    return pack([row], LENGTH, Config().mask_options())
 
 
 def test_a_forward_pass_has_no_dropout_or_gradients_and_training_has_both(chunk: PackedGPT) -> None:

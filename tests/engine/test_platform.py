@@ -58,8 +58,7 @@ def patched() -> Iterator[None]:
 
 @on_cpu
 @pytest.mark.usefixtures("patched")
-def test_what_the_patches_do() -> None:
-    assert torch.cuda.current_device() == torch.device("cpu")
+def test_only_what_goes_to_cuda_comes_to_the_cpu() -> None:
     assert torch.zeros(2, device="cuda", pin_memory=True).device.type == "cpu"
     assert torch.tensor([1.0], device=torch.device("cuda", 3)).device.type == "cpu"
     assert torch.full((2,), 3, device=torch.cuda.current_device()).tolist() == [3, 3]
@@ -69,30 +68,9 @@ def test_what_the_patches_do() -> None:
     platform.uninstall_cpu()
     with torch.device("meta"):
         assert torch.tensor([1.0]).device.type == torch.empty(2).device.type == "meta"
-    platform.install_cpu()
-    x = torch.ones(2)
-    assert x.cuda() is x
-    assert x.type() == "torch.cuda.FloatTensor"
-    assert x.type() == "torch.FloatTensor"
-    assert x.type() != "torch.cuda.HalfTensor"
-    assert x.type() in ["torch.cuda.HalfTensor", "torch.cuda.FloatTensor"]
-    assert x.type(torch.float64).dtype == torch.float64
-    torch.cuda.manual_seed(5)
-    state = torch.cuda.get_rng_state()
-    first = torch.rand(3)
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(torch.rand(3), first)
 
 
 @on_cpu
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(UserError, match=r"^device: got cuda, needs a CUDA device .*; use --device cpu$"):
         platform.choose("cuda")
-
-
-@on_cpu
-@pytest.mark.parametrize("device", ["cpu", "auto"])
-@pytest.mark.usefixtures("patched")
-def test_the_cpu_is_chosen(device: str) -> None:
-    expected = platform.Platform(torch.device("cpu"), "gloo", transformer_engine=False)
-    assert platform.choose(device) == expected

@@ -132,17 +132,11 @@ def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
     assert health is not None
     for layer, (query, key) in enumerate(given[:2]):
         groups = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        scores = torch.einsum("iNH,jNH->Nij", query, groups)
-        seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        scale = query.shape[-1] ** -0.5
-        p = (scale * scores).masked_fill(~seen, -torch.inf).softmax(-1)
-        back = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
-        assert health.entropy[layer] == pytest.approx(torch.special.entr(p).sum(-1).mean().item(), rel=1e-5)
-        assert health.distance[layer] == pytest.approx((p * back).sum(-1).mean().item(), rel=1e-5)
-        assert health.sink_pairs[layer] == pytest.approx((p[:, :, 0] > 0.3).double().mean().item())
-        largest = scores.masked_fill(~seen, -torch.inf).max().item()
-        assert health.s_max[layer] == pytest.approx(largest, rel=1e-5)
-        assert health.s_max_scaled[layer] == pytest.approx(scale * largest, rel=1e-5)
+        scores = query.shape[-1] ** -0.5 * torch.einsum("iNH,jNH->Nij", query, groups)
+        scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
+        entropy = torch.special.entr(scores.softmax(-1)).sum(-1).mean()
+        assert health.entropy[layer] == pytest.approx(entropy.item(), rel=1e-5)
+        assert health.s_max_scaled[layer] == pytest.approx(scores.max().item(), rel=1e-5)
 
 
 def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProcess) -> None:
@@ -204,19 +198,6 @@ def test_validation_does_not_change_training(process: OneProcess) -> None:
     assert torch.equal(process.weights(), before)
     again = process.stepper.train(StepBatches([batch(row(0))]))
     assert replace(again, score_seconds=first.score_seconds) == first
-
-
-def test_the_output_matrix_gradient_is_added_where_gradients_are_gathered_and_only_once(process: OneProcess) -> None:
-    (chunk,), (wrapped,), text = unwrap(process.model), process.model, batch(row(3))
-    weight = chunk.output_layer.weight
-    expected = torch.nn.functional.cross_entropy(chunk.logits(text), text.labels_t, reduction="sum")
-    (gradient,) = torch.autograd.grad(expected, weight)
-    wrapped.zero_grad_buffer()
-    for passes in (1, 2):
-        wrapped(text).cross_entropy_t.sum().backward()
-        torch.testing.assert_close(weight.main_grad, passes * gradient, rtol=1e-5, atol=1e-6)
-        assert weight.grad_added_to_main_grad
-        assert weight.grad is None
 
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique")
@@ -289,16 +270,6 @@ def test_a_step_whose_weights_depend_on_losses_does_not_synchronize_either(
         launched = process.stepper.launch(StepBatches([assemble(tokens, masks, None, scores)]))
     assert reads.found == []
     assert launched.result(AsyncHostCopy(launched.values).values()).weight_std > 0
-
-
-def test_only_a_process_without_trained_tokens_synchronizes(
-    process: OneProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other processes may have trained tokens, which decides whether weights change."""
-    reads = HostReads(monkeypatch)
-    with reads:
-        process.stepper.launch(StepBatches([batch(row(0, trained=0))]))
-    assert reads.found == ["step.py: _local_scalar_dense"]
 
 
 def test_megatrons_own_step_reads_the_norm(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:

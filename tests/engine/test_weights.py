@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
 from megatron_ext.checkpoint.hf.names import TABLE, Parameter, full_shape, fuse_into, parameters_of, unfuse
 from megatron_ext.config import ModelConfig
-from megatron_ext.engine.weights import deviation, initial, shards_of
+from megatron_ext.engine.weights import deviation, shards_of
 
 SEED, VOCABULARY = 2**63 + 5, 57  # padded to 64
 MODEL = ModelConfig(
@@ -34,17 +32,6 @@ MODEL = ModelConfig(
     make_vocab_size_divisible_by=8,
     init_method_std=0.1,
 )
-
-
-def drawn(name: str, model: ModelConfig, vocab_size: int) -> Tensor:
-    """A tensor as one draw gives it."""
-    shape = full_shape(name, model, vocab_size)
-    if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape)
-    digest = hashlib.sha256(f"{SEED}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    factor = 1 / math.sqrt(2 * model.num_layers) if "o_proj" in name or "down_proj" in name else 1.0
-    return torch.empty(shape).normal_(0.0, model.init_method_std * factor, generator=generator)
 
 
 def names(parameter: Parameter) -> list[str]:
@@ -84,12 +71,6 @@ def test_a_hugging_face_folder_is_read_in_parts(tmp_path: Path, tp: int) -> None
     matrices = sum(tensor.numel() for tensor in tensors.values() if tensor.ndim == 2)
     vectors = sum(tensor.numel() for name, tensor in tensors.items() if tensor.ndim == 1)
     assert matrices <= sum(part.numel() for part in read) <= matrices + tp * vectors  # each rank its own share, once
-
-
-def test_initial_values_are_one_draw() -> None:
-    for parameter in parameters_of(MODEL):
-        for name in names(parameter):
-            assert torch.equal(initial(name, MODEL, VOCABULARY, SEED), drawn(name, MODEL, VOCABULARY))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
