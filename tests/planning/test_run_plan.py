@@ -88,10 +88,3 @@ def test_the_plan_of_experts() -> None:
     text = "\n".join(describe(configs[8], 8, 32000))
     assert f"of which a token meets {rest + experts // 4:,}" in text
     assert "DP 8, experts over 8" in text
-
-
-def test_the_plan_shows_bases_that_follow_the_window_and_windows_that_never_fill() -> None:
-    flags = "--window-schedule linear --window-rate 1 --rope-window-bases 512:500 --rotary-base 1e5"
-    text = "\n".join(describe(parse(f"{RUN} {flags}".split()), 1, 32000))
-    assert "never full in this run" in text
-    assert [line.split()[-1] for line in text.splitlines() if "rotary base" in line] == ["500"] * 3 + ["100,000"] * 3

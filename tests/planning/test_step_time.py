@@ -127,18 +127,6 @@ def test_the_flops_of_segments_are_the_sum_of_their_own(lengths: list[int]) -> N
     assert together == pytest.approx(sum(flops(length, length) for length in lengths))
 
 
-@pytest.mark.parametrize("modules", ["", f"{AGAIN} mlp", f"{AGAIN} mlp layernorm"])
-def test_experts_that_all_tokens_use_take_no_less_than_one_mlp_as_wide(modules: str) -> None:
-    dense = f"{SPLIT} {modules}"
-    mixture = f"{dense} --num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size {14336 // 4}"
-    mixture += " --expert-model-parallel-size 2"
-    one, other = time(dense), time(mixture)
-    assert other.products > one.products  # the router in addition
-    assert other.memory > one.memory
-    assert other.total > one.total
-    assert work(mixture, head=True).flops > work(dense, head=True).flops
-
-
 @pytest.mark.parametrize("modules", ["", f"{AGAIN} mlp"])
 def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: str) -> None:
     """Shared experts are an MLP for every token, as is that of a layer without experts."""
