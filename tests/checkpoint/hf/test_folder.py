@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
@@ -56,43 +56,12 @@ def test_an_old_file_reads_the_same(tmp_path: Path, family: str) -> None:
     assert shapes(read_model_config(old)) == shapes(new)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {},
-        {"rope_theta": 7.0},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
-        {"rope_theta": 9.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
-        {"rope_theta": 7.0, "rope_scaling": {"rope_type": "default"}},
-        {"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}, "rope_parameters": {"rope_theta": 7.0}},
-        {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}},
-    ],
-    ids=str,
-)
-def test_rotary_options_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
-    """Old style, new style and both: the same base and the same scaling."""
-    content = {k: v for k, v in LlamaConfig(**SIZES).to_dict().items() if k != "rope_parameters"}
-    folder = written(tmp_path / "model", content | rope)
-    theirs = AutoConfig.from_pretrained(folder).rope_parameters
-    ours = read_model_config(folder)
-    assert ours.rotary_base == theirs["rope_theta"]
-    assert ours.rope_scaling.replace("none", "default") == theirs["rope_type"]
-    assert ours.rope_scaling_factor == theirs.get("factor", 1.0)
-
-
 def refusal(call: Callable[[], object]) -> str:
     with pytest.raises(UserError) as caught:
         call()
     text = str(caught.value)
     assert "\n" not in text
     return text
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'"llama"', b'{"model_type": "llama"}'])
-def test_a_damaged_configuration_is_one_line(tmp_path: Path, content: bytes) -> None:
-    assert "config.json" in refusal(lambda: read_model_config(written(tmp_path, content)))
 
 
 @pytest.mark.parametrize("changed", [{"num_attention_heads": None}, {"hidden_size": "32"}, {"rms_norm_eps": None}])

@@ -1,4 +1,4 @@
-"""The table of parameter names against transformers' own models, and the cuts against literal rows."""
+"""The table of parameter names against transformers' own models."""
 
 from __future__ import annotations
 
@@ -15,16 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.checkpoint.hf.names import (
-    TABLE,
-    Cut,
     all_names,
     count_active_parameters,
     count_parameters,
-    find,
     full_shape,
-    fuse_into,
-    parameters_of,
-    unfuse,
 )
 from megatron_ext.checkpoint.hf.stacked import expert_tensors
 from megatron_ext.config import ModelConfig
@@ -189,69 +183,4 @@ def test_a_token_meets_the_experts_that_it_goes_to() -> None:
     assert count_active_parameters(FOUR_HEADS, 100) == count_parameters(FOUR_HEADS, 100)
 
 
-def parameter(hugging_face_name: str) -> Any:
-    (row,) = [row for row in TABLE if hugging_face_name in row.hugging_face]
-    return row
-
-
-EMBEDDING = parameter("model.embed_tokens.weight")
-
-
-def labelled(*rows: int) -> Tensor:
-    """A matrix of width 2 whose rows carry these labels."""
-    return torch.tensor(rows)[:, None] * torch.tensor([1, 10])
-
-
-def labels(matrix: Tensor) -> list[int]:
-    assert torch.equal(matrix[:, 1], 10 * matrix[:, 0])
-    return matrix[:, 0].tolist()
-
-
 FOUR_HEADS = ModelConfig(hidden_size=2, num_attention_heads=4, num_query_groups=2, kv_channels=1)
-
-
-def test_vocabulary_is_padded_with_zeros_and_cut_back() -> None:
-    model, rows = ModelConfig(make_vocab_size_divisible_by=4), labelled(1, 2, 3, 4, 5)
-    whole = torch.ones(8, 2)
-    fuse_into(whole, (0, 0), EMBEDDING, [rows], model, 5)
-    assert labels(whole) == [1, 2, 3, 4, 5, 0, 0, 0]
-    assert labels(unfuse(EMBEDDING, whole, model, 5)[0]) == [1, 2, 3, 4, 5]
-    part = torch.ones(4, 1)
-    fuse_into(part, (4, 1), EMBEDDING, [rows], model, 5)
-    assert part[:, 0].tolist() == [50, 0, 0, 0]
-
-
-def test_every_cut_and_name_stands_in_the_table_once() -> None:
-    assert {row.cut for row in TABLE} == set(Cut)
-    for model in (*KINDS, *(replace(model, untie_embeddings_and_output_weights=False) for model in KINDS)):
-        rows = parameters_of(model)
-        for names in ([n for row in rows for n in row.megatron], [n for row in rows for n in row.hugging_face]):
-            assert len(names) == len(set(names))
-    with_sinks = ModelConfig(softmax_type="learnable")
-    assert all(any(row in parameters_of(model) for model in (*KINDS, with_sinks, MIXED)) for row in TABLE)
-
-
-MIXED = ModelConfig(
-    num_experts=4,
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    moe_shared_expert_intermediate_size=20,
-    moe_layer_freq=(0, 1, 1, 0),
-)
-
-
-def test_layers_have_experts_or_a_single_mlp() -> None:
-    names = set(all_names(MIXED))
-    assert len(names) == len(all_names(MIXED))
-    for layer, experts in enumerate(MIXED.moe_layer_freq):
-        own = {name.removeprefix(f"model.layers.{layer}.mlp.") for name in names if f"s.{layer}.mlp." in name}
-        assert ("gate_proj.weight" in own) == (not experts)
-        for name in ("gate.weight", "gate.e_score_correction_bias", "experts.3.up_proj.weight"):
-            assert (name in own) == bool(experts)
-        fused = find(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", 0, MIXED)[0].checkpoint((layer,))
-        assert ("layer_norm_weight" in fused) == (not experts)
-    assert full_shape("model.layers.1.mlp.shared_experts.down_proj.weight", MIXED, 9) == (128, 20)
-    assert full_shape("model.layers.1.mlp.gate.e_score_correction_bias", MIXED, 9) == (4,)
-    routed = count_parameters(MIXED, 9) - count_parameters(replace(MIXED, num_experts=2), 9)
-    assert routed == 2 * 2 * (3 * 128 * 384 + 128)  # two experts in each of two layers, without biases
-    assert count_active_parameters(MIXED, 9) == count_parameters(MIXED, 9) - 2 * 2 * 3 * 128 * 384

@@ -58,6 +58,12 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], length: int
     assert_same_angles(entries, model_config(entries), length)
 
 
+@pytest.mark.parametrize("old", [{"rope_theta": 9.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}], ids=str)
+def test_old_entries_beside_new_ones_mean_what_they_do_to_transformers(old: dict[str, Any]) -> None:
+    entries = content({"rope_type": "default"}, **old)
+    assert_same_angles(entries, model_config(entries), 128)
+
+
 @pytest.mark.parametrize(
     "scales",
     [
