@@ -7,8 +7,10 @@ from collections import Counter
 import numpy as np
 from hypothesis import strategies as st
 
+from megatron_ext.data.packing import PackingPlan
 from megatron_ext.data.rows.dataset import TokenRow
 
+Piece = tuple[int, int, int]  # document, start, length
 STRIDE = 1000  # token p of document d is d * STRIDE + p
 PAD = -1
 
@@ -54,6 +56,10 @@ class WrittenSource(ListedSource):
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         assert 0 <= offset < offset + length <= len(self.documents[document])
         return np.array(self.documents[document][offset : offset + length], dtype=np.int64)
+
+
+def rows_of(plan: PackingPlan) -> list[list[Piece]]:
+    return [[tuple(piece) for piece in plan.row_pieces(row).tolist()] for row in range(plan.rows)]
 
 
 def tokens_of(lengths: list[int]) -> list[int]:

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan, report
-from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share
+from megatron_ext.data.packing import PackedRows, build_plan, report
+from megatron_ext.data.packing.decomposition import curriculum
 from megatron_ext.errors import UserError
-from tests.data.packing.sources import STRIDE, ListedSource, seeds, some_lengths
+from tests.data.packing.sources import STRIDE, ListedSource, Piece, rows_of, seeds, some_lengths
 
-Piece = tuple[int, int, int]
 options_ = st.fixed_dictionaries(
     {
         "shortest": st.sampled_from([1, 2, 4]),
@@ -37,20 +36,6 @@ def pieces_of(lengths: list[int], shortest: int, longest: int) -> dict[int, list
                 start += size
         assert length - start < shortest
     return found
-
-
-@given(lengths=some_lengths, first=st.integers(0, 2), more=st.integers(0, 3))
-@settings(max_examples=100)
-def test_pieces_go_by_binary_digits(lengths: list[int], first: int, more: int) -> None:
-    buckets = decompose(np.array(lengths), 2**first, 2 ** (first + more))
-    wanted = pieces_of(lengths, 2**first, 2 ** (first + more))
-    assert len(buckets) == more + 1
-    for power, bucket in enumerate(buckets, start=first):
-        assert [tuple(piece) for piece in bucket.tolist()] == wanted[2**power]
-
-
-def rows_of(plan: PackingPlan) -> list[list[Piece]]:
-    return [[tuple(piece) for piece in plan.row_pieces(row).tolist()] for row in range(plan.rows)]
 
 
 @given(lengths=some_lengths, row_length=st.sampled_from([4, 8, 16]), seed=seeds, options=options_)
@@ -102,16 +87,6 @@ counts_ = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)
 def draws(counts: list[int], seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.random(count) for count in counts]
-
-
-@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=5), wanted=st.integers(0, 120))
-def test_an_even_share(counts: list[int], wanted: int) -> None:
-    shares = even_share(counts, wanted)
-    total = sum(counts)
-    assert sum(shares) == min(wanted, total)
-    for count, share in zip(counts, shares, strict=True):
-        assert 0 <= share <= count
-        assert abs(share - count * min(wanted, total) / max(total, 1)) < 1
 
 
 def test_a_shorter_run_sees_every_size() -> None:

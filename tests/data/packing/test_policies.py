@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -11,32 +11,29 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing import POLICIES, PackedRows, PackingPlan, build_plan
+from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import (
     PAD,
     STRIDE,
     ListedSource,
+    Piece,
     WrittenSource,
     input_tokens,
     row_lengths,
+    rows_of,
     seeds,
     some_lengths,
     tokens_of,
 )
 
-Piece = tuple[int, int, int]
 OPTIONS = {"upsample_long": {"threshold": 5, "factor": 2.5}, "decomposition": {"shortest": 2}}
-NO_ROW = "makes no row"
 
 
 def build(policy: str, lengths: list[int], row_length: int, seed: int = 0) -> PackingPlan:
     source = ListedSource(lengths)
     return build_plan(policy, source, range(len(lengths)), row_length, seed, OPTIONS.get(policy))
-
-
-def rows_of(plan: PackingPlan) -> list[list[Piece]]:
-    return [[tuple(piece) for piece in plan.row_pieces(row).tolist()] for row in range(plan.rows)]
 
 
 def epoch(plan: PackingPlan, lengths: list[int]) -> Counter[int]:
@@ -194,17 +191,38 @@ def test_only_documents_of_the_split_are_packed(policy: str) -> None:
         ("fill", 8, None, "no policy 'fill'; choose one of random,"),
         ("carry_over", 8, {"factor": 2}, "carry_over has no option 'factor'; it takes none"),
         ("upsample_long", 8, {"factor": 0.5}, "factor is 0.5: .* should be greater than or equal to 1"),
-        ("upsample_long", 8, {"threshold": 7.5}, "threshold is 7.5: .* should be a valid integer"),
         ("upsample_long", 8, {"factor": 2, "long_share": 0.5}, "factor beside long_share"),
         ("whole_document", 31, None, "whole_document makes no row of 31 tokens of these 2 documents"),
         ("whole_document", 8, {"join_sources": 2}, "join_sources is 2: .* should be 0 or 1"),
         ("whole_document", 8, {"join_sources": 1}, "dataset names no sources; make it with .*--source-field FIELD"),
         ("decomposition", 8, {"shortest": 3}, "powers of two, but shortest is 3"),
         ("decomposition", 8, {"shortest": 16}, "shortest is 16; needs at most the 8 tokens"),
-        ("decomposition", 8, {"shortest": 8, "batch_rows": 4}, NO_ROW),
     ],
 )
 def test_refusals(policy: str, row_length: int, options: dict[str, float] | None, text: str) -> None:
     with pytest.raises(UserError, match=text) as caught:
         build_plan(policy, ListedSource([30, 4, 0]), range(3), row_length, 0, options)
     assert "\n" not in str(caught.value)
+
+
+def one_by_one(sizes: list[int], capacity: int) -> Counter[int]:
+    """The spaces left in the bins; which of two bins with the same space is taken makes no difference to them."""
+    spaces: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [space for space in spaces if space >= size]
+        if fitting:
+            spaces.remove(min(fitting))
+        spaces.append((min(fitting) if fitting else capacity) - size)
+    return Counter(spaces)
+
+
+@given(capacity=st.integers(1, 30), data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_the_bins_are_those_of_one_by_one(capacity: int, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, capacity), max_size=60))
+    bins = best_fit_decreasing(np.array(sizes, dtype=np.int64), capacity)
+    filled: dict[int, int] = defaultdict(int)
+    for size, place in zip(sizes, bins.tolist(), strict=True):
+        filled[place] += size
+    assert sorted(filled) == list(range(len(filled)))
+    assert Counter(capacity - total for total in filled.values()) == one_by_one(sizes, capacity)

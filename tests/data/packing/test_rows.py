@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan
-from megatron_ext.data.rows.dataset import RowDataset, TokenRow
+from megatron_ext.data.rows.dataset import TokenRow
 from tests.data.packing.sources import (
     PAD,
     STRIDE,
@@ -53,42 +54,20 @@ def expected_row(plan: PackingPlan, row: int, lengths: list[int], mask_eod: bool
     return TokenRow(np.array(tokens), np.array(ends, dtype=np.int64), np.array(trained))
 
 
+@pytest.mark.parametrize("kind", [ListedSource, MaskedSource])
 @given(policy=POLICIES, lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
-@settings(max_examples=200, deadline=None)
-def test_rows_token_by_token(policy: str, lengths: list[int], row_length: int, seed: int, mask_eod: bool) -> None:
-    plan = build(policy, lengths, row_length, seed)
-    rows = PackedRows(ListedSource(lengths), plan, seed, mask_eod=mask_eod, pad_id=PAD)
-    for number in range(plan.rows):
-        assert_same(rows.plan_row(number), expected_row(plan, number, lengths, mask_eod))
-
-
-@given(policy=POLICIES, lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
-@settings(max_examples=100, deadline=None)
-def test_a_mask_takes_labels_away_and_adds_none(
-    policy: str, lengths: list[int], row_length: int, seed: int, mask_eod: bool
+@settings(max_examples=150, deadline=None)
+def test_rows_token_by_token(
+    kind: type[ListedSource], policy: str, lengths: list[int], row_length: int, seed: int, mask_eod: bool
 ) -> None:
+    """A mask takes labels away and adds none."""
     plan = build(policy, lengths, row_length, seed)
-    rows = PackedRows(MaskedSource(lengths), plan, seed, mask_eod=mask_eod, pad_id=PAD)
+    rows = PackedRows(kind(lengths), plan, seed, mask_eod=mask_eod, pad_id=PAD)
     for number in range(plan.rows):
-        plain, row = expected_row(plan, number, lengths, mask_eod), rows.plan_row(number)
-        labels = plain.tokens[1:]
-        held = (labels // STRIDE % 2 == 1) | (labels % 3 == 0)
-        assert_same(row, TokenRow(plain.tokens, plain.document_ends, plain.trained & held))
-
-
-@given(lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
-@settings(max_examples=80, deadline=None)
-def test_carry_over_gives_the_rows_of_random(lengths: list[int], row_length: int, seed: int, mask_eod: bool) -> None:
-    """Before the first epoch's end both are one stream of the same order; only a label across rows is not trained."""
-    plan = build("carry_over", lengths, row_length, seed)
-    packed = PackedRows(ListedSource(lengths), plan, seed, mask_eod=mask_eod)
-    dataset = RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, mask_eod=mask_eod)
-    random = {dataset.row_index(sample): dataset.row(sample) for sample in range(plan.rows)}
-    for number in range(sum(lengths) // row_length):
-        row, other = packed.plan_row(number), random[number]
-        if row_length in row.document_ends:
-            other.trained[-1], other.tokens[-1] = False, 0
-        assert_same(row, other)
+        wanted = expected_row(plan, number, lengths, mask_eod)
+        labels = wanted.tokens[1:]
+        held = (labels // STRIDE % 2 == 1) | (labels % 3 == 0) | (kind is ListedSource)
+        assert_same(rows.plan_row(number), TokenRow(wanted.tokens, wanted.document_ends, wanted.trained & held))
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
