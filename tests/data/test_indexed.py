@@ -1,7 +1,8 @@
-"""Joined parts, against Megatron's own builder."""
+"""Our reader and writer of Megatron's format against Megatron's own builder."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,157 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_ext.data.indexed import document_lengths, dtype_of, join_arrays, write_dataset
+from megatron_ext.data.indexed import IndexedSource, document_lengths, dtype_of, join_arrays, write_dataset
+from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.errors import UserError
+from tests.theirs import write_theirs
+
+DOCUMENTS = [np.arange(start, start + length) for start, length in ((1, 5), (50, 1), (7, 30), (90, 9))]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    path = str(tmp_path / "sub" / "data")
+    write_theirs(path, DOCUMENTS, 100)
+    return path
+
+
+def change(path: str, offset: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+@pytest.mark.parametrize("vocab_size", [100, 65499, 65500])
+def test_we_read_what_megatron_writes(tmp_path: Path, vocab_size: int) -> None:
+    documents = [*DOCUMENTS, np.array([0, vocab_size - 1])]
+    write_theirs(tmp_path / "data", documents, vocab_size)
+    source = IndexedSource(tmp_path / "data", vocab_size)
+    assert source.document_lengths.tolist() == [5, 1, 30, 9, 2]
+    assert source.document_lengths.dtype == np.int64
+    for number, document in enumerate(documents):
+        for offset in range(len(document)):
+            part = source.read(number, offset, len(document) - offset)
+            np.testing.assert_array_equal(part, document[offset:])
+            assert part.dtype == np.int64
+    assert source.read(2, 3, 4).tolist() == [10, 11, 12, 13]
+
+
+def test_documents_of_several_sequences(tmp_path: Path) -> None:
+    """What Megatron's own tools may write: sentences as sequences, and a document without any."""
+    path = str(tmp_path / "data")
+    builder = IndexedDatasetBuilder(path + ".bin", dtype=np.uint16)
+    for document in ([[1, 2, 3], [4]], [], [[5, 6], [7], [8, 9]]):
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence))
+        builder.end_document()
+    builder.finalize(path + ".idx")
+    source = IndexedSource(path)
+    assert source.document_lengths.tolist() == [4, 0, 5]
+    assert source.read(0, 0, 4).tolist() == [1, 2, 3, 4]
+    assert source.read(2, 1, 4).tolist() == [6, 7, 8, 9]
+    tokens = RowDataset(source, range(3), 9, seed=0).row(0).tokens[:9]
+    assert sorted(tokens.tolist()) == list(range(1, 10))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_missing_file_is_named(prefix: str, suffix: str) -> None:
+    os.unlink(prefix + suffix)
+    with pytest.raises(UserError, match=rf"data\{suffix} does not exist.*tools/preprocess_data\.py"):
+        IndexedSource(prefix)
+
+
+def test_damaged_indices_are_refused(prefix: str) -> None:
+    idx = prefix + ".idx"
+    whole = Path(idx).read_bytes()
+
+    def refused() -> None:
+        with pytest.raises(UserError, match="is not a Megatron index of integer tokens, or is damaged") as caught:
+            IndexedSource(prefix)
+        assert "\n" not in str(caught.value)
+        Path(idx).write_bytes(whole)
+        assert len(IndexedSource(prefix).document_lengths) == 4
+
+    for size in (0, 20, len(whole) - 1):
+        os.truncate(idx, size)
+        refused()
+    for at, value in (
+        (9, b"\x02"),  # version 2
+        (17, b"\x06"),  # float64
+        (34, b"\x06"),  # the first sequence's length
+        (len(whole) - 8, b"\x03"),  # the last document's end
+        (len(whole) - 16, b"\x09"),  # the second last document's: after the last one's
+        (len(whole) - 16, b"\xff" * 8),  # before the first
+    ):
+        change(idx, at, value)
+        refused()
+
+
+def test_a_bin_that_does_not_fit_its_index_is_refused(prefix: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    write_theirs(other, DOCUMENTS[:3], 100)
+    own = Path(prefix + ".idx").read_bytes()
+    Path(prefix + ".idx").write_bytes(Path(other + ".idx").read_bytes())
+    Path(other + ".idx").write_bytes(own)
+    for path, sizes in ((prefix, (90, 72)), (other, (72, 90))):
+        with pytest.raises(UserError, match=rf"\.bin has {sizes[0]} bytes, but .*\.idx describes {sizes[1]}"):
+            IndexedSource(path)
+    os.truncate(prefix + ".bin", 0)
+    with pytest.raises(UserError, match="is damaged or empty"):
+        IndexedSource(prefix)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(prefix: str) -> None:
+    source = IndexedSource(prefix, vocab_size=98)
+    assert source.read(3, 0, 8).max() == 97
+    with pytest.raises(UserError, match=r"document 3 holds token id 98 at position 8, but vocab_size is 98"):
+        source.read(3, 2, 7)
+    assert IndexedSource(prefix).read(3, 8, 1).tolist() == [98]
+
+
+def test_weights_and_masks_are_read_with_the_tokens(prefix: str) -> None:
+    plain = IndexedSource(prefix, 100)
+    assert plain.read_weights(0, 0, 5) is None
+    assert plain.read_mask(0, 0, 5) is True
+    tokens = np.concatenate(DOCUMENTS)
+    np.save(f"{prefix}.weights.npy", tokens.astype(np.float32) / 8)
+    np.save(f"{prefix}.mask.npy", (tokens % 2).astype(np.uint8))
+    source = IndexedSource(prefix, 100, weighted=True)
+    for number, document in enumerate(DOCUMENTS):
+        for offset in range(len(document)):
+            place = (number, offset, len(document) - offset)
+            np.testing.assert_array_equal(source.read_weights(*place), document[offset:] / 8)
+            np.testing.assert_array_equal(source.read_mask(*place), document[offset:] % 2 == 1)
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
+def test_weights_out_of_range_are_refused(prefix: str, bad: float) -> None:
+    weights = np.ones(45, dtype=np.float32)
+    weights[8] = bad  # document 2 begins at token 6
+    np.save(f"{prefix}.weights.npy", weights)
+    source = IndexedSource(prefix, 100, weighted=True)
+    assert source.read_weights(2, 0, 2) is not None
+    with pytest.raises(UserError, match=r"document 2 has weight .* at token 2, needs finite numbers >= 0"):
+        source.read_weights(2, 1, 5)
+
+
+def test_files_of_another_shape_or_dtype_are_refused(prefix: str) -> None:
+    with pytest.raises(UserError, match=r"weights\.npy does not exist"):
+        IndexedSource(prefix, 100, weighted=True)
+    for wrong in (np.ones(44, dtype=np.float32), np.ones(45), np.ones((45, 1), dtype=np.float32)):
+        np.save(f"{prefix}.weights.npy", wrong)
+        with pytest.raises(UserError, match=r"needs float32 \(45,\)"):
+            IndexedSource(prefix, 100, weighted=True)
+    np.save(f"{prefix}.weights.npy", np.array([{}] * 45, dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match=r"weights\.npy cannot be read"):
+        IndexedSource(prefix, 100, weighted=True)
+    np.save(f"{prefix}.mask.npy", np.ones(45))
+    with pytest.raises(UserError, match=r"mask\.npy holds .* needs uint8 \(45,\)"):
+        IndexedSource(prefix)
+
 
 Document = list[list[int]]
-DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=4), min_size=1, max_size=3))
+some_documents = st.lists(st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=4), min_size=1, max_size=3))
 
 
 def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> Path:
@@ -31,7 +179,7 @@ def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> 
     return part
 
 
-@given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4), vocab_size=st.sampled_from([60_001, 70_000]))
+@given(parts=st.lists(some_documents, min_size=1, max_size=4), vocab_size=st.sampled_from([60_001, 70_000]))
 @settings(max_examples=60, deadline=None)
 def test_the_same_bytes_as_megatrons_builder(tmp_path_factory: pytest.TempPathFactory, parts, vocab_size) -> None:
     folder = tmp_path_factory.mktemp("indexed")

@@ -1,15 +1,26 @@
-"""RowDataset against naive concatenation."""
+"""RowDataset against naive concatenation, BlendedRows against a sorted list of events."""
 
 from __future__ import annotations
+
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.data.rows.blend import BlendedRows
 from megatron_ext.data.rows.dataset import RowDataset, TokenRow
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import STRIDE, ListedSource, MaskedSource, assert_same, seeds
+
+some_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
+row_lengths = st.integers(1, 25)
+
+
+def make(lengths: list[int], row_length: int, seed: int = 0, **options: bool) -> RowDataset:
+    return RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, **options)
 
 
 class WeightedSource(ListedSource):
@@ -19,11 +30,7 @@ class WeightedSource(ListedSource):
         return (self.read(document, offset, length) / 2).astype(np.float32)
 
 
-@given(
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any),
-    row_length=st.integers(1, 20),
-    mask_eod=st.booleans(),
-)
+@given(lengths=some_lengths, row_length=row_lengths, mask_eod=st.booleans())
 def test_a_label_is_trained_where_the_mask_holds_its_own_token(
     lengths: list[int], row_length: int, mask_eod: bool
 ) -> None:
@@ -35,7 +42,7 @@ def test_a_label_is_trained_where_the_mask_holds_its_own_token(
             assert row.trained[place] == (held and not (mask_eod and place + 1 in row.document_ends))
 
 
-@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any), row_length=st.integers(1, 20))
+@given(lengths=some_lengths, row_length=row_lengths)
 def test_a_label_has_the_weight_of_its_own_token(lengths: list[int], row_length: int) -> None:
     rows = RowDataset(WeightedSource(lengths), range(len(lengths)), row_length, seed=3)
     for sample in range(5):
@@ -43,10 +50,6 @@ def test_a_label_has_the_weight_of_its_own_token(lengths: list[int], row_length:
         assert row.weights.dtype == np.float32
         np.testing.assert_array_equal(row.weights, row.tokens[1:] / 2)
         assert make(lengths, row_length, 3).row(sample).weights is None
-
-
-def make(lengths: list[int], row_length: int, seed: int = 0, **options: bool) -> RowDataset:
-    return RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, **options)
 
 
 def naive_order(count: int, seed: int, epoch: int, purpose: int) -> list[int]:
@@ -78,16 +81,11 @@ def naive_samples(lengths: list[int], row_length: int, seed: int, epochs: int) -
     return samples
 
 
-some_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
-row_lengths = st.integers(1, 25)
-
-
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
 @settings(max_examples=150, deadline=None)
 def test_rows_equal_naive_concatenation(lengths: list[int], row_length: int, seed: int) -> None:
     dataset = make(lengths, row_length, seed, mask_eod=True)
-    expected = naive_samples(lengths, row_length, seed, epochs=4)
-    for sample, row in enumerate(expected):
+    for sample, row in enumerate(naive_samples(lengths, row_length, seed, epochs=4)):
         assert_same(dataset.row(sample), row)
 
 
@@ -117,3 +115,45 @@ def test_only_the_documents_of_the_row_are_read() -> None:
 def test_a_split_without_tokens_is_refused() -> None:
     with pytest.raises(UserError, match="has no tokens"):
         make([0, 0], 4)
+
+
+def blend(weights: list[float]) -> BlendedRows:
+    return BlendedRows([make([7, 5], 4, seed) for seed in range(len(weights))], weights)
+
+
+weird_weights = st.lists(
+    st.one_of(st.floats(1e-9, 1e9), st.sampled_from([1e-12, 0.1, 0.2, 0.3, 1 / 3, 0.5, 1.0, 2.0, math.pi, 1e12])),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(weights=weird_weights)
+@settings(max_examples=150, deadline=None)
+def test_blend_equals_the_sorted_events(weights: list[float]) -> None:
+    rows, count = blend(weights), 60
+    events = [((k + 0.5) / w, d, k) for d, w in enumerate(rows.weights) for k in range(count)]
+    expected = [(d, k) for _, d, k in sorted(events)[:count]]
+    assert [rows.locate(sample) for sample in range(count)] == expected
+    for samples in (0, 1, 7, count):
+        counted = Counter(d for d, _ in expected[:samples])
+        assert rows.drawn(samples) == tuple(counted[d] for d in range(len(weights)))
+
+
+@given(weights=weird_weights, start=st.sampled_from([0, 1, 999, 10**6, 10**9, 10**12, 10**15]))
+@settings(max_examples=150, deadline=None)
+def test_blend_reads_each_dataset_in_order_and_in_proportion(weights: list[float], start: int) -> None:
+    rows = blend(weights)
+    drawn: dict[int, int] = {}
+    for sample in range(start, start + 50):
+        dataset, number = rows.locate(sample)
+        if start == 0 or dataset in drawn:
+            assert number == drawn.get(dataset, 0)
+        drawn[dataset] = number + 1
+        share = rows.weights[dataset]
+        bound = (1 + share * max(0, len(weights) - 2)) / 2
+        assert abs(drawn[dataset] - (sample + 1) * share) <= bound + 1e-3 + 1e-15 * start
+
+
+def test_a_tiny_weight_is_never_drawn() -> None:
+    assert BlendedRows([make([5], 4), make([5], 4)], [1.0, 1e-200]).locate(5) == (0, 5)

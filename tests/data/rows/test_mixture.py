@@ -1,7 +1,8 @@
-"""Mixtures: files within files, sequences laid into rows, shares of the tokens."""
+"""Mixtures: files within files, sequences laid into rows, shares of the tokens; documents divided by --split."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megatron_ext.config.checks import mistakes
 from megatron_ext.data.packing import PackedRows, build_plan
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset
-from megatron_ext.data.rows.mixture import MixturePart, parts_of_data_path
+from megatron_ext.data.rows.mixture import MixturePart, parts_of_data_path, split_documents
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import PAD, ListedSource, seeds, some_lengths
 
@@ -30,12 +31,15 @@ def write(folder: Path, name: str, parts: object) -> Path:
     return path
 
 
-def test_a_part_may_be_a_file_of_parts(tmp_path: Path) -> None:
+def test_a_part_may_be_a_file_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "deep/short.yaml", [{"prefix": "wiki", "weight": 1}, {"prefix": "web", "weight": 3}])
     parts = [{"prefix": "books", "weight": 60}, {"weight": 40, "mixture": "deep/short.yaml", "length": 16}]
-    found = parse(["--mixture", str(write(tmp_path, "all.yaml", parts))]).data.mixture
-    expected = [("books", 60, None), ("wiki", 10, 16), ("web", 30, 16)]
-    assert [(part.prefix, part.weight, part.length) for part in found] == expected
+    in_a_file = parse(["--mixture", str(write(tmp_path, "all.yaml", parts))])
+    monkeypatch.chdir(tmp_path)
+    in_a_list = parse(["--config", str(write(tmp_path, "run.yaml", {"data": {"mixture": parts}}))])
+    for config in (in_a_file, in_a_list):
+        found = [(part.prefix, part.weight, part.length) for part in config.data.mixture]
+        assert found == [("books", 60, None), ("wiki", 10, 16), ("web", 30, 16)]
 
 
 def test_a_mixture_is_a_file_or_a_list_in_the_configuration(tmp_path: Path) -> None:
@@ -69,14 +73,6 @@ def test_mistakes_in_a_file(tmp_path: Path, parts: object, said: str) -> None:
         parse(["--mixture", str(path)])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_list_in_the_configuration_may_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, "deep/short.yaml", [{"prefix": "wiki"}, {"prefix": "web", "weight": 3}])
-    parts = [{"prefix": "books", "weight": 60}, {"weight": 40, "mixture": "deep/short.yaml"}]
-    path = write(tmp_path, "run.yaml", {"data": {"mixture": parts}})
-    monkeypatch.chdir(tmp_path)
-    assert [part.weight for part in parse(["--config", str(path)]).data.mixture] == [60, 10, 30]
 
 
 @pytest.mark.parametrize(
@@ -146,3 +142,41 @@ def test_weights_and_prefixes_of_data_path() -> None:
 def test_a_bad_data_path_is_refused(data_path: list[str]) -> None:
     with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
         parts_of_data_path(data_path)
+
+
+@given(
+    documents=st.integers(3, 500),
+    shares=st.lists(st.sampled_from([0, 0.001, 0.5, 1, 2, 98, 969]), min_size=1, max_size=3).filter(any),
+)
+def test_splits_are_contiguous_and_proportional(documents: int, shares: list[float]) -> None:
+    parts = split_documents(documents, ",".join(map(str, shares)))
+    assert [i for part in parts for i in part] == list(range(documents))
+    for part, share in itertools.zip_longest(parts, shares, fillvalue=0):
+        assert isinstance(part, range)
+        assert bool(part) == (share > 0)
+        assert abs(len(part) - documents * share / sum(shares)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "borders"),
+    [
+        (100, "98,2,0", (0, 98, 100, 100)),
+        (5, "99,1", (0, 4, 5, 5)),
+        (2, "0,0.5,0.5", (0, 0, 1, 2)),
+        (3, "1,1000,1", (0, 1, 2, 3)),
+    ],
+)
+def test_split_examples(documents: int, split: str, borders: tuple[int, ...]) -> None:
+    assert split_documents(documents, split) == tuple(map(range, borders, borders[1:]))
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1"])
+def test_bad_splits_are_refused(split: str) -> None:
+    with pytest.raises(UserError, match="one to three shares"):
+        split_documents(10, split)
+
+
+def test_a_split_of_too_few_documents_is_refused() -> None:
+    with pytest.raises(UserError, match=r"asks for 2 parts, but the data set has 1 documents"):
+        split_documents(1, "98,2,0")
+    assert split_documents(2, "98,2,0") == (range(1), range(1, 2), range(2, 2))
