@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launcher import wait_until
 
+from megatron_ext.data.build.parts import Report, finish_part, usable, work_folder
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.errors import UserError
@@ -100,13 +102,6 @@ def test_a_mended_file_is_read_again_and_only_it(options: PreprocessOptions, wan
     assert dataset(options) == wanted
 
 
-def damaged(options: PreprocessOptions) -> Path:
-    """A third input that stops any run, even one that skips bad lines; the file."""
-    file = Path(options.inputs[0]) / "c.jsonl.gz"
-    file.write_bytes(b"nonsense")
-    return file
-
-
 def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) -> None:
     made = preprocess(options)
     times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
@@ -116,18 +111,6 @@ def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) ->
         with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
             preprocess(replace(other, resume=True))
     assert dataset(options) == wanted
-
-
-def test_overwriting_replaces_the_old_data_only_when_the_new_is_complete(options: PreprocessOptions, wanted) -> None:
-    preprocess(options)
-    file = damaged(options)
-    with pytest.raises(UserError, match="damaged or cut off"):
-        preprocess(replace(options, overwrite=True, append_eod=False))
-    assert dataset(options) == wanted
-    file.unlink()
-    preprocess(replace(options, overwrite=True, append_eod=False))
-    assert files(options)[".bin"] != wanted[".bin"]
-    assert len(IndexedSource(options.output_prefix).document_lengths) == 120
 
 
 def command(options: PreprocessOptions, *flags: str) -> list[str]:
@@ -227,20 +210,8 @@ def test_a_kill_between_the_last_renames(options: PreprocessOptions, tmp_path: P
     assert dataset(options) == wanted
 
 
-def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
-    file = Path(options.inputs[0]) / "b.jsonl"
-    file.write_text(file.read_text() * 100)
-    running = subprocess.Popen(command(options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert wait_until(lambda: running.poll() is not None or finished(options) >= 2, 120)
-    workers = [pid for pid in processes(running.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(workers[0], signal.SIGKILL)
-    out, err = running.communicate()
-    assert (running.returncode, out, err.count("\n")) == (2, "", 1)
-    assert "error: workers: one of 2 was killed, perhaps for memory; pass fewer --workers" in err
-    assert files(options) == {}
-
-
-def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> None:
+def signalled(options: PreprocessOptions, send: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str, str]:
+    """Start a long run, send a signal once it has two parts; its exit status and what it printed."""
     file = Path(options.inputs[0]) / "b.jsonl"
     file.write_text(file.read_text() * 100)
     running = subprocess.Popen(
@@ -252,8 +223,63 @@ def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> Non
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
     assert wait_until(lambda: running.poll() is not None or finished(options) >= 2, 120)
-    os.killpg(running.pid, signal.SIGINT)
+    send(running)
     out, err = running.communicate()
-    assert (running.returncode, out) == (130, "")
+    return running.returncode, out, err
+
+
+def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
+    def kill_one(running: subprocess.Popen[str]) -> None:
+        workers = [pid for pid in processes(running.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(workers[0], signal.SIGKILL)
+
+    status, out, err = signalled(options, kill_one)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "error: workers: one of 2 was killed, perhaps for memory; pass fewer --workers" in err
+    assert files(options) == {}
+
+
+def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> None:
+    status, out, err = signalled(options, lambda running: os.killpg(running.pid, signal.SIGINT))
+    assert (status, out) == (130, "")
     assert err == "interrupted; --resume continues from what is finished\n"
     assert 2 <= finished(options) < 500
+
+
+@pytest.mark.parametrize(
+    ("skipped", "made_with", "limit", "skip", "same"),
+    [
+        (0, 100, 100, False, True),
+        (0, 100, 200, False, True),  # nothing was too long
+        (0, 100, 50, False, False),  # something may be too long now
+        (1, 100, 100, True, True),
+        (1, 100, 100, False, False),  # the bad one would stop the run
+        (1, 100, 200, True, False),  # the bad one may be good
+    ],
+)
+def test_which_parts_would_be_the_same(
+    tmp_path: Path, skipped: int, made_with: int, limit: int, skip: bool, same: bool
+) -> None:
+    assert not usable(tmp_path / "part", limit, skip)
+    finish_part(tmp_path / "part", {}, Report(skipped=skipped), made_with)
+    assert usable(tmp_path / "part", limit, skip) == same
+
+
+def test_two_runs_do_not_write_the_same_dataset(tmp_path: Path) -> None:
+    with (
+        work_folder(str(tmp_path / "data"), resume=False, overwrite=False),
+        pytest.raises(UserError, match="another run is writing this dataset"),
+        work_folder(str(tmp_path / "data"), resume=True, overwrite=False),
+    ):
+        pass
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.parts").mkdir()
+    (tmp_path / "data.parts" / "mine.txt").write_text("mine")
+    with (
+        pytest.raises(UserError, match="the folder is for unfinished work and has other files"),
+        work_folder(str(tmp_path / "data"), resume=False, overwrite=True),
+    ):
+        pass
+    assert (tmp_path / "data.parts" / "mine.txt").read_text() == "mine"

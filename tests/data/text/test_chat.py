@@ -97,11 +97,9 @@ def test_a_template_with_tools_and_calls() -> None:
     ("source", "messages", "text"),
     [
         (PLAIN, [], "the conversation is empty"),
-        (PLAIN, ["hello"], "message 1 needs an object with role and content"),
         (PLAIN, [ASK, {"from": "gpt", "value": "x"}], "message 2 needs an object with role and content"),
         (PLAIN, [ASK, {"role": "gpt", "content": "x"}], "message 2 has role 'gpt', needs one of system, "),
         (PLAIN, [ASK, {"role": "assistant", "content": None}], "message 2 has no text as content"),
-        (PLAIN, [ASK, {"role": "assistant", "content": 3}], "message 2 has no text as content"),
         (PLAIN, [{"role": "user", "content": f"a{END}b"}, SAY], "message 1 spells the special token '<|im_end|>'"),
         ("{{ raise_exception('user and assistant take turns') }}", [SAY, SAY], r"\(user and assistant take turns\)"),
         ("{% for m in messages %}", [ASK, SAY], "the chat template does not take these messages"),
@@ -132,8 +130,7 @@ def tool(description: str) -> list[dict[str, Any]]:
     ],
 )
 def test_wrong_tools_are_refused(tools: Any, text: str) -> None:
-    for good in (tool("adds"), [], None):
-        template(PLAIN).render([ASK, SAY], good)
+    template(PLAIN).render([ASK, SAY], tool("adds"))
     with pytest.raises(ChatError, match=re.escape(text)):
         template(PLAIN).render([ASK, SAY], tools)
 
@@ -179,9 +176,6 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
     with pytest.raises(UserError, match=r"chats\.jsonl:1: has no field 'messages' .*see --messages-field"):
         preprocess(replace(options, overwrite=True))
     assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
-    put_chats(file, ["hello"])
-    with pytest.raises(UserError, match="field 'messages' is a str, needs a list of messages"):
-        preprocess(replace(options, overwrite=True))
 
 
 def test_unusable_templates_are_refused(tmp_path: Path) -> None:

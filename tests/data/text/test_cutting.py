@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron_ext.data.text import cutting
-from megatron_ext.data.text.cutting import BOUNDARY, CHUNK, PATTERNS, ChunkEncoder, can_cut, pieces
+from megatron_ext.data.text.cutting import BOUNDARY, CHUNK, PATTERNS, ChunkEncoder, can_cut
 from megatron_ext.data.text.tokenizer import Tokenizer
 
 GPT2 = "GPT-2's, built in"
@@ -63,13 +63,6 @@ def test_chunks_have_the_ids_of_the_whole(known: list[tokenizers.Tokenizer], tex
     for tokenizer in known:
         whole = tokenizer.encode(text, add_special_tokens=False).ids
         assert [token for chunk in chunks for token in tokenizer.encode(chunk, add_special_tokens=False).ids] == whole
-
-
-@given(text=st.lists(WORDS, max_size=40).map("".join), size=st.integers(1, 6))
-def test_pieces_end_at_boundaries(text: str, size: int) -> None:
-    found = list(pieces(text, size))
-    assert "".join(found) == text
-    assert [chunk for piece in found for chunk in BOUNDARY.split(piece)] == BOUNDARY.split(text)
 
 
 def test_memory_is_bounded(known: list[tokenizers.Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""Documents of files of every kind, and descriptions of bad ones."""
+"""Files of folders and patterns, documents of files of every kind, and descriptions of bad ones."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 from dataclasses import replace
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.text.documents import Fields, read_documents, read_range
-from megatron_ext.data.text.sources import FileRange
+from megatron_ext.data.text.sources import FileRange, find_files, read_lines
 from megatron_ext.errors import UserError
 
 
@@ -44,7 +45,6 @@ BAD_LINES = [
     (b'{"text": "\xff"}', r"invalid UTF-8 \(0xff\) at byte 11"),
     (b'{"body": "x"}', "no field 'text' .*'body'.*--json-key"),
     (b'{"text": 3}', "field 'text' is a int"),
-    (b'{"text": null}', "field 'text' is a NoneType"),
     (b'{"text": ""}', "the text is empty"),
     (b'["text"]', "JSON list"),
     (b'{"text": "\\ud800"}', "half a surrogate pair"),
@@ -107,26 +107,27 @@ def test_damaged_compression_is_named(tmp_path: Path) -> None:
                 list(read_documents([put(tmp_path / name, damaged)]))
 
 
-def test_bad_parquet_is_named(tmp_path: Path) -> None:
-    def refused(path: Path, text: str) -> None:
-        with pytest.raises(UserError, match=text) as caught:
-            list(read_documents([path]))
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        (["a", "b", "c", None], "a.parquet:4: field 'text' is a NoneType, needs a string"),
+        (["a", ""], "a.parquet:2: the text is empty"),
+        (pyarrow.array([b"ok", b"caf\xe9"]).view(pyarrow.string()), r"a\.parquet: damaged, or .* \(.*byte 0xe9"),
+    ],
+)
+def test_bad_texts_in_parquet_are_named(tmp_path: Path, column: object, problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as caught:
+        list(read_documents([put_parquet(tmp_path / "a.parquet", {"text": column})]))
+    assert "\n" not in str(caught.value)
 
-    good = put_parquet(tmp_path / "a.parquet", {"body": ["x"], "n": [1]}).read_bytes()
-    refused(tmp_path / "a.parquet", r"a\.parquet: has no column 'text' \(it has 'body', 'n'; see --json-key\)")
-    refused(put_parquet(tmp_path / "b.parquet", {"text": [1]}), "b.parquet:1: field 'text' is a int, needs a string")
-    refused(
-        put_parquet(tmp_path / "c.parquet", {"text": ["a", "b", "c", None]}), "c.parquet:4: field 'text' is a NoneType"
-    )
-    refused(put_parquet(tmp_path / "d.parquet", {"text": ["a", ""]}), "d.parquet:2: the text is empty")
-    refused(put(tmp_path / "e.parquet", good[:-10]), "e.parquet: damaged, or no .parquet file")
-    refused(put(tmp_path / "f.parquet", b""), "f.parquet: damaged, or no .parquet file")
-    bad_text = pyarrow.array([b"ok", b"caf\xe9"]).view(pyarrow.string())
-    refused(
-        put_parquet(tmp_path / "g.parquet", {"text": bad_text}),
-        r"g\.parquet: damaged, or no \.parquet file \(.*byte 0xe9",
-    )
+
+def test_bad_parquet_is_named(tmp_path: Path) -> None:
+    file = put_parquet(tmp_path / "a.parquet", {"body": ["x"], "n": [1]})
+    with pytest.raises(UserError, match=r"a\.parquet: has no column 'text' \(it has 'body', 'n'; see --json-key\)"):
+        list(read_documents([file]))
+    for damaged in (file.read_bytes()[:-10], b""):
+        with pytest.raises(UserError, match=r"a\.parquet: damaged, or no \.parquet file"):
+            list(read_documents([put(file, damaged)]))
 
 
 @given(
@@ -156,3 +157,63 @@ def test_groups_have_keys(tmp_path: Path) -> None:
     assert keys(put_parquet(tmp_path / "a.parquet", {"text": TEXTS, "repo": [7, 8, 7, 8]})) == ["7", "8", "7", "8"]
     assert "c.jsonl:1: has no field 'repo'" in str(keys(put(tmp_path / "c.jsonl", '{"text": "x"}')))
     assert "d.txt: has no field 'repo'" in str(keys(put(tmp_path / "d.txt", "x")))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a/z.jsonl", "a/b/c.txt", "notes.md", "a.txt", "c.jsonl.gz", "d.jsonl.zst", "e.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    return tmp_path
+
+
+def names(folder: Path, *paths: str) -> list[str]:
+    return [file.relative_to(folder).as_posix() for file in find_files([str(folder / path) for path in paths])]
+
+
+def test_folders_and_patterns_are_read_in_order_of_paths(folder: Path) -> None:
+    everything = ["a/b/c.txt", "a/z.jsonl", "a.txt", "b.txt", "c.jsonl.gz", "d.jsonl.zst", "e.parquet"]
+    assert names(folder, ".") == everything
+    assert names(folder, "b.txt", "a") == ["b.txt", "a/b/c.txt", "a/z.jsonl"]
+    assert names(folder, "*.txt") == ["a.txt", "b.txt"]
+    assert names(folder, "**/*.txt") == ["a/b/c.txt", "a.txt", "b.txt"]
+    assert names(folder, "?.jsonl.*") == ["c.jsonl.gz", "d.jsonl.zst"]
+    assert names(folder, "*") == names(folder, ".")
+    (folder / "a[1].txt").write_text("x")  # a name that looks like a pattern is a name
+    assert names(folder, "a[1].txt") == ["a[1].txt"]
+
+
+def test_links_are_followed_and_each_file_is_taken_once(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    before = names(folder, ".")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "x.jsonl").write_text("x")
+    for name, target in (("z.txt", "a.txt"), ("l1", elsewhere), ("l2", elsewhere)):
+        (folder / name).symlink_to(target)
+    assert names(folder, "**/*.jsonl") == ["a/z.jsonl", "l1/x.jsonl"]
+    (folder / "loop").symlink_to(".")
+    assert sorted(names(folder, ".")) == sorted([*before, "l1/x.jsonl"])
+
+
+def test_bad_paths_are_named(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    for path, text in (
+        ("missing.jsonl", r"missing\.jsonl does not exist"),
+        ("empty", r"got .*empty, needs a \.jsonl, .*\.txt file"),
+        ("*.csv", r"got .*\*\.csv, needs a \.jsonl"),
+        ("notes.md", r"got .*notes\.md, needs a \.jsonl"),
+    ):
+        with pytest.raises(UserError, match=text):
+            find_files([folder / path])
+
+
+@given(
+    content=st.text(alphabet="ab\n", max_size=60).map(str.encode),
+    start=st.integers(0, 60),
+    end=st.integers(0, 60),
+    limit=st.integers(0, 8),
+)
+def test_lines_of_a_range(content: bytes, start: int, end: int, limit: int) -> None:
+    begins = [0, *(i + 1 for i, byte in enumerate(content) if byte == 10)]
+    begins = [begin for begin in begins if begin < len(content)]
+    wanted = [content[begin:].split(b"\n")[0][: limit + 1] for begin in begins if start <= begin < end]
+    assert list(read_lines(io.BytesIO(content), start, end, limit)) == wanted

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.models import BPE, WordLevel
 
-from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
+from megatron_ext.data.text.tokenizer import TextStream, Tokenizer, train_bpe
 from megatron_ext.errors import UserError
 
 TEXTS = [f"def function_{i}(value):\n    return value + {i}\n" for i in range(200)] + ["naïve 😀"]
@@ -120,13 +120,6 @@ def test_bytes(text: str) -> None:
     assert Tokenizer("bytes", eod_token="\n").eod_id == 10
 
 
-def test_file_refusals(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"is not a tokenizer\.json \(") as caught:
-        Tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
 def test_training_refusals(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_size: got 256, needs at least 257"):
         train_bpe(TEXTS, 256, tmp_path)
@@ -145,3 +138,25 @@ def test_training_refusals(folder: Path, tmp_path: Path) -> None:
 def failing():
     yield "text"
     raise UserError("file:3: bad")
+
+
+TEXT = "Once upon a time 😀 naïve café — 漢字\n\n  spaces   end"
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_streamed_pieces_are_the_text_in_complete_characters(folder: Path, name: str) -> None:
+    tokenizer = Tokenizer(folder if name == "bpe" else name)
+    tokens = tokenizer.encode(TEXT)
+    stream = TextStream(tokenizer.decode)
+    pieces = [stream.put(token) for token in tokens]
+    assert "".join(pieces) + stream.end() == tokenizer.decode(tokens)
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert sum(map(bool, pieces)) > len(TEXT) / 4  # it comes in many pieces, not at the end
+
+
+def test_an_incomplete_character_at_the_end_is_returned() -> None:
+    tokenizer = Tokenizer("bytes")
+    stream = TextStream(tokenizer.decode)
+    cut = tokenizer.encode("é")[:1]
+    assert [stream.put(token) for token in cut] == [""]
+    assert stream.end() == "\ufffd"
