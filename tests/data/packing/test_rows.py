@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.rows.dataset import RowDataset, TokenRow
 from tests.data.packing.sources import (
     PAD,
     STRIDE,
@@ -68,6 +68,21 @@ def test_rows_token_by_token(
         labels = wanted.tokens[1:]
         held = (labels // STRIDE % 2 == 1) | (labels % 3 == 0) | (kind is ListedSource)
         assert_same(rows.plan_row(number), TokenRow(wanted.tokens, wanted.document_ends, wanted.trained & held))
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_carry_over_gives_the_rows_of_random(lengths: list[int], row_length: int, seed: int, mask_eod: bool) -> None:
+    """Before the first epoch's end both are one stream of the same order; only a label across rows is not trained."""
+    plan = build("carry_over", lengths, row_length, seed)
+    packed = PackedRows(ListedSource(lengths), plan, seed, mask_eod=mask_eod)
+    dataset = RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, mask_eod=mask_eod)
+    random = {dataset.row_index(sample): dataset.row(sample) for sample in range(plan.rows)}
+    for number in range(sum(lengths) // row_length):
+        row, other = packed.plan_row(number), random[number]
+        if row_length in row.document_ends:
+            other.trained[-1], other.tokens[-1] = False, 0
+        assert_same(row, other)
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)

@@ -170,7 +170,7 @@ def test_split_examples(documents: int, split: str, borders: tuple[int, ...]) ->
     assert split_documents(documents, split) == tuple(map(range, borders, borders[1:]))
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1"])
+@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1", "1e999999999,1"])
 def test_bad_splits_are_refused(split: str) -> None:
     with pytest.raises(UserError, match="one to three shares"):
         split_documents(10, split)
