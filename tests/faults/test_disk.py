@@ -76,3 +76,10 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     line = refused(alone, *small_data.flags, "--save", small_disk / "run")
     assert line.startswith(f"save: {small_disk / 'run'} cannot be written (Read-only file system)")
+
+
+def test_a_folder_where_a_file_belongs(small_data: SmallData, tmp_path: Path) -> None:
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    command = [*small_data.flags, "--seq-length", 64, "--save", tmp_path / "run"]
+    for done in Commands(2).attempt(SCRIPT, *CONFIG, *command):
+        assert "metrics.jsonl cannot be written (Is a directory); choose another folder or" in refusal(done)

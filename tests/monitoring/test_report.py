@@ -13,6 +13,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.monitoring.history import note_end, note_start
 from megatron_ext.monitoring.report import MOST_POINTS, charts, table, write_report
 from megatron_ext.monitoring.runs import load_run, load_runs, stability
+from megatron_ext.token_weighting.passage import Passage
 
 from .records import evaluation_record, step_record, write_passage_file, write_run
 
@@ -182,3 +183,12 @@ class TestCommandLine:
         status, _, err = report(runs[0], "--stability-steps", "35", "60")
         assert status == 2
         assert "has 5 finite steps, needs 10; its last step is 39" in err
+
+
+def test_a_passage_is_read_as_it_was_written(tmp_path: Path) -> None:
+    passage = Passage(step=3, start=2, tokens=(104, 105), texts=("h", "i"), weights=(0.0, 1.5), scores=(None, 0.25))
+    passage.write(tmp_path)
+    assert Passage.read(tmp_path) == passage
+    assert [path.name for path in tmp_path.iterdir()] == ["passage.json"]
+    assert passage.html().count("<span") == 2
+    assert Passage.read(write_passage_file(tmp_path, texts=None)).html().count("<span") == 4

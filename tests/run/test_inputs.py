@@ -1,15 +1,16 @@
-"""Inputs of a run: bad weights are refused, and the rows of a mixture are counted by their dataset."""
+"""Inputs of a run: bad weights are refused, a mixture's rows are counted, validation rows do not depend on packing."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig, WindowConfig
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing import build_plan, save_plan
 from megatron_ext.data.rows.dataset import part_seed
@@ -65,3 +66,24 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     assert [dataset.row_tokens for dataset in mixed.datasets] == [16.0, 12.0]
     drawn = mixed.rows_of(range(700))
     assert drawn == {"full": 300, "padded": 400}
+
+
+def test_validation_rows_do_not_depend_on_packing(tmp_path: Path) -> None:
+    """So that losses can be compared, unless --eval-packing same."""
+    prefix = tmp_path / "data"
+    write_theirs(prefix, (np.full(length, length % 100) for length in range(300, 900)), 100)
+    source = IndexedSource(prefix)
+    training = TrainingConfig(eval_interval=1, train_iters=1)
+    for packing in ("random", "decomposition"):
+        data = DataConfig(data_path=(str(prefix),), seq_length=2048, packing=packing, split="1,1,0")
+        config = Config(data=data, training=training, window=WindowConfig(document_mask=True))
+        if packing == "decomposition":
+            arguments = (packing, source, range(300), 2048, config.training.seed)
+            save_plan(build_plan(*arguments), prefix)
+        rows = open_rows(config, 100)
+        found = [rows.valid(sample).tokens.tolist() for sample in range(9)]
+        if packing == "random":
+            wanted = found
+    assert found == wanted
+    with pytest.raises(UserError, match="has no decomposition plan"):
+        open_rows(replace(config, training=replace(training, eval_packing="same")), 100)

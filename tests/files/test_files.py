@@ -1,12 +1,15 @@
-"""Files and folders are written atomically."""
+"""Files and folders are written atomically; fingerprints tell contents apart."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_ext.files.atomic import atomic_folder, atomic_write
+from megatron_ext.files.fingerprint import fingerprint
 
 
 def fill(path: Path, content: str, *, replace: bool = True) -> None:
@@ -60,3 +63,15 @@ def test_a_folder_that_came_first_stays(tmp_path: Path) -> None:
         fill(tmp_path / "a", content, replace=False)
     assert (tmp_path / "a" / "inner" / "file").read_text() == "first"
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+@given(st.lists(st.text() | st.binary(), max_size=4), st.lists(st.text() | st.binary(), max_size=4))
+def test_fingerprints_tell_lists_of_parts_apart(one: list[str | bytes], other: list[str | bytes]) -> None:
+    assert (fingerprint(*one) == fingerprint(*other)) == (one == other)
+
+
+def test_a_file_counts_by_content_not_by_name(tmp_path: Path) -> None:
+    for name, content in (("a", b"x" * 3_000_000), ("b", b"x" * 3_000_000), ("c", b"x" * 2_999_999 + b"y")):
+        (tmp_path / name).write_bytes(content)
+    prints = {name: fingerprint("data", tmp_path / name) for name in "abc"}
+    assert prints["a"] == prints["b"] != prints["c"]
