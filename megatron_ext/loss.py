@@ -147,10 +147,10 @@ def cross_entropy(
     """Compute each token's -log p(label), and its gradient, in blocks of tokens.
 
     Forward keeps the statistics of each token's logits; backward recomputes each block's logits. Logits are float32,
-    and so are the sums of the weight's gradient. On CUDA, memory beyond the arguments and
-    their gradients is one block of logits, float32 [block_tokens, v], and without `weight_grad_vD` the weight's
-    gradient in float32. A block takes six kernel launches on CUDA: the logits and their statistics in forward; the
-    logits, their gradient, and one product per gradient in backward.
+    and so are the sums of the weight's gradient. On CUDA, memory beyond the arguments and their gradients is one block
+    of logits, float32 [block_tokens, v], and without `weight_grad_vD` the weight's gradient in float32. A block takes
+    six kernel launches on CUDA: the logits and their statistics in forward; the logits, their gradient, and one product
+    per gradient in backward.
 
     In plain torch without tensor parallelism, the last block of forward is kept for backward, which starts with it: a
     row of one block takes three products instead of four, with the same results.

@@ -31,8 +31,8 @@ def compute_in_blocks(mlp: MLP, block_tokens: int) -> None:
     """Make an MLP without experts compute at most `block_tokens` tokens at a time.
 
     Its inner activations never exist for all tokens. Forward keeps only its input; backward recomputes one block at a
-    time and adds the blocks' weight gradients in float32. Under sequence parallelism,
-    these are block_tokens / tp tokens of each tensor-parallel rank.
+    time and adds the blocks' weight gradients in float32. Under sequence parallelism a block has block_tokens / tp
+    tokens of each tensor-parallel rank.
     """
     config, whole = mlp.config, mlp.forward
     rows = max(block_tokens // (config.tensor_model_parallel_size if config.sequence_parallel else 1), 1)

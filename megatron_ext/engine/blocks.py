@@ -187,7 +187,7 @@ def layer_spec(
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = LocalAngles
     attention = layer.submodules.self_attention.submodules
-    mlp = layer.submodules.mlp.submodules
+    mlp = _submodules(layer.submodules.mlp)
     attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
@@ -195,7 +195,7 @@ def layer_spec(
         layer.module = ExpertLayer
         mlp.router = BalancedRouter
         if config.add_bias_linear and not transformer_engine:
-            mlp.experts.submodules.linear_fc2 = ExpertOutput
+            _submodules(mlp.experts).linear_fc2 = ExpertOutput
     if config.multi_latent_attention:
         layer.submodules.input_layernorm = norm
         column = TEColumnParallelLinear if transformer_engine else attention.linear_qkv
@@ -218,3 +218,8 @@ def layer_spec(
         layer.module = SandwichLayer
         layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)
     return layer, norm
+
+
+def _submodules(spec: Any) -> Any:
+    """Return the submodules of a ModuleSpec, or of the functools.partial that Megatron-Core 0.18 uses instead."""
+    return getattr(spec, "keywords", vars(spec))["submodules"]

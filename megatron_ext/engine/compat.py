@@ -258,7 +258,7 @@ def rotate(
 ) -> torch.Tensor:
     """Rotate the first R dimensions of each head, t [t, 1, N, H] by angles [t, 1, 1, R], in the half-split layout.
 
-    The names are Megatron's; the last three arguments have no other values.
+    The names are Megatron's. The last three arguments must keep their defaults.
     """
     assert (rotary_interleaved, multi_latent_attention, mscale) == (False, False, 1.0)
     rotated: torch.Tensor = _Rotate.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
