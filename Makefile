@@ -78,7 +78,7 @@ benchmark: setup ## measure the cost of context-parallel plans
 
 HOURS ?= 2
 EVERY ?= 30
-soak: setup      ## HOURS=2 of training on a CPU under faults, compared step by step; its plot is in build/soak
+soak: setup      ## HOURS=2 of training on a CPU under faults, compared step by step
 	$(BIN)/python benchmarks/soak.py --hours $(HOURS) --every $(EVERY) --output build/soak
 
 docker:          ## the image for GPUs, on NVIDIA's PyTorch image
