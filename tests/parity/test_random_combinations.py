@@ -51,6 +51,7 @@ AMPLIFIED: dict[int, dict[str, float]] = {
     46: BF16,  # one process in blocks of 7 and micro-batches of 4 is as far from itself; 1e-6 with --weight-post none
     118: {"grad_norm": 1e-5},  # 3e-6 apart; one process is 2e-6 from itself with the loss in blocks of 7
     120: {"weights": 3e-5},  # 1.3e-5, by one of 2,560 elements; with --adam-eps 1e-2 the same layout is 1.5e-7 apart
+    132: {"weight_max": 1e-4},  # a row's scores sum to 0.0117, so one float32 step of a loss (4.8e-7) is 4.1e-5 of them
     199: {"by_length": 1e-2},  # 4.9e-3 in bf16; 7e-8 in fp32
 }
 
