@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_ext.cli import Parser, command
-from megatron_ext.data.build.lengths import describe_lengths
+from megatron_ext.cli import Parser, command, positive
 from megatron_ext.data.build.parts import Report
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.indexed import read_metadata
@@ -39,7 +38,7 @@ def parse_options(argv: list[str]) -> PreprocessOptions:
     add("--source-field", metavar="FIELD", help="keep each document's source, the value of this field, for packing")
     add("--skip-bad-lines", action="store_true", help="leave bad documents out instead of stopping")
     limit = "of a line, a .txt file or a joined document; longer ones are bad (default: %(default)s)"
-    add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N", help=limit)
+    add("--max-document-bytes", type=positive, default=MAX_DOCUMENT_BYTES, metavar="N", help=limit)
 
     add = parser.add_argument_group("output").add_argument
     add("--output-prefix", required=True, metavar="PREFIX")
@@ -53,14 +52,16 @@ def parse_options(argv: list[str]) -> PreprocessOptions:
     add("--eod-token", help="the end-of-document token (default: the tokenizer's)")
     add("--split-sentences", action="store_true", help="make each sentence a sequence of its document (nltk)")
     add("--lang", dest="language", default="english", help="language of the sentences (default: %(default)s)")
-    add("--min-tokens", type=int, default=1, metavar="N", help="leave out documents with fewer tokens")
-    add("--max-tokens", type=int, metavar="N", help="leave out documents with more tokens")
+    add("--min-tokens", type=positive, default=1, metavar="N", help="leave out documents with fewer tokens")
+    add("--max-tokens", type=positive, metavar="N", help="leave out documents with more tokens")
 
     add = parser.add_argument_group("processing").add_argument
-    add("--workers", type=int, default=1, help="processes; the output does not depend on them (default: 1)")
+    add("--workers", type=positive, default=1, help="processes; the output does not depend on them (default: 1)")
     add("--resume", action="store_true", help="skip what an interrupted run has finished")
     add("--overwrite", action="store_true", help="replace an existing PREFIX, and discard an unfinished run")
-    add("--shard-bytes", type=int, metavar="N", help="input per shard, the unit of --resume (default: by its size)")
+    add(
+        "--shard-bytes", type=positive, metavar="N", help="input per shard, the unit of --resume (default: by its size)"
+    )
     return PreprocessOptions(**vars(parser.parse_args(argv)))
 
 
@@ -68,8 +69,10 @@ def print_report(prefix: str, report: Report) -> None:
     """Print what was written and what was skipped, with reasons."""
     for problem in report.problems:
         print(f"skipped {problem}")
-    metadata = read_metadata(prefix)
-    print(describe_lengths(metadata["lengths"]))
+    print(f"{'tokens':>14} {'documents':>14} {'share':>7} {'tokens':>18} {'share':>7}")
+    for row in read_metadata(prefix)["lengths"]:
+        documents = f"{row['documents']:>14,} {row['share_of_documents']:>7.1%}"
+        print(f"{row['length']:>14} {documents} {row['tokens']:>18,} {row['share_of_tokens']:>7.1%}")
     if report.reused:
         print(f"resumed: {report.reused:,} shards were finished before")
     if report.too_short or report.too_long:

@@ -44,8 +44,7 @@ or an empty list by default.
 def parse(argv: Sequence[str]) -> Config:
     """Build the configuration from command-line flags and the YAML file of `--config`.
 
-    Raises:
-        UserError: an unknown flag, key or preset, an unreadable file, an invalid value, or several stages.
+    Raises UserError for an unknown flag, key or preset, an unreadable file, an invalid value, or several stages.
     """
     stages = parse_stages(argv)
     if len(stages) > 1:
@@ -55,11 +54,7 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def parse_processes(argv: Sequence[str]) -> ParallelConfig:
-    """Parse the `parallel` section alone, for a model that is not trained.
-
-    Raises:
-        UserError: as `parse`, or a flag of another section.
-    """
+    """Parse the `parallel` section alone, for a model that is not trained; flags of other sections are refused."""
     config = parse(argv)
     for name, field in FIELDS.items():
         value = getattr(getattr(config, field.section), name)
@@ -69,13 +64,7 @@ def parse_processes(argv: Sequence[str]) -> ParallelConfig:
 
 
 def parse_stages(argv: Sequence[str]) -> list[Stage]:
-    """Build the stages of a run in order; a single one without a name if the YAML has no `stages:`.
-
-    `--stage NAME` selects one.
-
-    Raises:
-        UserError: as `parse`, except for several stages.
-    """
+    """Build the stages of a run in order, or only --stage; one without a name if the YAML has no `stages:`."""
     flags = vars(_parser().parse_args(list(argv)))
     path, wanted = flags["config"], flags["stage"]
     content = _read_yaml(path) if path is not None else {}
@@ -105,11 +94,7 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
 
 
 def parse_dry_run(argv: Sequence[str]) -> tuple[str | None, int | None]:
-    """Return "lenient" or "strict", or None without --dry-run; and the number of processes, None for the actual one.
-
-    Raises:
-        UserError: an unknown flag, or an invalid number of processes.
-    """
+    """Return "lenient" or "strict", None without --dry-run; and the number of processes, None for the actual one."""
     flags = _parser().parse_args(list(argv))
     if flags.world_size is not None and (flags.dry_run is None or flags.world_size < 1):
         raise UserError(f"world_size: got {flags.world_size}, needs --dry-run and at least 1")
@@ -128,13 +113,7 @@ def to_dict(config: Config) -> Values:
 
 
 def from_dict(values: Values) -> Config:
-    """Build the configuration from the result of `to_dict`.
-
-    Missing options have their defaults, unknown ones are ignored.
-
-    Raises:
-        UserError: an invalid value.
-    """
+    """Build the configuration from the result of `to_dict`; unknown options are ignored."""
     return validate(
         {
             section: {name: value for name, value in values.get(section, {}).items() if name in FIELDS}
@@ -166,14 +145,9 @@ def _build(*layers: Values) -> Config:
     """Merge the layers over the preset that they name, read the mixture's file, and validate all values."""
     values: Values = functools.reduce(matrix.merge, layers, {section: {} for section in SECTIONS})
     values["model"] = PRESETS.get(values["model"].get("model_preset") or "", {}) | values["model"]
-    mixture = values["data"].get("mixture")
-    if mixture:
-        if not all(isinstance(word, str) for word in mixture):
-            values["data"]["mixture"] = expand_mixture(mixture)
-        elif len(mixture) == 1:
-            values["data"]["mixture"] = read_mixture(Path(mixture[0]))
-        else:
-            raise UserError(f"mixture: got {len(mixture)} words, needs one YAML file")
+    if mixture := values["data"].get("mixture"):
+        is_file = len(mixture) == 1 and isinstance(mixture[0], str)
+        values["data"]["mixture"] = read_mixture(Path(mixture[0])) if is_file else expand_mixture(mixture)
     return validate(values)
 
 
@@ -208,12 +182,7 @@ def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
 
 
 def read_file(path: str) -> Values:
-    """Return the content of a configuration file, unchecked.
-
-    Raises:
-        UserError: the file is missing, or is not a mapping in YAML and UTF-8.
-        OSError: another system error, such as EIO; a retry may succeed.
-    """
+    """Return the content of a configuration file, unchecked, after checking that it is a mapping in YAML."""
     content = read_yaml(Path(path), "--config")
     if not isinstance(content, dict):
         raise UserError(f"--config: got {path}, needs a mapping of the sections {', '.join(SECTIONS)}")

@@ -48,24 +48,33 @@ def _excludes(names: str, other: str) -> list[Rule]:
     return _if_given(names, lambda o: getattr(o, other), f" together with {other} {{{other}}}; leave one of them out")
 
 
+def _only_with(names: str, other: str, *values: str) -> list[Rule]:
+    message = f" with {other} {{{other}}}, needs {' or '.join(values)}; leave it out"
+    return _if_given(names, lambda o: getattr(o, other) not in values, message)
+
+
+def _multiples(names: str, of: str, when: Callable[[Any], Any] = lambda o: True) -> list[Rule]:
+    message = f", needs a multiple of {of} {{{of}}}"
+    return [
+        (name, lambda o, n=name: when(o) and (getattr(o, n) or 0) % getattr(o, of), message)  # type: ignore[misc]
+        for name in names.split()
+    ]
+
+
 MODEL: list[Rule] = [
     ("hidden_size", lambda o: o.kv_channels is None and not o.multi_latent_attention and o.hidden_size % o.heads,
      ", needs a multiple of num_attention_heads {heads} or kv_channels"),
     ("kv_channels", lambda o: not o.multi_latent_attention and (o.kv_channels or not o.hidden_size % o.heads)
      and o.head_size % 2,
      "{head_size}, needs an even head size for RoPE; change hidden_size"),
-    ("num_attention_heads", lambda o: o.heads % o.groups, ", needs a multiple of num_query_groups {groups}"),
-    *((name, lambda o, n=name: getattr(o, n) % o.tp,
-       ", needs a multiple of tensor_model_parallel_size {tp}; lower the latter")
-      for name in ("num_attention_heads", "num_query_groups", "make_vocab_size_divisible_by")),
-    ("ffn_hidden_size", lambda o: (not o.num_experts or 0 in o.moe_layer_freq) and o.ffn_hidden_size % o.tp,
-     ", needs a multiple of tensor_model_parallel_size {tp}"),
+    *_multiples("num_attention_heads", "num_query_groups"),
+    *_multiples("num_attention_heads num_query_groups make_vocab_size_divisible_by", "tensor_model_parallel_size"),
+    *_multiples("ffn_hidden_size", "tensor_model_parallel_size", lambda o: not o.num_experts or 0 in o.moe_layer_freq),
     ("qk_layernorm", lambda o: o.qk_layernorm and o.add_qkv_bias,
      " with add_qkv_bias, which no model of transformers has; leave one of them out"),
-    *_if_given("add_qkv_bias qk_layernorm no_rope_freq", lambda o: o.block != "llama",
-               " with block {block}, needs llama"),
-    *_if_given("rotary_percent", lambda o: o.block != "phi", " with block {block}, needs phi"),
-    *_if_given("query_pre_attn_scalar", lambda o: o.block != "gemma3", " with block {block}, needs gemma3"),
+    *_only_with("add_qkv_bias qk_layernorm no_rope_freq", "block", "llama"),
+    *_only_with("rotary_percent", "block", "phi"),
+    *_only_with("query_pre_attn_scalar", "block", "gemma3"),
     ("hidden_size", lambda o: o.block == "gemma3" and o.kv_channels and o.hidden_size % o.heads,
      ", block gemma3 needs a multiple of num_attention_heads {heads} in transformers, with any kv_channels"),
     ("softmax_type", lambda o: o.softmax_type == "learnable" and o.block == "gpt_oss",
@@ -93,13 +102,11 @@ MODEL: list[Rule] = [
 ]  # fmt: skip
 
 ROPE: list[Rule] = [
-    *(rule for names, kinds in (
-          ("rope_scaling_factor", ("linear", "dynamic", "yarn", "llama3")),
-          ("rope_original_length", ("dynamic", "yarn", "llama3")),
-          ("rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor rope_mscale_all_dim", ("yarn",)),
-          ("rope_low_freq_factor rope_high_freq_factor", ("llama3",)))
-      for rule in _if_given(names, lambda o, kinds=kinds: o.rope_scaling not in kinds,  # type: ignore[misc]
-                            f" with rope_scaling {{rope_scaling}}, needs {' or '.join(kinds)}; leave it out")),
+    *_only_with("rope_scaling_factor", "rope_scaling", "linear", "dynamic", "yarn", "llama3"),
+    *_only_with("rope_original_length", "rope_scaling", "dynamic", "yarn", "llama3"),
+    *_only_with("rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor rope_mscale_all_dim",
+                "rope_scaling", "yarn"),
+    *_only_with("rope_low_freq_factor rope_high_freq_factor", "rope_scaling", "llama3"),
     ("rope_original_length",
      lambda o: o.rope_scaling in ("dynamic", "yarn", "llama3") and o.rope_original_length is None,
      ", rope_scaling {rope_scaling} needs the length that the model was trained at"),
@@ -127,10 +134,8 @@ _LLAMA_EXPERTS = f"moe_shared_expert_intermediate_size moe_layer_freq {_SIGMOID}
 EXPERTS: list[Rule] = [
     *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
                f"moe_router_load_balancing_type moe_router_score_function {_LLAMA_EXPERTS}", "num_experts"),
-    *_if_given(f"moe_router_score_function {_LLAMA_EXPERTS}", lambda o: o.block != "llama",
-               " with block {block}, needs llama"),
-    *_if_given(_SIGMOID, lambda o: o.moe_router_score_function != "sigmoid",
-               " with moe_router_score_function {moe_router_score_function}, needs sigmoid"),
+    *_only_with(f"moe_router_score_function {_LLAMA_EXPERTS}", "block", "llama"),
+    *_only_with(_SIGMOID, "moe_router_score_function", "sigmoid"),
     *_requires("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
     *_requires("moe_router_num_groups", "moe_router_group_topk"),
     *_requires("moe_router_group_topk", "moe_router_num_groups"),
@@ -145,8 +150,7 @@ EXPERTS: list[Rule] = [
      ", needs a number for each of num_layers {num_layers}"),
     ("moe_layer_freq", lambda o: o.num_experts and o.moe_layer_freq and 1 not in o.moe_layer_freq,
      ", needs a layer with experts; leave out num_experts instead"),
-    ("moe_shared_expert_intermediate_size", lambda o: (o.moe_shared_expert_intermediate_size or 0) % o.tp,
-     ", needs a multiple of tensor_model_parallel_size {tp}"),
+    *_multiples("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
     ("num_experts", lambda o: o.num_experts and o.block not in ("llama", "gpt_oss"),
      " with block {block}, needs --block llama or gpt_oss"),
     ("num_experts", lambda o: o.block == "gpt_oss" and not o.num_experts, ", block gpt_oss needs experts"),
@@ -155,8 +159,7 @@ EXPERTS: list[Rule] = [
     *_excludes("add_qkv_bias no_rope_freq compile tp_comm_overlap optimizer_cpu_offload fp8_format", "num_experts"),
     ("moe_router_topk", lambda o: o.num_experts and not 2 <= o.moe_router_topk <= o.num_experts,
      ", needs 2..num_experts {num_experts}: the router of a single expert has no gradient"),
-    ("num_experts", lambda o: o.num_experts and o.num_experts % o.ep,
-     ", needs a multiple of expert_model_parallel_size {ep}; lower the latter"),
+    *_multiples("num_experts", "expert_model_parallel_size"),
     ("moe_ffn_hidden_size", lambda o: o.num_experts and o.expert_width % o.tp,
      "{expert_width}, needs a multiple of tensor_model_parallel_size {tp}"),
     ("sequence_parallel", lambda o: o.num_experts and o.tp > 1 and not o.sequence_parallel,
@@ -184,7 +187,7 @@ LAYOUT: list[Rule] = [
      "start more with torchrun --nproc-per-node"),
     ("global_batch_size", lambda o: o.even and o.global_batch_size % (o.micro_batch_size * o.dp),
      ", needs a multiple of micro_batch_size {micro_batch_size} x data-parallel size {dp} = {rows_at_once}"),
-    ("num_layers", lambda o: o.num_layers % o.pp, ", needs a multiple of pipeline_model_parallel_size {pp}"),
+    *_multiples("num_layers", "pipeline_model_parallel_size"),
     ("num_layers_per_virtual_pipeline_stage", lambda o: o.chunk and o.pp == 1,
      " with pipeline_model_parallel_size 1, needs at least 2; leave it out"),
     ("num_layers_per_virtual_pipeline_stage", lambda o: o.pp > 1 and o.stage and o.chunk and not o.divides_stage,
@@ -216,10 +219,8 @@ WINDOW: list[Rule] = [
 WEIGHTING: list[Rule] = [
     ("packing", lambda o: o.token_weighting == "dataset" and o.packings,
      "{packings}, token_weighting dataset needs random"),
-    *_if_given("score_store", lambda o: o.token_weighting != "frozen",
-               " with token_weighting {token_weighting}, needs frozen"),
-    *_if_given("short_context", lambda o: o.token_weighting != "unfrozen",
-               " with token_weighting {token_weighting}, needs unfrozen"),
+    *_only_with("score_store", "token_weighting", "frozen"),
+    *_only_with("short_context", "token_weighting", "unfrozen"),
     ("weight_post", lambda o: o.weighs and o.weight_score == "longce" and o.weight_post != "none",
      ", weight_score longce needs none"),
     ("weight_post", lambda o: o.weighs and o.weight_score == "rho1" and o.weight_post != "sparse",

@@ -47,12 +47,7 @@ class _Family(BaseModel, extra="allow"):
 
 
 def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
-    """Return the configuration of each run by name, in the order of families and axes; `path` is for messages.
-
-    Raises:
-        UserError: a family has no name, a text refers to an unknown axis, two runs have the same name, or figures are
-            given for an unknown run.
-    """
+    """Return the configuration of each run by name, in the order of families and axes; `path` is for messages."""
     runs: dict[str, dict[str, Any]] = {}
     for family in typed(content["families"], list[_Family], path, "families"):
         try:
@@ -68,11 +63,7 @@ def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
 
 
 def pick(content: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the run named by FILE#NAME.
-
-    Raises:
-        UserError: the name is missing or unknown.
-    """
+    """Return the run named by FILE#NAME; raise UserError if the name is missing or unknown."""
     file, _, name = path.partition(MARK)
     runs = expand(content, file)
     if name not in runs:

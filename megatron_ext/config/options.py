@@ -257,11 +257,7 @@ class ModelConfig(_Section):
         return self.no_rope_freq is None or layer_number % self.no_rope_freq != 0
 
     def window_bases(self) -> list[tuple[int, float]]:
-        """Return the table of `rope_window_bases`, sorted by window.
-
-        Raises:
-            UserError: an entry is not WINDOW:BASE.
-        """
+        """Return the table of `rope_window_bases`, sorted by window; raise UserError unless it has WINDOW:BASE."""
         table = []
         for word in self.rope_window_bases:
             window, _, base = word.partition(":")
@@ -402,11 +398,7 @@ class DataConfig(_Section):
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """The data sets that rows are drawn from: the mixture's, or those of `data_path`, all with the same packing.
-
-        Raises:
-            UserError: `data_path` is not a list of weights and prefixes.
-        """
+        """The data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike."""
         return self.mixture or parts_of_data_path(self.data_path, self.packing, self._packing_options)
 
     @property
@@ -419,11 +411,7 @@ class DataConfig(_Section):
 
     @property
     def valid_parts(self) -> tuple[MixturePart, ...]:
-        """The data sets of `valid_data_path`, packed as those of `data_path`; without it, those of training.
-
-        Raises:
-            UserError: `valid_data_path` is not a list of weights and prefixes.
-        """
+        """The data sets of `valid_data_path`, packed as those of `data_path`; without it, those of training."""
         if not self.valid_data_path:
             return self.parts
         return parts_of_data_path(self.valid_data_path, self.packing, self._packing_options, name="valid_data_path")

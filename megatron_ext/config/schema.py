@@ -70,11 +70,7 @@ def mistake(error: Mapping[str, Any]) -> str:
 
 
 def validate(sections: Any, prefix: str = "") -> Config:
-    """Build the configuration; `prefix` begins each line of the error.
-
-    Raises:
-        UserError: one line per invalid name or value.
-    """
+    """Build the configuration; raise UserError with a line, begun by `prefix`, for each invalid name or value."""
     lines = [
         f"{name}: got {value}, needs a value that is not yes or no"  # pydantic takes them for 1 and 0
         for entries in sections.values()

@@ -67,12 +67,7 @@ class StageEntry(BaseModel, extra="allow", coerce_numbers_to_str=True):
 
 
 def read_entries(entries: Any, path: str) -> list[StageEntry]:
-    """Parse the `stages:` of a configuration file.
-
-    Raises:
-        UserError: not a list of mappings, a name that is missing, repeated or unsuitable for a folder, or an unknown
-            value of `keep`.
-    """
+    """Parse the `stages:` of a configuration file; their names must differ."""
     stages = typed(entries, list[StageEntry], path, "stages")
     names = [stage.name for stage in stages]
     if not names or len(set(names)) < len(names):
@@ -86,9 +81,7 @@ def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | N
     """Build a stage with its own folders and with what it takes from the previous stage, `before`.
 
     In `config`, as written, `save` and `load` are the run's folders, and `init_from` is set if the stage gives it.
-
-    Raises:
-        UserError: folders that a run in stages cannot have, or rows that cannot continue.
+    Raises UserError for folders that a run in stages cannot have, and for rows that cannot continue.
     """
     checkpoint = config.checkpoint
     if checkpoint.load is not None and Path(checkpoint.load) != Path(checkpoint.save or ""):

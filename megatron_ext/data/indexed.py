@@ -137,11 +137,7 @@ class IndexedSource:
         return np.asarray(array)
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        """Read token ids, int64 [length], of `document` from its token `offset` on.
-
-        Raises:
-            UserError: a token id is negative or not below `vocab_size`.
-        """
+        """Read token ids, int64 [length], of `document` from its token `offset` on; check them."""
         assert 0 <= offset <= offset + length <= self.document_lengths[document], (document, offset, length)
         start = int(self._starts[document]) + offset
         tokens = self._tokens[start : start + length].astype(np.int64)
@@ -156,11 +152,7 @@ class IndexedSource:
         return tokens
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Read the weights of these tokens, float32 [length]; None if the data set was opened without weights.
-
-        Raises:
-            UserError: a weight is negative or not finite.
-        """
+        """Read the weights of these tokens, float32 [length], and check them; None if not `weighted`."""
         if self._weights is None:
             return None
         start = int(self._starts[document]) + offset

@@ -70,11 +70,7 @@ class ScoreStore:
     """
 
     def __init__(self, path: Path, mode: Any) -> None:
-        """Open an existing store.
-
-        Raises:
-            UserError: there is no store, or its description is damaged.
-        """
+        """Open an existing store; raise UserError if there is none, or its description is damaged."""
         if not (path / "zarr.json").is_file():
             raise UserError(f"score store {path}: there is no store; score the rows first, or check the path")
         self.path = path
@@ -94,8 +90,7 @@ class ScoreStore:
     def create_or_resume(cls, path: str | Path, identity: StoreIdentity) -> ScoreStore:
         """Open the store of `identity` at `path`, or create it; several processes may call this at once.
 
-        Raises:
-            UserError: the folder holds something else, or a store with another identity.
+        Raises UserError if the folder holds something else, or a store with another identity.
         """
         path = Path(path)
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
@@ -119,16 +114,10 @@ class ScoreStore:
 
     @classmethod
     def open(cls, path: str | Path, *, first: int = 0, **expected: int | str) -> ScoreStore:
-        """Open the store at `path` to read from it.
+        """Open the store at `path` to read the rows from `first` on.
 
-        Args:
-            path: the folder.
-            first: the first row that training needs.
-            expected: fields of `StoreIdentity` that training needs. A store may have more `rows`; without `rows`, all
-                of its rows from `first` on are needed.
-
-        Raises:
-            UserError: no store, a store that does not match `expected`, or a needed row is missing.
+        `expected` are the fields of `StoreIdentity` that training needs; a store may have more `rows`, and without
+        `rows` all of its rows are needed. Raises UserError for no store, one that does not match, or a missing row.
         """
         store = cls(Path(path), "r")
         rows = int(expected.pop("rows", store.identity.rows))
@@ -148,15 +137,7 @@ class ScoreStore:
         return [row for row in rows if f"c.{row}.0" not in files]
 
     def write(self, row: int, losses: Float32) -> None:
-        """Write a row atomically; an older one is replaced.
-
-        Args:
-            row: 0 .. rows-1; no other process may write the same row.
-            losses: float32 [L], finite, in nats.
-
-        Raises:
-            UserError: a loss that is not finite.
-        """
+        """Write the losses of a row, finite float32 [L] in nats, atomically; one process writes a row at a time."""
         if not np.isfinite(losses).all():
             raise UserError(
                 f"score store {self.path}: row {row} has a loss that is not finite, at token "
@@ -165,11 +146,7 @@ class ScoreStore:
         self._array[row] = losses
 
     def read(self, row: int) -> Float32:
-        """Return the losses of a row, float32 [L], in nats.
-
-        Raises:
-            UserError: the row is missing or damaged.
-        """
+        """Return the losses of a row, float32 [L], in nats; raise UserError if it is missing or damaged."""
         try:
             losses = np.asarray(self._array[row], dtype=np.float32)
             if not np.isfinite(losses).all():

@@ -64,11 +64,7 @@ class PreprocessOptions:
         return Fields(text, self.concat_by, self.max_document_bytes, source=self.source_field)
 
     def check(self) -> None:
-        """Raise UserError if a number is out of range or options exclude each other."""
-        for name in ("workers", "min_tokens", "max_tokens", "max_document_bytes", "shard_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}: got {value}, needs at least 1")
+        """Raise UserError if options exclude each other."""
         if self.messages_field is not None:
             for name in ("concat_by", "source_field", "split_sentences"):
                 if getattr(self, name):
@@ -164,27 +160,20 @@ class Encoder:
 encoder = lru_cache(maxsize=1)(Encoder)  # once per process
 
 
-@dataclass(frozen=True)
-class Job:
-    """Creates the part of a shard when called: token ids, or with `concat_by` the texts of files, to be grouped.
+def make_part(part: Path, options: PreprocessOptions, shard: Shard) -> None:
+    """Create the part of a shard: token ids, or with `concat_by` the texts of files, to be grouped.
 
     `part` is a path without a suffix; `options` are hashable, without the inputs.
     """
-
-    part: Path
-    options: PreprocessOptions
-    shard: Shard
-
-    def __call__(self) -> None:
-        options, report = self.options, Report()
-        refuse = report.skip if options.skip_bad_lines else stop
-        with atomic_write(self.part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
-            if options.concat_by is not None and isinstance(self.shard, FileShard):
-                arrays = write_texts(self.shard.read(options.fields, refuse), file)
-            else:
-                own = encoder(options)
-                arrays = own.write_tokens(self.shard.read(own.fields, refuse), file, report)
-        finish_part(self.part, arrays, report, options.max_document_bytes)
+    report = Report()
+    refuse = report.skip if options.skip_bad_lines else stop
+    with atomic_write(part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
+        if options.concat_by is not None and isinstance(shard, FileShard):
+            arrays = write_texts(shard.read(options.fields, refuse), file)
+        else:
+            own = encoder(options)
+            arrays = own.write_tokens(shard.read(own.fields, refuse), file, report)
+    finish_part(part, arrays, report, options.max_document_bytes)
 
 
 def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:

@@ -89,9 +89,8 @@ def usable(part: Path, limit: int, skip: bool) -> bool:
 def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """Yield the folder PREFIX.parts, locked, and remove it at the end; after an exception finished parts are kept.
 
-    Raises:
-        UserError: another run uses the folder, an earlier one left parts and neither `resume` (use them) nor
-            `overwrite` (remove them) is given, or it has other files.
+    Raises UserError if another run uses the folder, if an earlier one left parts and neither `resume` (use them) nor
+    `overwrite` (remove them) is given, or if it has other files.
     """
     folder = Path(f"{prefix}.parts")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Convert documents to Megatron's indexed data set; the implementation of tools/preprocess_data.py.
 
     cut       options, files   --find_files, cut--> shards of files
-              --concat-by: shards --Job, in worker processes--> texts in PREFIX.parts --group--> shards of groups
-    encode    shards           --Job, in worker processes--> token ids in PREFIX.parts, each part written atomically
+              --concat-by: shards --make_part, in worker processes--> texts in PREFIX.parts --group--> shards of groups
+    encode    shards           --make_part, in worker processes--> token ids in PREFIX.parts, each written atomically
     join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .sources.npy, .json, .idx in PREFIX.parts
     publish                    renamed to PREFIX.*, .idx last: the data set cannot be read without it
 
@@ -26,17 +26,18 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from tqdm import tqdm
 
-from megatron_ext.data.build.encode import Encoder, Job, PreprocessOptions
-from megatron_ext.data.build.lengths import length_table
+from megatron_ext.arrays import Int64
+from megatron_ext.data.build.encode import Encoder, PreprocessOptions, make_part
 from megatron_ext.data.build.parts import Report, read_report, usable, work_folder
 from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes, group
 from megatron_ext.data.indexed import (
@@ -50,6 +51,9 @@ from megatron_ext.data.indexed import (
 )
 from megatron_ext.data.text.sources import FileRange, find_files
 from megatron_ext.errors import UserError
+
+EDGES = np.concatenate([[0], 1 << np.arange(10, 20)])  # of the table of lengths: 0, 1K, 2K ... 512K tokens
+LENGTHS = ["below 1K", *(f"{1 << k}K to {2 << k}K" for k in range(9)), "512K and more"]
 
 
 def preprocess(options: PreprocessOptions) -> Report:
@@ -96,19 +100,18 @@ def _make(
 
     def make_parts(shards: Sequence[Shard], what: str) -> list[Path]:
         """Make the parts of the shards that have no finished ones, and return all, in order."""
-        digests = [hashlib.sha256(repr((settings, shard)).encode()).hexdigest() for shard in shards]
-        hashable = replace(options, inputs=())
-        jobs = [Job(folder / digest[:32], hashable, shard) for digest, shard in zip(digests, shards, strict=True)]
-        missing = [job for job in jobs if not usable(job.part, options.max_document_bytes, options.skip_bad_lines)]
-        report.reused += len(jobs) - len(missing)
-        total = sum(job.shard.size for job in missing)
+        parts = {folder / hashlib.sha256(repr((settings, shard)).encode()).hexdigest()[:32]: shard for shard in shards}
+        limit, skip = options.max_document_bytes, options.skip_bad_lines
+        missing = {part: shard for part, shard in parts.items() if not usable(part, limit, skip)}
+        report.reused += len(parts) - len(missing)
+        total = sum(shard.size for shard in missing.values())
         bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
         with bar:
-            for job in in_processes(missing, options.workers):
-                bar.update(job.shard.size)
-        for job in jobs:
-            report.add(read_report(job.part)[0])
-        return [job.part for job in jobs]
+            for size in make_in_processes(missing, options):
+                bar.update(size)
+        for part in parts:
+            report.add(read_report(part)[0])
+        return list(parts)
 
     shard_bytes = options.shard_bytes or default_shard_bytes(files)
     shards = cut(files, encoder.fields, shard_bytes)
@@ -133,30 +136,45 @@ def _make(
     return report
 
 
-def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Job]:
-    """Run each job in a worker process and yield it when it is done, in order.
+def length_table(lengths: Int64) -> list[dict[str, Any]]:
+    """Count documents and tokens by bins of length, powers of two, as in ProLong's Table 14; with shares of all."""
+    bins = np.searchsorted(EDGES, lengths, side="right") - 1
+    documents = np.bincount(bins, minlength=len(EDGES))
+    tokens = np.bincount(bins, weights=lengths, minlength=len(EDGES)).astype(np.int64)
+    return [
+        {
+            "length": name,
+            "documents": int(d),
+            "share_of_documents": round(float(d / max(documents.sum(), 1)), 6),
+            "tokens": int(t),
+            "share_of_tokens": round(float(t / max(tokens.sum(), 1)), 6),
+        }
+        for name, d, t in zip(LENGTHS, documents, tokens, strict=True)
+    ]
 
-    After an error no further job begins, and running ones are completed. Ctrl-C ends the workers.
 
-    Raises:
-        UserError: a worker was killed.
+def make_in_processes(shards: Mapping[Path, Shard], options: PreprocessOptions) -> Iterator[int]:
+    """Make the part of each shard in a worker process, and yield the shard's size when it is done, in order.
+
+    After an error no further part begins, and running ones are completed. Ctrl-C ends the workers.
     """
     spawn = multiprocessing.get_context("spawn")  # a fork would copy locks held by tokenizers' threads
-    pool = ProcessPoolExecutor(min(workers, len(jobs)) or 1, spawn, _start_worker)
+    pool = ProcessPoolExecutor(min(options.workers, len(shards)) or 1, spawn, _start_worker)
+    hashable = replace(options, inputs=())
     # workers start with Ctrl-C blocked, so that it does not interrupt their imports
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         # not pool.map, which cancels futures while the pool's thread may be failing them for a killed worker
-        futures = [pool.submit(job) for job in jobs]
+        futures = [pool.submit(make_part, part, hashable, shard) for part, shard in shards.items()]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     try:
-        for job, future in zip(jobs, futures, strict=True):
+        for shard, future in zip(shards.values(), futures, strict=True):
             future.result()
-            yield job
+            yield shard.size
     except BrokenProcessPool:
         raise UserError(
-            f"workers: one of {workers} was killed, perhaps for memory; pass fewer --workers or a smaller "
+            f"workers: one of {options.workers} was killed, perhaps for memory; pass fewer --workers or a smaller "
             "--max-document-bytes"
         ) from None
     finally:

@@ -102,11 +102,7 @@ def default_shard_bytes(files: Sequence[FileRange]) -> int:
 
 
 def cut(files: Sequence[FileRange], fields: Fields, shard_bytes: int) -> list[Shard]:
-    """Cut files into shards of about `shard_bytes`, in order; small files are grouped, large ones are split.
-
-    Raises:
-        UserError: a .parquet file is damaged or lacks the columns of `fields`.
-    """
+    """Cut files into shards of about `shard_bytes`, in order; small files are grouped, large ones are split."""
     shards: list[Shard] = []
     taken: list[FileRange] = []
     size = 0

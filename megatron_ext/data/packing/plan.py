@@ -21,7 +21,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -34,26 +33,9 @@ from megatron_ext.files.atomic import atomic_folder
 PLAN, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
 
 
-# the policies are described in `policies`
-Packing = Literal[
-    "random",
-    "best_fit",
-    "whole_document",
-    "carry_over",
-    "drop_tail",
-    "split_drop",
-    "upsample_long",
-    "bm25",
-    "decomposition",
-]
-
-
 @dataclass(frozen=True)
 class PlanKey:
-    """All inputs of a plan, with every option of the policy and the `fingerprint` of the documents.
-
-    (`bm25` also reads their tokens.)
-    """
+    """All inputs of a plan, with every option of the policy; only `bm25` also reads the tokens of the documents."""
 
     policy: str
     row_length: int

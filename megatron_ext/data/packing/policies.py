@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
@@ -29,7 +29,9 @@ from megatron_ext.data.packing.decomposition import curriculum, decompose, even_
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, fingerprint
 from megatron_ext.data.rows.dataset import Purpose, TokenSource, nonempty, permutation, random_words
 from megatron_ext.errors import UserError
+from megatron_ext.files.reading import typed
 
+Documents = Sequence[int] | Int64  # indices into a `TokenSource`
 Options = Mapping[str, int | float]
 
 UNLIMITED = 2**62
@@ -342,6 +344,10 @@ POLICIES: Mapping[str, type[Policy]] = {
     "bm25": Bm25,
     "decomposition": Decomposition,
 }
+if TYPE_CHECKING:
+    Packing = str
+else:  # --help and the JSON schema list the names
+    Packing = Literal[tuple(POLICIES)]
 
 
 def check_options(policy: str, options: Options, row_length: int) -> Policy:
@@ -350,14 +356,9 @@ def check_options(policy: str, options: Options, row_length: int) -> Policy:
         raise UserError(f"packing: there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
     kind = POLICIES[policy]
     known = [option.name for option in fields(kind)]
-    for name in options:
-        if name not in known:
-            raise UserError(f"packing: {policy} has no option {name!r}; it takes {', '.join(known) or 'none'}")
-    try:
-        chosen = TypeAdapter(kind).validate_python(dict(options))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"packing: {first['loc'][0]} is {first['input']}: {first['msg']}") from None
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(f"packing: {policy} has no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
+    chosen = typed(dict(options), kind, "packing")
     if options.get("long_share") and "factor" in options:
         raise UserError("packing: factor beside long_share, which gives each source its own; leave one of them out")
     chosen.check(row_length)
@@ -365,12 +366,7 @@ def check_options(policy: str, options: Options, row_length: int) -> Policy:
 
 
 def plan_key(
-    policy: str,
-    source: TokenSource,
-    documents: Sequence[int] | Int64,
-    row_length: int,
-    seed: int,
-    options: Options | None = None,
+    policy: str, source: TokenSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
 ) -> PlanKey:
     """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`."""
     chosen = check_options(policy, options or {}, row_length)
@@ -378,19 +374,12 @@ def plan_key(
 
 
 def build_plan(
-    policy: str,
-    source: TokenSource,
-    documents: Sequence[int] | Int64,
-    row_length: int,
-    seed: int,
-    options: Options | None = None,
+    policy: str, source: TokenSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
 ) -> PackingPlan:
-    """Pack `documents` (indices into `source`; empty ones are ignored) into rows of `row_length` tokens.
+    """Pack `documents` (empty ones are ignored) into rows of `row_length` tokens.
 
-    `random` gives the rows that start in epoch 0 of `RowDataset`, for reports only; training reads `RowDataset`.
-
-    Raises:
-        UserError: invalid options, no tokens, or no row.
+    `random` gives the rows that start in epoch 0 of `RowDataset`, for reports only; training reads `RowDataset`. Raises
+    UserError for invalid options, no tokens, or no row.
     """
     key = plan_key(policy, source, documents, row_length, seed, options)
     chosen, lengths = nonempty(source, documents)

@@ -17,11 +17,7 @@ _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
 
 def vocabulary(config: Config) -> int:
-    """Return V, after checking that all data sets were created with the run's tokenizer, according to their metadata.
-
-    Raises:
-        UserError: a data set of another tokenizer, a V that is too small for the tokenizer, or neither is given.
-    """
+    """Return V; raise UserError unless all data sets were created with the run's tokenizer, by their metadata."""
     given, path = config.model.vocab_size, config.data.tokenizer_model
     if path is None:
         return vocabulary_size(given, None)
@@ -43,11 +39,7 @@ def vocabulary(config: Config) -> int:
 
 
 def bos_of(config: Config) -> int | None:
-    """Return the token (BOS) that documents begin with, according to the metadata; None if no data set has one.
-
-    Raises:
-        UserError: documents of different data sets begin with different tokens.
-    """
+    """Return the token (BOS) that documents begin with, by the metadata; None if no data set has one."""
     prefixes = [part.prefix for part in config.data.parts]
     found = {bos: prefix for prefix in prefixes if (bos := read_metadata(prefix).get("bos_id")) is not None}
     if len(found) > 1:
@@ -86,11 +78,7 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
 
 
 def open_scores(config: Config, vocab_size: int, end: int | None = None) -> ScoreStore | None:
-    """Open the store of a frozen scorer, if the run uses one; `end` is the sample after its last (`config.samples`).
-
-    Raises:
-        UserError: it is damaged, or for other rows.
-    """
+    """Open the store of a frozen scorer, if the run uses one; `end` is the sample after its last."""
     path = config.weighting.score_store
     if path is None:
         return None

@@ -16,14 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from megatron_ext.data.packing.plan import Packing
-from megatron_ext.data.packing.policies import check_options
-from megatron_ext.errors import UserError, echo
-from megatron_ext.files.reading import read_yaml
+from pydantic import BaseModel, Field
 
-_NESTED = {"name", "weight", "mixture", "length"}
+from megatron_ext.data.packing.policies import Packing, check_options
+from megatron_ext.errors import UserError
+from megatron_ext.files.reading import read_yaml, typed
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,7 @@ class MixturePart:
 
     @property
     def options(self) -> dict[str, float]:
-        """The policy's options.
-
-        Raises:
-            UserError: an option is not NAME=NUMBER.
-        """
+        """The policy's options; raises UserError unless each is NAME=NUMBER."""
         numbers: dict[str, float] = {}
         for text in self.packing_options:
             name, _, value = text.partition("=")
@@ -92,10 +87,7 @@ def parts_of_data_path(
 ) -> tuple[MixturePart, ...]:
     """Parse Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`; all parts have the same packing.
 
-        parts_of_data_path(["0.3", "A", "0.7", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
-
-    Raises:
-        UserError: no prefix, or a weight that is missing or no number.
+    parts_of_data_path(["0.3", "A", "0.7", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
     """
     pairs = ["1", *data_path] if len(data_path) == 1 else list(data_path)
     try:
@@ -121,6 +113,13 @@ def scaled(weights: Sequence[float]) -> tuple[float, ...]:
     return tuple(weight / largest / total for weight in weights)
 
 
+class _Entry(BaseModel, extra="allow"):
+    """An entry of a mixture as written; `mixture` names a nested file."""
+
+    weight: Annotated[float, Field(strict=True, gt=0, le=1e300)] = 1.0
+    mixture: str | None = None
+
+
 def read_mixture(path: Path, share: float | None = None, outer: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Read the parts of a YAML file, including those of nested files, as plain values.
 
@@ -128,10 +127,6 @@ def read_mixture(path: Path, share: float | None = None, outer: tuple[Path, ...]
         path: the file; nested files are relative to its folder.
         share: the sum to which weights are scaled; None: unscaled.
         outer: the files that this one is nested in.
-
-    Raises:
-        UserError: the file is missing, is not a list of mappings, has a weight that is not a positive number, or
-            includes itself.
     """
     if path.resolve() in outer:
         raise UserError(f"mixture: {path} includes itself; leave one of these parts out")
@@ -141,33 +136,23 @@ def read_mixture(path: Path, share: float | None = None, outer: tuple[Path, ...]
 def expand_mixture(
     entries: Any, path: Path | None = None, share: float | None = None, outer: tuple[Path, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Expand the list in a file, or in a configuration, whose nested files are relative to the current folder.
-
-    Args and Raises: as `read_mixture`.
-    """
-    where = path or "the configuration"
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"mixture: {where} holds no parts, needs a list of mappings with prefix and weight")
-    entries = [{"weight": 1.0} | entry for entry in entries]
-    for number, entry in enumerate(entries):
-        weight = entry["weight"]
-        # Checked here, unlike the other fields, because it is scaled before a MixturePart is created.
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e300:
-            raise UserError(f"mixture: {where}: part {number} has weight {echo(weight)}, needs a positive number")
-    total = math.fsum(entry["weight"] for entry in entries)
-    expanded = []
-    for entry in entries:
-        weight = entry["weight"] if share is None else share * entry["weight"] / total
-        if "mixture" not in entry:
-            expanded.append(entry | {"weight": weight})
+    """Expand the list of a file, or of a configuration, whose nested files are relative to the current folder."""
+    where = "the configuration" if path is None else path
+    listed = typed(entries, list[_Entry], where, "mixture")
+    total = math.fsum(entry.weight for entry in listed)
+    expanded: list[dict[str, Any]] = []
+    for entry in listed:
+        others = dict(entry.model_extra or {})
+        weight = entry.weight if share is None else share * entry.weight / total
+        if entry.mixture is None:
+            expanded.append({**others, "weight": weight})
             continue
-        unknown = sorted(str(name) for name in set(entry) - _NESTED)
-        if unknown:
-            raise UserError(f"mixture: {where}: {unknown[0]} beside `mixture`, which brings its own; leave it out")
+        if unknown := others.keys() - {"name", "length"}:
+            raise UserError(f"mixture: {where}: {min(unknown)} beside `mixture`, which brings its own; leave it out")
         # the weights of a nested file are shares of the weight of its entry
         folder = Path() if path is None else path.parent
-        parts = read_mixture(folder / str(entry["mixture"]), weight, outer)
-        expanded += [part | {"length": entry["length"]} if "length" in entry else part for part in parts]
+        length = {"length": others["length"]} if "length" in others else {}
+        expanded += [part | length for part in read_mixture(folder / entry.mixture, weight, outer)]
     return expanded
 
 
@@ -177,9 +162,6 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
     Shares may have any sum; missing ones are 0. Every positive share gets at least one document.
 
         split_documents(100, "98,2,0") == (range(0, 98), range(98, 100), range(100, 100))
-
-    Raises:
-        UserError: shares that are not numbers, negative, all zero or more than three; or too few documents.
     """
     shares = parse_shares(split)
     wanted = sum(share > 0 for share in shares)

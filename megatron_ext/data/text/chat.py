@@ -58,8 +58,7 @@ class ChatTemplate:
     def of(cls, tokenizer: str | os.PathLike[str]) -> ChatTemplate:
         """Read the template from a Hugging Face tokenizer's folder.
 
-        Raises:
-            UserError: no template, one that uses the date, or transformers is missing.
+        Raises UserError for no template, one that uses the date, or if transformers is missing.
         """
         file = Tokenizer(tokenizer).file
         if file.name != HF_FILE:
@@ -99,8 +98,7 @@ class ChatTemplate:
     def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> Conversation:
         """Render a conversation as text, and find the assistant's messages in it.
 
-        Raises:
-            ChatError: invalid messages or tools, the template rejects them, or the spans cannot be found.
+        Raises ChatError for invalid messages or tools, if the template rejects them, or if the spans cannot be found.
         """
         _check(messages, tools, self.special)
         text, marked = self._render(messages, tools)

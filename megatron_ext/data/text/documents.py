@@ -66,11 +66,8 @@ def read_documents(
     """Yield each document of the files, in order: a line of .jsonl, a row of .parquet, or a .txt file.
 
     `paths` are files, folders and patterns, see `find_files`. Blank lines of a .jsonl file are ignored, and byte-order
-    marks are removed.
-
-    Raises:
-        UserError: a bad document (invalid JSON or UTF-8, a missing or non-string field, an empty text, or more than
-            MAX_DOCUMENT_BYTES), named as FILE:LINE; a bad path; damaged data.
+    marks are removed. Raises UserError for a bad document (invalid JSON or UTF-8, a missing or non-string field, an
+    empty text, or more than MAX_DOCUMENT_BYTES), named as FILE:LINE; for a bad path; and for damaged data.
     """
     for path in find_files(paths):
         yield from read_range(FileRange.of(path), Fields(text_field, key_field), stop)

@@ -61,10 +61,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Return the files that `paths` refer to, each once, in order.
 
     A folder stands for all files inside it with a known suffix, including those in linked folders, sorted by path. A
-    pattern with *, ** or ? stands for its matches, with folders as above.
-
-    Raises:
-        UserError: a path that does not exist, another kind of file, or a folder or pattern without files.
+    pattern with *, ** or ? stands for its matches, with folders as above. Raises UserError if there is no such file.
     """
     files: dict[Path, Path] = {}  # by resolved path, because several paths and links may lead to a file
     for given in paths:
@@ -105,11 +102,7 @@ def _inside(folder: Path) -> list[Path]:
 
 @contextmanager
 def open_lines(file: FileRange) -> Iterator[BinaryIO]:
-    """Open a file of lines; a stream is decompressed in bounded pieces.
-
-    Raises:
-        UserError: compressed data is damaged or truncated.
-    """
+    """Open a file of lines; a stream is decompressed in bounded pieces, and UserError raised if it is damaged."""
     try:
         if file.ending == ".jsonl":
             with file.path.open("rb") as plain:
@@ -175,19 +168,14 @@ def count_lines(path: Path, end: int) -> int:
 def row_group_sizes(file: FileRange, columns: Sequence[str]) -> list[int]:
     """Return the uncompressed bytes of each row group of a .parquet file.
 
-    Raises:
-        UserError: one of the columns is missing; there is no row; a damaged file.
+    Raises UserError if a column is missing, there is no row, or the file is damaged.
     """
     with _open_table(file, columns) as table:
         return [table.metadata.row_group(group).total_byte_size for group in range(table.metadata.num_row_groups)]
 
 
 def read_rows(file: FileRange, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (1-based row of the .parquet file, its values by column) of the range's row groups.
-
-    Raises:
-        UserError: as `row_group_sizes`, or a text is not UTF-8.
-    """
+    """Yield (1-based row of the .parquet file, its values by column) of the range's row groups; raises as above."""
     with _open_table(file, columns) as table:
         groups = list(range(file.start, min(file.end, table.metadata.num_row_groups)))
         row = sum(table.metadata.row_group(group).num_rows for group in range(file.start))

@@ -174,10 +174,8 @@ def train_bpe(
 ) -> Tokenizer:
     """Train a byte-level BPE with the end token `<|endoftext|>` (id 0) and write it to `folder`.
 
-    The same texts give the same file. With little text the vocabulary is smaller than requested.
-
-    Raises:
-        UserError: a vocabulary too small for 256 bytes and the end token, no text, or an existing tokenizer.
+    The same texts give the same file. With little text the vocabulary is smaller than requested. Raises UserError for a
+    vocabulary too small for 256 bytes and the end token, no text, or an existing tokenizer.
     """
     target = Path(folder)
     if vocab_size < BYTES_AND_EOD:

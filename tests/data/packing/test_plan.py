@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_ext.data.packing import POLICIES, PackingPlan, build_plan, load_plan, plan_folder, plan_key, save_plan
-from megatron_ext.data.packing.plan import Packing
+from megatron_ext.data.packing import PackingPlan, build_plan, load_plan, plan_folder, plan_key, save_plan
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import ListedSource
 
@@ -64,7 +63,3 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, damage: Callable[[Path], obje
     damage(plan_folder(tmp_path / "data", plan.key) / "pieces.npy")
     with pytest.raises(UserError, match="is damaged"):
         load_plan(tmp_path / "data", plan.key)
-
-
-def test_a_configuration_names_every_policy() -> None:
-    assert set(get_args(Packing)) == set(POLICIES)

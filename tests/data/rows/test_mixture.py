@@ -58,8 +58,8 @@ def test_a_mixture_is_a_file_or_a_list_in_the_configuration(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({}, "holds no parts"),
-        ([{"prefix": "a", "weight": 0}], "part 0 has weight 0"),
+        ({}, "mixture: got {}, needs a valid list"),
+        ([{"prefix": "a", "weight": 0}], "mixture.0.weight: got 0, needs more than 0"),
         ([{"mixture": "none.yaml"}], "none.yaml, needs a readable YAML file"),
         ([{"mixture": "other.yaml", "packing": "bm25"}], "packing beside `mixture`"),
         ([{"mixture": "mixture.yaml"}], "includes itself"),
