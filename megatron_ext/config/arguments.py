@@ -79,12 +79,13 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
         return [Stage(None, _build(content, given))]
     stages: list[Stage] = []
     for entry in read_entries(entries, path):
-        _check_file(entry.sections, path)
+        sections = entry.model_extra or {}
+        _check_file(sections, path)
         common, flags_here = content, given
         if stages:  # the file's init_from applies to the first stage, that of the flags to the named one
             common = _without_init(content)
             flags_here = given if entry.name == wanted else _without_init(given)
-        config = _build(common, entry.sections, flags_here)
+        config = _build(common, sections, flags_here)
         stages.append(link_stage(entry.name, config, entry.keep, stages[-1] if stages else None))
     chosen = [stage for stage in stages if wanted in (None, stage.name)]
     if not chosen:

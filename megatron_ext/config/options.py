@@ -350,17 +350,6 @@ class ParallelConfig(_Section):
         """Return the parts of the key heads: as given, or 2 if a second stream can overlap them with attention."""
         return self.cp_overlap_parts or (2 if on_cuda else 1)
 
-    def gradient_sharing(self, on_cuda: bool, replicas: int, *, sharded: bool = False) -> GradientSharing:
-        """Return how `replicas` ranks that hold the same weights share gradients and optimizer state.
-
-        `sharded`: the optimizer needs sharded state on any platform.
-        """
-        several = on_cuda and replicas > 1
-        distributed = _given(self.use_distributed_optimizer, sharded or several)
-        reduce = _given(self.overlap_grad_reduce, several)
-        gather = _given(self.overlap_param_gather, several and distributed and reduce)
-        return GradientSharing(distributed, reduce, gather)
-
     @property
     def recomputed_modules(self) -> tuple[RecomputeModule, ...]:
         """The modules of each layer that are recomputed, in addition to the layers that `full` recomputes."""
@@ -688,9 +677,14 @@ class Config(_Section):
         return self.data.first_sample + self.training.train_iters * self.data.global_batch_size
 
     def gradient_sharing(self, on_cuda: bool, world_size: int) -> GradientSharing:
-        """Return how this run's ranks share gradients and optimizer state."""
-        replicas = world_size // self.parallel.tensor_model_parallel_size // self.parallel.pipeline_model_parallel_size
-        return self.parallel.gradient_sharing(on_cuda, replicas, sharded=self.optimizer.use_precision_aware_optimizer)
+        """Return how ranks that hold the same weights share gradients and optimizer state."""
+        parallel, aware = self.parallel, self.optimizer.use_precision_aware_optimizer  # which needs sharded state
+        replicas = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
+        several = on_cuda and replicas > 1
+        distributed = _given(parallel.use_distributed_optimizer, aware or several)
+        reduce = _given(parallel.overlap_grad_reduce, several)
+        gather = _given(parallel.overlap_param_gather, several and distributed and reduce)
+        return GradientSharing(distributed, reduce, gather)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of replicas of the model among `world_size` processes."""

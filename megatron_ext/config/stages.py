@@ -60,11 +60,6 @@ class StageEntry(BaseModel, extra="allow", coerce_numbers_to_str=True):
     name: Annotated[str, Field(pattern=r"^[\w.-]*\w[\w.-]*$")]
     keep: tuple[Literal["optimizer", "learning_rate", "samples"], ...] = ()
 
-    @property
-    def sections(self) -> dict[str, Any]:
-        """The options of this stage alone, by section."""
-        return dict(self.model_extra or {})
-
 
 def read_entries(entries: Any, path: str) -> list[StageEntry]:
     """Parse the `stages:` of a configuration file; their names must differ."""

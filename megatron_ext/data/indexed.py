@@ -61,15 +61,9 @@ def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any]:
 class IndexedSource:
     """Reads the documents of a data set, memory-mapped; a `TokenSource`.
 
-    A document may consist of several sequences; they are contiguous in the .bin file and read as one.
-
-    Args:
-        prefix: PREFIX of PREFIX.bin and PREFIX.idx.
-        vocab_size: upper bound (exclusive) of token ids, checked when they are read; None: not checked.
-        weighted: also read PREFIX.weights.npy.
-
-    Raises:
-        UserError: a file is missing or damaged, or does not belong to the others.
+    A document may consist of several sequences; they are contiguous in the .bin file and read as one. Token ids are
+    checked when they are read: they must be below `vocab_size`, unless it is None. With `weighted`, PREFIX.weights.npy
+    is read too. Raises UserError if a file is missing or damaged, or does not belong to the others.
     """
 
     def __init__(

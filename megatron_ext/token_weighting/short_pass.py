@@ -51,20 +51,13 @@ def short_pass(
     context: ContextOptions | None,
     bos_id: int | None = None,
 ) -> ShortPass:
-    """Lay out the chunks of micro-batches as new micro-batches.
+    """Lay out the chunks of micro-batches, given by their tokens and masks, as new micro-batches.
 
     If a row begins with `bos_id`, so does each of its chunks that cuts off tokens on which its first scored token
     depends: a model that was trained with BOS first in every row expects it. With BOS written B, n = 6 and s = 4:
 
         row         B  a  b  c  d  e  f  g  h  i
         chunk 1                 B  e  f  g  h  i        d is replaced
-
-    Args:
-        tokens, masks: of each micro-batch.
-        short: the chunks.
-        division: how chunks are packed into micro-batches.
-        context: how micro-batches are split over context-parallel ranks.
-        bos_id: the token that rows may begin with; None if they do not.
     """
     flat, joined = _concatenate(tokens), _concatenate_masks(masks)
     length, first_dependencies = joined.widest.row_length, joined.first_dependencies()
@@ -91,7 +84,7 @@ def chunk_batches(
     """Pack chunks into micro-batches of equal length that train nothing and return the losses of the scored tokens.
 
     The batches' `places` index `tokens`, those of the rows. The first token of the chunks that start at `bos_starts` is
-    replaced by `bos_id`. The other arguments are those of `short_pass`.
+    replaced by `bos_id`.
     """
     batches = []
     for share, length in _split(chunks, division):
@@ -118,8 +111,8 @@ def sliding_evaluation(
 ) -> list[PackedBatch]:
     """Lay out the windows of a sliding evaluation as micro-batches in which each token counts once.
 
-    Window k holds the row's tokens [k s, k s + n) and scores the last s, the first one all of its n: each token but
-    the first n has n - s to n - 1 tokens before itself, or all of its segment. The arguments are those of `short_pass`.
+    Window k holds the row's tokens [k s, k s + n) and scores the last s, the first one all of its n: each token but the
+    first n has n - s to n - 1 tokens before itself, or all of its segment.
     """
     flat, joined = _concatenate(tokens), _concatenate_masks(masks)
     # windows are cut at segment starts, not at the layers' left windows: losses are binned by position, which counts

@@ -39,12 +39,8 @@ _Size = Annotated[int, Field(ge=1)]
 class StoreIdentity:
     """Identifies the inputs of a store: the rows, the scorer and its short context.
 
-    Attributes:
-        rows, row_length: shape of the store; row_length in tokens.
-        short_context, short_stride: n and s of the scorer's chunks, in tokens.
-        seed: of the packing.
-        vocab_size: without padding.
-        data, packing, tokenizer, model: hashes made by `fingerprint`.
+    `short_context` and `short_stride` are n and s of the scorer's chunks, and `row_length` L, in tokens; `seed` is that
+    of the packing, `vocab_size` has no padding. `data`, `packing`, `tokenizer` and `model` are made by `fingerprint`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -62,12 +58,7 @@ class StoreIdentity:
 
 
 class ScoreStore:
-    """Losses by row; `create_or_resume` opens a store to write, `open` one to read.
-
-    Attributes:
-        path: the folder.
-        identity: what the store was computed from.
-    """
+    """Losses by row; `create_or_resume` opens a store to write, `open` one to read."""
 
     def __init__(self, path: Path, mode: Any) -> None:
         """Open an existing store; raise UserError if there is none, or its description is damaged."""

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import TypeVar
 
 import numpy as np
@@ -51,44 +50,24 @@ Array = TypeVar("Array", Tensor, np.ndarray)
 
 LONGCE_GAMMA = 5.0  # the default of the LongCE authors' code
 PURPOSE = int.from_bytes(b"weights", "big")  # separates this random stream from others
+POSTS: dict[str, tuple[str, ...]] = {  # those that each score allows
+    **dict.fromkeys(("abs", "ppmi", "npmi", "focal", "mile"), ("dense", "sparse", "none")),
+    "longce": ("none",),
+    "rho1": ("sparse",),
+}
 
 
-class Score(StrEnum):
-    """The scores; values of `--weight-score`."""
-
-    ABS = "abs"
-    PPMI = "ppmi"
-    NPMI = "npmi"
-    LONGCE = "longce"
-    RHO1 = "rho1"
-    FOCAL = "focal"
-    MILE = "mile"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The arguments of `weigh` that the score is computed from."""
-        if self is Score.FOCAL:
-            return ("long_loss",)
-        return ("entropy",) if self is Score.MILE else ("long_loss", "short_loss")
-
-
-class Post(StrEnum):
-    """The ways to turn scores into weights; values of `--weight-post`."""
-
-    DENSE = "dense"
-    SPARSE = "sparse"
-    NONE = "none"
-
-
-POSTS = {score: tuple(Post) for score in Score} | {Score.LONGCE: (Post.NONE,), Score.RHO1: (Post.SPARSE,)}
+def reads(score: str) -> tuple[str, ...]:
+    """Return the arguments of `weigh` that a score is computed from."""
+    return {"focal": ("long_loss",), "mile": ("entropy",)}.get(score, ("long_loss", "short_loss"))
 
 
 def weigh(
     long_loss: Array,
     short_loss: Given | None,
     *,
-    score: str | Score = "abs",
-    post: str | Post = "dense",
+    score: str = "abs",
+    post: str = "dense",
     strength: float = 0.75,
     trained: Given | None = None,
     same_context: Given | None = None,
@@ -119,19 +98,18 @@ def weigh(
         ValueError: an option out of range or of another score; a shape or dtype that does not fit; a trained token's
             score that is not finite.
     """
-    score, post = Score(score), Post(post)
     _check(score, post, strength, clip, shift)
     long_RL = _tensor(long_loss)
     if long_RL.ndim != 2 or not long_RL.numel():
         raise UserError(f"long_loss: got shape {list(long_RL.shape)}, needs [rows, tokens], at least one of each")
     for name, values, read_with in (("entropy", entropy, "entropy"), ("same_context", same_context, "short_loss")):
-        if values is not None and read_with not in score.reads:
-            raise UserError(f"{name}: score {score.value} does not read it; leave it out")
+        if values is not None and read_with not in reads(score):
+            raise UserError(f"{name}: score {score} does not read it; leave it out")
     losses = {}
     for name, values in (("long_loss", long_RL), ("short_loss", short_loss), ("entropy", entropy)):
-        if name in score.reads:
+        if name in reads(score):
             if values is None:
-                raise UserError(f"{name}: got None, score {score.value} needs it, [rows, tokens]")
+                raise UserError(f"{name}: got None, score {score} needs it, [rows, tokens]")
             losses[name] = _fit(name, values, long_RL)
     trained_RL = torch.ones_like(long_RL, dtype=torch.bool) if trained is None else _fit("trained", trained, long_RL)
     same_RL = None if same_context is None else _fit("same_context", same_context, long_RL)
@@ -148,7 +126,7 @@ def weigh(
         row, position = bad_RL.nonzero()[0].tolist()
         got = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in losses.items())
         raise ValueError(
-            f"score {score.value}: row {row}, position {position} got {got}, needs finite values and a finite "
+            f"score {score}: row {row}, position {position} got {got}, needs finite values and a finite "
             "score; find where they diverge, or leave the token out of trained"
         )
     return weights_RL if isinstance(long_loss, Tensor) else weights_RL.numpy()
@@ -165,16 +143,17 @@ def _fit(name: str, values: Given, long_RL: Tensor) -> Tensor:
     return tensor.to(long_RL.device)
 
 
-def _check(score: Score, post: Post, strength: float, clip: float | None, shift: float | None) -> None:
-    has_gamma = post is Post.NONE and score in (Score.FOCAL, Score.MILE)
-    legal = ", ".join(each.value for each in POSTS[score])
+def _check(score: str, post: str, strength: float, clip: float | None, shift: float | None) -> None:
+    if score not in POSTS:
+        raise UserError(f"score: got {score}, needs one of {', '.join(POSTS)}")
+    has_gamma = post == "none" and score in ("focal", "mile")
     for holds, message in (
-        (post in POSTS[score], f"post: got {post.value}, score {score.value} needs one of {legal}"),
-        (post is not Post.DENSE or 0 <= strength <= 1, f"strength: got {strength}, post dense needs 0 <= lambda <= 1"),
-        (post is not Post.SPARSE or 0 < strength <= 1, f"strength: got {strength}, post sparse needs 0 < kappa <= 1"),
-        (not has_gamma or 0 <= strength < math.inf, f"strength: got {strength}, score {score.value} needs gamma >= 0"),
+        (post in POSTS[score], f"post: got {post}, score {score} needs one of {', '.join(POSTS[score])}"),
+        (post != "dense" or 0 <= strength <= 1, f"strength: got {strength}, post dense needs 0 <= lambda <= 1"),
+        (post != "sparse" or 0 < strength <= 1, f"strength: got {strength}, post sparse needs 0 < kappa <= 1"),
+        (not has_gamma or 0 <= strength < math.inf, f"strength: got {strength}, score {score} needs gamma >= 0"),
         (clip is None or 0 < clip < math.inf, f"clip: got {clip}, needs a finite number > 0, or None for no bound"),
-        (shift is None or score in (Score.PPMI, Score.NPMI), f"shift: got {shift}, only ppmi and npmi have one"),
+        (shift is None or score in ("ppmi", "npmi"), f"shift: got {shift}, only ppmi and npmi have one"),
         (shift is None or 1 <= shift < math.inf, f"shift: got {shift}, needs a finite k >= 1"),
     ):
         if not holds:
@@ -187,8 +166,8 @@ def weigh_rows(
     trained_RL: Tensor,
     same_RL: Tensor | None,
     *,
-    score: Score,
-    post: Post,
+    score: str,
+    post: str,
     strength: float,
     clip: float | None,
     shift: float | None,
@@ -205,10 +184,10 @@ def weigh_rows(
         scores: float64 [R, L], 0 for untrained tokens.
         bad: bool [R, L], the tokens whose score is not finite.
     """
-    first_RL, *second = (losses[name].double() for name in score.reads)
+    first_RL, *second = (losses[name].double() for name in reads(score))
     ignored_RL = ~trained_RL if same_RL is None else ~trained_RL | same_RL
     pmi_RL = (second[0] - first_RL if second else first_RL).masked_fill(ignored_RL, 0.0)
-    gamma = strength if post is Post.NONE else 1  # dense and sparse use strength for themselves
+    gamma = strength if post == "none" else 1  # dense and sparse use strength for themselves
     k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
     # one row at a time: torch rounds the end of an array differently
     scores_RL = torch.stack([_score(score, row_L, k, gamma, bound) for row_L in pmi_RL]).masked_fill(~trained_RL, 0.0)
@@ -218,31 +197,31 @@ def weigh_rows(
     return (weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL, bad_RL
 
 
-def _score(score: Score, pmi_L: Tensor, shift: float, gamma: float, bound: float) -> Tensor:
+def _score(score: str, pmi_L: Tensor, shift: float, gamma: float, bound: float) -> Tensor:
     """Compute the scores of a row: of its PMI or, for focal and mile, of its losses or entropies."""
     match score:
-        case Score.ABS:
+        case "abs":
             return pmi_L.abs()
-        case Score.PPMI:
+        case "ppmi":
             return (pmi_L - math.log(shift)).clamp(min=0)
-        case Score.NPMI:
+        case "npmi":
             return (-pmi_L - math.log(shift)).clamp(min=0)
-        case Score.LONGCE:
+        case "longce":
             return pmi_L.exp().clamp(max=bound)
-        case Score.RHO1:
+        case "rho1":
             return -pmi_L
-        case Score.FOCAL:  # a loss may be a rounding error below 0
+        case "focal":  # a loss may be a rounding error below 0
             return (-(-pmi_L).expm1()).clamp(min=0) ** gamma
-        case Score.MILE:
+        case _:  # mile
             return (1 + pmi_L.clamp(min=0)) ** gamma
 
 
-def _weights(post: Post, scores_L: Tensor, trained_L: Tensor, seed: int, strength: float) -> Tensor:
+def _weights(post: str, scores_L: Tensor, trained_L: Tensor, seed: int, strength: float) -> Tensor:
     """Turn the scores of a row into weights; float64 [L]."""
     count, scored, uniform_L = trained_L.sum().double(), (scores_L != 0).any(), trained_L.double()
-    if post is Post.SPARSE:
+    if post == "sparse":
         return _sparse(scores_L, trained_L, count, scored, seed, strength)
-    if post is Post.DENSE:
+    if post == "dense":
         size_L = scores_L.abs()
         scores_L = strength + (1 - strength) * count * (size_L / size_L.sum())
     return torch.where(scored, uniform_L * scores_L, uniform_L)

@@ -17,19 +17,16 @@ from megatron_ext.config import WeightingConfig
 from megatron_ext.data.text.tokenizer import TextStream, Tokenizer
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting.passage import Passage
-from megatron_ext.token_weighting.weigh import Post, Score, weigh_rows
+from megatron_ext.token_weighting.weigh import weigh_rows
 
 PASSAGE = 400  # tokens of the first row that are written to passage.json
 
 
 @dataclass(frozen=True, eq=False)
 class WeighedRow:
-    """The weights of one row, on the host.
+    """The weights of one row, on the host: float32 [L], 0 for untrained tokens.
 
-    Attributes:
-        weights: float32 [L], 0 for untrained tokens.
-        short_loss: float32 [L], NaN where both contexts are the same and it was not computed; None if the score does
-            not compare contexts.
+    `short_loss`, float32 [L], is NaN where both contexts are the same; None if the score does not compare contexts.
     """
 
     weights: npt.NDArray[np.float32]
@@ -37,15 +34,10 @@ class WeighedRow:
 
 
 class Weigher:
-    """Computes the token weights of micro-batches.
+    """Computes the token weights of micro-batches of rows of `row_length` L.
 
-    Every context-parallel rank gathers the losses of whole rows and computes the same weights.
-
-    Args:
-        options: the weighting.
-        row_length: L.
-        context: the ranks that share each row.
-        keeps_rows: keep rows for `take_rows`; copies all weights to the host.
+    Every context-parallel rank gathers the losses of whole rows and computes the same weights. `keeps_rows` keeps rows
+    for `take_rows`, which copies all weights to the host.
     """
 
     def __init__(
@@ -74,8 +66,8 @@ class Weigher:
             {name: self._rows(values_T) for name, values_T in by_name.items() if values_T is not None},
             self._rows(scores.trained_T),
             None if scores.same_context_T is None else self._rows(scores.same_context_T),
-            score=Score(options.weight_score),
-            post=Post(options.weight_post),
+            score=options.weight_score,
+            post=options.weight_post,
             strength=options.strength,
             clip=options.weight_clip,
             shift=options.weight_shift,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import ParallelConfig
+from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.options import GradientSharing
 
@@ -12,7 +12,7 @@ NOTHING, EVERYTHING = GradientSharing(False, False, False), GradientSharing(True
 
 
 def test_unasked_several_ranks_on_cuda_share_everything_and_a_cpu_nothing() -> None:
-    found = [ParallelConfig().gradient_sharing(on_cuda, replicas) for on_cuda in (False, True) for replicas in (1, 64)]
+    found = [Config().gradient_sharing(on_cuda, replicas) for on_cuda in (False, True) for replicas in (1, 64)]
     assert found == [NOTHING, NOTHING, NOTHING, EVERYTHING]
 
 

@@ -17,10 +17,10 @@ LONG = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 2.5, 0.5, 1.0]], dtype=np.float32)
 SHORT = np.array([[3.0, 2.0, 2.0, 5.0], [2.0, 2.0, 2.5, 0.0]], dtype=np.float32)
 ENTROPY = np.array([[0.0, 1.0, 2.0, 1.0], [3.0, 0.5, 0.5, 0.0]], dtype=np.float32)
 DOUBT = [[0.0, math.log(2), math.log(4), math.log(4)]]  # p 1 1/2 1/4 1/4
-PAIRS = [(score.value, post.value) for score, posts in POSTS.items() for post in posts]
+PAIRS = [(score, post) for score, posts in POSTS.items() for post in posts]
 REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    ({"score": "pmi"}, "'pmi' is not a valid Score", {"score": "abs"}),
-    ({"post": "top"}, "'top' is not a valid Post", {"post": "sparse"}),
+    ({"score": "pmi"}, "score: got pmi, needs one of abs", {"score": "abs"}),
+    ({"post": "top"}, "post: got top, score abs needs one of dense, sparse, none", {"post": "sparse"}),
     ({"score": "rho1", "post": "dense"}, "post: got dense", {"score": "rho1", "post": "sparse"}),
     ({"strength": -0.001}, "strength: got -0.001, post dense needs 0 <= lambda <= 1", {"strength": 0}),
     ({"strength": np.nan}, "strength: got nan", {"strength": 1}),

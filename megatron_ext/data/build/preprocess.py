@@ -61,11 +61,8 @@ def preprocess(options: PreprocessOptions) -> Report:
 
     Documents keep the order of the inputs (with `concat_by`, the order of a hash of their keys). The output is
     byte-identical for any number of workers, and after any number of interruptions. A program that calls this function
-    needs `if __name__ == "__main__":`, because its workers import it.
-
-    Raises:
-        UserError: an existing output, bad inputs or options, a bad document, or no token. Finished shards are then kept
-            for `resume`.
+    needs `if __name__ == "__main__":`, because its workers import it. Raises UserError for an existing output, bad
+    inputs or options, a bad document, or no token; finished shards are then kept for `resume`.
     """
     options.check()
     prefix = options.output_prefix

@@ -10,18 +10,13 @@ from megatron_ext.arrays import Int64
 
 
 def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
-    """Pack items into bins, largest first, each into the bin with the least remaining space.
+    """Pack items of `sizes`, int64 [n], into bins, largest first, each into the bin with the least remaining space.
 
     Items of one size are placed together: until all are placed, the fullest bins with enough space for one take as many
     as fit. The result equals that of placing them one by one, because a bin that took one remains the fullest with
     space for another. So the run time depends on the number of distinct sizes and spaces, not of items.
 
-    Args:
-        sizes: int64 [n], each in 1..capacity.
-        capacity: of every bin.
-
-    Returns:
-        int64 [n], the bin of each item, 0, 1, 2, ...; items of one size in their order of appearance.
+    Returns int64 [n], the bin of each item, 0, 1, 2, ...; items of one size in their order of appearance.
     """
     assert not sizes.size or 1 <= sizes.min() <= sizes.max() <= capacity
     order = np.argsort(-sizes, kind="stable")

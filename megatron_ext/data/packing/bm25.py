@@ -14,23 +14,13 @@ def order_by_similarity(
 ) -> Int64:
     """Order documents greedily: next is the nearest unused document of the block by BM25, with token ids as terms.
 
-    Shuffled documents are divided into blocks of up to `block_documents` N, each ordered starting with its first
-    document. The query is the rarest terms of the current document, as many as occur in at most N documents in total;
-    the result is exactly the nearest unused document of the block, or the first unused one if none shares a term with
-    the query. So a step takes O(N) time: larger blocks find nearer documents at a higher cost per document.
+    `shuffled`, a permutation of the `documents` int64 [n], is divided into blocks of up to `block_documents` N, each
+    ordered starting with its first document; of each document `first_tokens` are compared. The query is the rarest
+    terms of the current document, as many as occur in at most N documents in total; the result is exactly the nearest
+    unused document of the block, or the first unused one if none shares a term with the query. So a step takes O(N)
+    time: larger blocks find nearer documents at a higher cost per document.
 
-    Args:
-        source: the tokens of the documents.
-        documents: int64 [n], indices into `source`.
-        shuffled: int64 [n], a permutation of 0 .. n-1.
-        first_tokens: number of tokens of each document that are compared.
-        block_documents: N.
-
-    Returns:
-        int64 [n], a permutation of 0 .. n-1.
-
-    Raises:
-        UserError: bm25s is not installed.
+    Returns int64 [n], a permutation of 0 .. n-1.
     """
     orders = []
     for numbers in np.array_split(shuffled, -(-len(shuffled) // block_documents)):

@@ -52,14 +52,8 @@ def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float
     until the bucket is exhausted. The paper's Grow-P2 is growth 2, its Grow-P100 is growth 100, and 1 is no curriculum.
     The implementation samples the times of Poisson processes with rates o_i n_i and sorts them, which is equivalent.
 
-    Args:
-        counts: batches of each bucket, shortest pieces first.
-        draws: for each bucket, float64 [batches], uniform in [0, 1).
-        growth: at least 1.
-        cycles: at least 1.
-
-    Returns:
-        int64 [sum(counts)], bucket indices.
+    `counts` are the batches of each bucket, shortest pieces first, and `draws` their float64 [batches], uniform in [0,
+    1). Returns int64 [sum(counts)], bucket indices.
     """
     buckets, numbers, times = [], [], []
     for bucket, (count, uniform) in enumerate(zip(counts, draws, strict=True)):

@@ -48,10 +48,9 @@ class PlanKey:
 class PackingPlan:
     """Rows as pieces of documents.
 
-    Attributes:
-        row_offsets: int64 [R+1]; row r has the pieces row_offsets[r] .. row_offsets[r+1], at least one.
-        pieces: int64 [P, 3]: the document (index into the data set), its first token used, and the number of tokens, >=
-            1. The pieces of a row are in order and have at most L tokens; the rest of the row is padding.
+    Row r has the pieces row_offsets[r] .. row_offsets[r+1] (int64 [R+1]), at least one. A piece, a row of int64 [P, 3],
+    is the document (index into the data set), its first token used, and the number of tokens, >= 1. The pieces of a row
+    are in order and have at most L tokens; the rest of the row is padding.
     """
 
     key: PlanKey

@@ -22,13 +22,8 @@ class BlendedRows:
 
         w = 2/3, 1/3:   d0 at 0.75, 2.25, 3.75, ...   d1 at 1.5, 4.5, ...   ->   d0 d1 d0 d0 d1 d0 ...
 
-    Args:
-        datasets: D data sets of the same row length.
-        weights: D positive numbers, shares of the tokens (without padding); only their ratios matter.
-        labels: D names; equal ones are numbered.
-
-    Attributes:
-        shares: the weights, scaled to a sum of 1.
+    The given `weights` are shares of the tokens (without padding); only their ratios matter. `shares` are the same,
+    scaled to a sum of 1. Equal `labels` are numbered.
     """
 
     def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float], labels: Sequence[str] = ()) -> None:

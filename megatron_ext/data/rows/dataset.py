@@ -122,9 +122,6 @@ class RowDataset:
 
     `documents` are those of the split, indices into `source`; empty ones are dropped. With `mask_eod` the label after a
     document's last token is not trained (Megatron-LM's --eod-mask-loss).
-
-    Raises:
-        UserError: no tokens in the split.
     """
 
     def __init__(

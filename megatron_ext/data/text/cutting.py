@@ -35,10 +35,7 @@ PATTERNS = frozenset(
 
 
 def can_cut(about: dict[str, Any]) -> bool:
-    """Return whether a text's ids are those of its chunks, concatenated, unless it contains an added token.
-
-    `about` is the content of tokenizer.json.
-    """
+    """Return whether a text's ids are those of its chunks, unless it has an added token; `about` is tokenizer.json."""
     if about["normalizer"] not in (None, {"type": "NFC"}) or about["model"]["type"] != "BPE":
         return False
     # NFC can create such a token, which `ChunkEncoder` would not find in the original text.
@@ -67,10 +64,9 @@ def _splits(pre_tokenizer: dict[str, Any] | None) -> bool:
 class ChunkEncoder:
     """Encodes texts chunk by chunk.
 
-    Args:
-        encode: returns the token ids of each text of a list; its tokenizer satisfies `can_cut`.
-        added_tokens: as in tokenizer.json; those that are not special are searched for in a text before it is split,
-            so a text that contains one is encoded as a whole.
+    `encode` returns the token ids of each text of a list; its tokenizer satisfies `can_cut`. Those of the
+    `added_tokens` of tokenizer.json that are not special are searched for in a text before it is split, so a text that
+    contains one is encoded as a whole.
     """
 
     def __init__(

@@ -26,11 +26,8 @@ EVERYTHING = 2**63  # larger than any file
 class FileRange:
     """A file in its state at the start of the work, or a part of it.
 
-    Attributes:
-        size: bytes of the whole file.
-        mtime_ns: the time of its last change.
-        start, end: for a .jsonl file, the byte range in which the part's lines begin; for a .parquet file, the range of
-            row groups; a .txt file or a stream is always complete.
+    `start` and `end` are for a .jsonl file the byte range in which the part's lines begin, for a .parquet file the
+    range of row groups; a .txt file or a stream is always complete. `size` is that of the whole file, in bytes.
     """
 
     path: Path

@@ -44,20 +44,14 @@ class Tokenizer:
     """A deterministic tokenizer: whole texts, no padding, no truncation, no BPE dropout.
 
     Special tokens spelled in a text ("</s>") are encoded as ordinary characters, so an end-of-document token (EOD)
-    occurs only at the end of a document.
-
-    Args:
-        path: a folder with tokenizer.json (and optionally tokenizer_config.json), that file, or "bytes".
-        eod_token: the EOD, if not the one named by the tokenizer.
-        bos_token: the token that documents may begin with (BOS), if not the one named by the tokenizer.
+    occurs only at the end of a document. `path` is a folder with tokenizer.json (and optionally tokenizer_config.json),
+    that file, or "bytes"; `eod_token` and `bos_token` (with which documents may begin, BOS) replace those that the
+    tokenizer names. Raises UserError if there is no tokenizer, or a token is not in its vocabulary.
 
     Attributes:
         file: the file of the tokenizer.
         fingerprint: hexadecimal SHA-256; tokenizers with the same fingerprint give the same token ids.
         vocab_size: the largest token id plus one.
-
-    Raises:
-        UserError: no tokenizer at `path`, or `eod_token` or `bos_token` is not in its vocabulary.
     """
 
     def __init__(
@@ -108,10 +102,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_spelled(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode a text with its special tokens, and return the characters [start, end) of each token.
-
-        This is for texts whose special tokens were written by a chat template.
-        """
+        """Encode a text whose special tokens a chat template wrote; return also the characters [start, end) of each."""
         encoding = self._spelled.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
