@@ -70,9 +70,10 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
     content = _read_yaml(path) if path is not None else {}
     entries = content.pop("stages", None)
     given: Values = {}
-    for name, value in flags.items():
-        if name in FIELDS:
-            given.setdefault(FIELDS[name].section, {})[name] = _none(name, value)
+    for name, field in FIELDS.items():
+        if name in flags:
+            is_reset = flags[name] in ("none", ["none"]) and field.default in (None, ())
+            given.setdefault(field.section, {})[name] = field.default if is_reset else flags[name]
     if entries is None:
         if wanted is not None:
             raise UserError(f"stage: got {wanted}, but {path or 'the run'} has no stages; leave it out")
@@ -129,12 +130,6 @@ def as_flag(name: str, value: Any) -> str:
         return flag(name) if value else flag(f"no_{name}")
     words = value if isinstance(value, tuple | list) else ["none" if value is None else value]
     return shlex.join([flag(name), *(str(word) for word in words or ["none"])])
-
-
-def _none(name: str, value: Any) -> Any:
-    if FIELDS[name].default is None and value == "none":
-        return None
-    return [] if FIELDS[name].default == () and value == ["none"] else value
 
 
 def _without_init(layer: Values) -> Values:

@@ -218,7 +218,6 @@ class ModelConfig(_Section):
 
     @property
     def expert_width(self) -> int:
-        """The width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def has_experts(self, layer: int) -> bool:
@@ -227,7 +226,6 @@ class ModelConfig(_Section):
 
     @property
     def expert_layers(self) -> int:
-        """The number of layers with experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
@@ -239,17 +237,14 @@ class ModelConfig(_Section):
 
     @property
     def has_qk_norms(self) -> bool:
-        """Whether queries and keys are normalized."""
         return self.qk_layernorm or self.block in ("gemma3", "olmo3")
 
     @property
     def has_sinks(self) -> bool:
-        """Whether query heads have attention sinks."""
         return self.softmax_type == "learnable" or self.block == "gpt_oss"
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
         return self.add_qkv_bias or self.block in ("phi", "gpt_oss")
 
     def has_rope(self, layer_number: int) -> bool:
@@ -631,7 +626,6 @@ class Config(_Section):
         return optimizer.lr_decay_iters or optimizer.lr_first_step + self.training.train_iters
 
     def window_schedule(self) -> WindowSchedule:
-        """Build the window schedule for this row length and run length."""
         window = self.window
         return build_schedule(
             window.window_schedule,
@@ -647,7 +641,6 @@ class Config(_Section):
         )
 
     def mask_options(self) -> MaskOptions:
-        """Return the options of the attention masks."""
         return MaskOptions(
             document_mask=self.window.document_mask,
             window_mask=self.window.window_mask,
@@ -658,7 +651,6 @@ class Config(_Section):
         )
 
     def learning_rate_schedule(self) -> LearningRateSchedule:
-        """Build the learning rate schedule for this run length."""
         optimizer = self.optimizer
         return LearningRateSchedule(
             peak=optimizer.lr,

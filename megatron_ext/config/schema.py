@@ -51,7 +51,6 @@ FIELDS: dict[str, Option] = {
 
 
 def flag(name: str) -> str:
-    """Return the command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 

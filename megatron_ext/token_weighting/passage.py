@@ -37,13 +37,11 @@ class Passage:
     scores: tuple[float | None, ...]
 
     def write(self, run: Path) -> None:
-        """Write RUN/passage.json atomically."""
         with atomic_write(run / PASSAGE_FILE) as aside:
             aside.write_text(json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def read(run: Path) -> Passage:
-        """Read RUN/passage.json."""
         return TypeAdapter(Passage).validate_json((run / PASSAGE_FILE).read_bytes())
 
     def html(self) -> str:

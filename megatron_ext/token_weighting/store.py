@@ -123,7 +123,6 @@ class ScoreStore:
         return store
 
     def missing(self, rows: Iterable[int]) -> list[int]:
-        """Return those of the rows that are missing."""
         files = set(os.listdir(self.path))  # decoding every row would take a millisecond each
         return [row for row in rows if f"c.{row}.0" not in files]
 

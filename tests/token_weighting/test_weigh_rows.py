@@ -37,7 +37,7 @@ class Case:
 
     def options(self, score: str) -> dict[str, Any]:
         extra = {"entropy": self.entropy} if score == "mile" else {}
-        extra |= {"same_context": self.same} if "short_loss" in score.reads else {}
+        extra |= {"same_context": self.same} if score not in ("focal", "mile") else {}
         return {"score": score, "trained": self.trained, "seed": self.seeds, **extra}
 
     def weigh(self, score: str, **options: Any) -> np.ndarray:
@@ -72,14 +72,14 @@ def expected(case: Case, score: str, post: str, strength: float, shift: float = 
     rows = []
     for row in range(len(case.long)):
         scores = [
-            score_of(score.value, float(long), float(short), float(entropy), same=same, shift=shift, gamma=gamma)
+            score_of(score, float(long), float(short), float(entropy), same=same, shift=shift, gamma=gamma)
             if trained
             else None
             for long, short, entropy, trained, same in zip(
                 case.long[row], case.short[row], case.entropy[row], case.trained[row], case.same[row], strict=True
             )
         ]
-        rows.append(row_weights(scores, post.value, strength, case.seeds[row]))
+        rows.append(row_weights(scores, post, strength, case.seeds[row]))
     return rows
 
 

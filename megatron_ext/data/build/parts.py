@@ -50,13 +50,11 @@ class Report:
     reused: int = 0
 
     def add(self, other: Report) -> None:
-        """Add the counts of a part."""
         for name, number in asdict(other).items():
             setattr(self, name, getattr(self, name) + number)
         del self.problems[PROBLEMS_KEPT:]
 
     def skip(self, problem: str) -> None:
-        """Count a bad document."""
         self.add(Report(skipped=1, problems=[problem]))
 
 

@@ -57,7 +57,6 @@ class GroupShard:
     size: int
 
     def read(self, fields: Fields, refuse: Refuse) -> Iterator[Document]:
-        """Yield the joined texts of each group; call `refuse` with a line of text for each bad one."""
         of_parts = []
         for part in self.parts:
             with np.load(part.with_suffix(".npz")) as arrays:

@@ -83,7 +83,6 @@ class PackingPlan:
         return bool(self.key.options.get("join_sources"))
 
     def row_pieces(self, row: int) -> Int64:
-        """Return the pieces of one row, int64 [p, 3]."""
         return self.pieces[self.row_offsets[row] : self.row_offsets[row + 1]]
 
 
@@ -105,7 +104,6 @@ def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
 
 
 def save_plan(plan: PackingPlan, prefix: str | os.PathLike[str]) -> None:
-    """Write the plan to its folder atomically."""
     with atomic_folder(plan_folder(prefix, plan.key)) as partial:
         np.save(partial / OFFSETS, plan.row_offsets)
         np.save(partial / PIECES, plan.pieces)

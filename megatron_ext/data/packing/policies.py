@@ -84,7 +84,6 @@ class Policy:
         """Raise UserError if the options are invalid for rows of this length."""
 
     def pack(self, corpus: Corpus) -> Packed:
-        """Return the rows."""
         raise NotImplementedError
 
 

@@ -20,8 +20,7 @@ class PackingReport:
     Attributes:
         documents, tokens: of the split, without empty documents.
         rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens.
-        kept_tokens: tokens of the split that occur in a row at least once.
-        repeated_tokens: additional occurrences of tokens that occur more than once.
+        kept_tokens: tokens of the split that occur in a row at least once; further occurrences are `repeated_tokens`.
         dropped_documents: documents without kept tokens.
         truncated_documents: documents with a kept piece that is not the whole document.
         padding_tokens: positions of rows without a token.

@@ -56,7 +56,6 @@ class PackedRows:
         return number if self.plan.ordered else int(self._order(epoch)[number])
 
     def plan_row(self, row: int) -> TokenRow:
-        """Return row 0 .. R-1 of the plan."""
         length, source, joined = self.row_length, self.source, self.plan.joined
         tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
         trained = np.zeros(length, dtype=np.bool_)

@@ -38,7 +38,6 @@ class BlendedRows:
         self.row_tokens = math.fsum(w * dataset.row_tokens for w, dataset in zip(self.weights, datasets, strict=True))
 
     def row(self, sample: int) -> TokenRow:
-        """Return the row of sample 0, 1, 2, ... of the blend."""
         dataset, own = self.locate(sample)
         return self.datasets[dataset].row(own)
 
@@ -90,7 +89,6 @@ class LaidSequences:
         self.row_tokens = sequences.row_tokens * self.count
 
     def row(self, sample: int) -> TokenRow:
-        """Return the row of sample 0, 1, 2, ..."""
         rows = [self.sequences.row(sample * self.count + number) for number in range(self.count)]
         length = self.sequences.row_length
         tokens = np.concatenate([*(row.tokens[:-1] for row in rows), rows[-1].tokens[-1:]])

@@ -49,7 +49,6 @@ class MixturePart:
 
     @property
     def label(self) -> str:
-        """Its name for reports and errors."""
         return self.name or Path(self.prefix).name
 
     @property

@@ -52,7 +52,6 @@ class Fields:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the fields, each once."""
         return list(dict.fromkeys(name for name in (self.text, self.key, self.source) if name is not None))
 
 
@@ -74,7 +73,6 @@ def read_documents(
 
 
 def stop(problem: str) -> None:
-    """Raise UserError for a bad document."""
     raise UserError(f"{problem}; correct it, or pass --skip-bad-lines")
 
 

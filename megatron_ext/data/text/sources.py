@@ -44,11 +44,9 @@ class FileRange:
 
     @property
     def ending(self) -> str:
-        """Its suffix, one of SUFFIXES."""
         return next(suffix for suffix in SUFFIXES if self.path.name.endswith(suffix))
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the file has changed."""
         status = self.path.stat()
         if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
             raise UserError(f"{self.path} changed while it was read; start again once it stays as it is")
