@@ -17,22 +17,15 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class UserError(ValueError):
-    """Reports bad input in one line: the field, its value, the requirement, and the remedy.
+    """Reports bad input in one line: the field, its value, the requirement, and the remedy."""
 
-    Attributes:
-        of_this_process: whether every process prints it; otherwise only the first process does.
-    """
-
-    of_this_process = False
+    of_this_process = False  # whether every process prints it; otherwise only the first process does
 
 
 class DivergedError(FloatingPointError):
     """Raised when a loss or a gradient norm does not allow a run to continue.
 
-    Attributes:
-        what: "loss", "weighted loss", "gradient norm", "validation loss" or "loss spike".
-        value: nan, inf or -inf, or a loss that is too large.
-        needs: the required value, for the message.
+    `what` is "loss", "weighted loss", "gradient norm", "validation loss" or "loss spike"; `needs` is for the message.
     """
 
     def __init__(self, what: str, value: float, needs: str = "a finite number") -> None:

@@ -36,14 +36,10 @@ class ModelText:
         bos: bool = False,
         chat: bool = False,
     ) -> ModelText:
-        """Open the tokenizer in a model's folder, or the one that the folder names.
+        """Open the tokenizer in a model's folder, or the one that the folder names, or another `tokenizer`.
 
-        Args:
-            pretrained: the model.
-            tokenizer: use this one instead.
-            eod_token: the end-of-document token, if not the tokenizer's own.
-            bos: begin texts with the `bos_token_id` of the model's configuration.
-            chat: use the tokenizer's chat template.
+        With `bos` texts begin with the `bos_token_id` of the model's configuration; with `chat` the tokenizer's chat
+        template is used. `eod_token` replaces the tokenizer's own end-of-document token.
 
         Raises:
             UserError: no tokenizer, one with more token ids than the model, no `bos_token_id`, or no chat template.

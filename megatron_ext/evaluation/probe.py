@@ -67,15 +67,9 @@ def make_samples(
     seed: int,
     text: str | None = None,
 ) -> Iterator[Sample]:
-    """Make samples that fill each length.
+    """Make `number` samples of each task in `TASKS` that fill each length, the tokens of prompt and answer.
 
-    Args:
-        tasks: names in `TASKS`.
-        lengths: tokens of prompt and answer.
-        count: returns the number of tokens of a string.
-        number: samples of each task and length.
-        seed: random seed.
-        text: text around the needle; None for a repeated sentence.
+    `count` returns the number of tokens of a string; `text` is around the needle, None for a repeated sentence.
 
     Raises:
         UserError: a length that is too short for a sample.

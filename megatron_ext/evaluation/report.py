@@ -22,7 +22,7 @@ from megatron_ext.arrays import Float64
 from megatron_ext.files.atomic import atomic_write
 
 Record = Mapping[str, Any]
-Key = tuple[str, str, int | None]  # task, metric, length
+Key = tuple[str, str, int | None]  # task, metric, and length or None
 RESAMPLES = 5000
 
 
@@ -53,9 +53,7 @@ def compare(
 ) -> Iterator[dict[str, Any]]:
     """Compare each model with the first one, on the same items.
 
-    Args:
-        models: name -> (task, metric, length) -> float64 [items], scores; length is None if the task has none.
-        weights: float64 [items] of each key, as in `difference`.
+    `models` has the scores of each model, float64 [items] by key; `weights` are as in `difference`, also by key.
     """
     (first, base), *others = models.items()
     for second, other in others:

@@ -35,21 +35,13 @@ _TEXT = 10  # characters of a token's text
 
 @dataclass(frozen=True, eq=False)
 class PackView:
-    """One row of T tokens; made by `view_row`.
+    """One row of T tokens; made by `view_row`."""
 
-    Attributes:
-        documents: int64 [documents+1], borders from 0 to T; the last document may continue in another row.
-        window: of the grid.
-        document_mask: whether documents bound attention.
-        policy: the requested policy, perhaps "auto".
-        plan: the segments, the tokens of each rank, and the keys it fetches.
-    """
-
-    documents: Int64
-    window: int
-    document_mask: bool
-    policy: str
-    plan: CPPlan
+    documents: Int64  # [documents+1], borders from 0 to T; the last document may continue in another row
+    window: int  # of the grid
+    document_mask: bool  # whether documents bound attention
+    policy: str  # as requested, perhaps "auto"
+    plan: CPPlan  # the segments, the tokens of each rank, and the keys it fetches
 
     @property
     def layout(self) -> PackedLayout:
@@ -57,24 +49,21 @@ class PackView:
 
     @property
     def mask(self) -> AttentionMask:
-        """The attention mask."""
         return AttentionMask(self.layout, self.plan.left_window)
 
     @property
     def tokens(self) -> int:
-        """T, the number of tokens."""
         return self.layout.tokens
 
     @property
     def ranks(self) -> int:
-        """Number of context-parallel ranks."""
         return self.plan.cp_size
 
     @cached_property
     def owner(self) -> Int64:
         """int64 [T]: the rank that holds each token."""
-        made = self.plan
-        return np.repeat(made.pieces.rank, made.pieces.end - made.pieces.start)
+        pieces = self.plan.pieces
+        return np.repeat(pieces.rank, pieces.end - pieces.start)
 
     @cached_property
     def keys(self) -> Int64:
@@ -92,16 +81,13 @@ def view_row(
     policy: str = "auto",
     left_window: int | None = None,
 ) -> PackView:
-    """Split and plan a row of `row_length` tokens.
+    """Split and plan a row of `row_length` tokens. Raises what `build_layout` and `plan` raise.
 
     Args:
         document_ends: exclusive ends in 0..row_length, in any order.
         window: of the grid; None for the whole row.
         document_mask: whether documents bound attention; they are shown in any case.
         cp_size, policy, left_window: see `context_parallel.plan`.
-
-    Raises:
-        UserError: raised by `build_layout` and `plan`.
     """
     documents = build_layout(row_length, document_ends, max(row_length, 1)).cu_seqlens.astype(np.int64)
     window = row_length if window is None else window
@@ -110,10 +96,7 @@ def view_row(
 
 
 def describe(view: PackView, texts: Sequence[str] | None = None) -> str:
-    """Return the row as text, with tables of its numbers.
-
-    Args:
-        texts: of the T tokens, shown under each token of a short row.
+    """Return the row as text, with tables of its numbers, and with the `texts` of its T tokens if it is short.
 
     Raises:
         UserError: texts for a row that is not short.

@@ -1,15 +1,22 @@
-"""Write a run's records: `metrics.jsonl`, `evaluation.jsonl`, and the views of `monitoring/views.py`.
+"""Write and read a run's records, and send them to the views of `monitoring/views.py`.
 
-The JSON lines are the record; TensorBoard, W&B and MLflow are views of it. One line is one JSON object with an integer
-`step`. JSON has no NaN and no infinity, so non-finite numbers are written as `null` (the views get the number itself).
-Only rank 0 creates a `MetricsWriter`.
+    metrics.jsonl       each step
+    evaluation.jsonl    each validation
+    history.jsonl       each start: when, how and on which machine; each end: when and how. A killed process writes no
+                        end. Lines are never removed: steps that were repeated also cost time.
+
+One line is one JSON object with an integer `step`. JSON has no NaN and no infinity, so non-finite numbers are written
+as `null` (the views get the number itself). Only rank 0 writes.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,7 @@ from megatron_ext.monitoring.views import open_views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
+HISTORY_FILE = "history.jsonl"
 
 Record = Mapping[str, Any]
 
@@ -85,9 +93,7 @@ class MetricsWriter:
     On construction the files are cut back to `resume_step` completed steps, so each step appears once however often the
     run was killed: `metrics.jsonl` keeps step < resume_step (`step` is the 0-based t), `evaluation.jsonl` keeps
     step <= resume_step (`step` counts completed steps). At resume_step 0, a new run, both are emptied without being
-    read. A resumed run that evaluates at `resume_step` again adds a second line; readers use the last one.
-
-    The run folder is created if missing. `logging` selects the views, some of which show the resolved `config`.
+    read. The run folder is created if missing. `logging` selects the views, some of which show the `config`.
 
     Raises:
         UserError: a corrupt line in a file, or a requested view that is not installed.
@@ -111,7 +117,7 @@ class MetricsWriter:
             cut_back(evaluation, lambda step: step <= resume_step)
             cut_back(metrics, lambda step: step < resume_step)
         mode = "ab" if resume_step else "wb"
-        self._metrics, self._evaluation = metrics.open(mode), evaluation.open(mode)
+        self._files = {"train": metrics.open(mode), "validation": evaluation.open(mode)}
         # a view hides everything from resume_step on, but the evaluation at that step is still valid
         for record in read_jsonl(evaluation):
             if record["step"] == resume_step:
@@ -121,34 +127,32 @@ class MetricsWriter:
         """Write the record of one optimizer step; `step` is 0-based and increases from call to call."""
         assert record["step"] >= self._next_step, f"step {record['step']} after {self._next_step - 1}"
         self._next_step = record["step"] + 1
-        _append(self._metrics, record)
-        self._show("train", record)
+        self._write("train", record)
 
     def evaluation(self, record: Record) -> None:
         """Write the record of one evaluation; `step` counts the optimizer steps completed before it."""
-        _append(self._evaluation, record)
-        self._show("validation", record)
+        self._write("validation", record)
 
     def close(self) -> None:
         """Close every file and view."""
-        self._metrics.close()
-        self._evaluation.close()
+        for file in self._files.values():
+            file.close()
         for view in self._views:
             view.close()
+
+    def _write(self, group: str, record: Record) -> None:
+        file, line = self._files[group], json.dumps(_plain(record), allow_nan=False)
+        try:
+            file.write(line.encode() + b"\n")
+            file.flush()  # survives a crash of this process, but not a power failure
+        except OSError as error:  # a write does not tell which file it is
+            raise OSError(error.errno, error.strerror, file.name) from None
+        self._show(group, record)
 
     def _show(self, group: str, record: Record) -> None:
         named = {f"{group}/{name}": value for name, value in scalars(record)}
         for view in self._views:
             view.show(group, record["step"], named)
-
-
-def _append(file: Any, record: Record) -> None:
-    line = json.dumps(_plain(record), allow_nan=False)
-    try:
-        file.write(line.encode() + b"\n")
-        file.flush()  # survives a crash of this process, but not a power failure
-    except OSError as error:  # a write does not tell which file it is
-        raise OSError(error.errno, error.strerror, file.name) from None
 
 
 def _plain(value: Any) -> Any:
@@ -177,3 +181,43 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield from ((f"{key}/{name}", number) for name, number in scalars(value))
         elif isinstance(value, (int, float, np.number)) and key != "step":
             yield key, float(value)
+
+
+@dataclass(frozen=True)
+class History:
+    """The lines of a run's history."""
+
+    starts: tuple[Record, ...]  # the recorded facts of each start, the oldest first
+    end: Record | None  # of the newest start; None if it is still training or was killed
+
+    @property
+    def status(self) -> str:
+        if not self.starts:
+            return "unknown: the folder has no history.jsonl"
+        if self.end is None:
+            return "no end recorded: it is still training, or was killed"
+        return str(self.end.get("how", "ended"))
+
+
+def note_history(folder: Path, event: str, step: int, facts: Record) -> None:
+    """Append a "start", or an "end", after `step` steps to a run's history, with other facts as JSON types.
+
+    Raises:
+        UserError: a complete line of the file is not a JSON object.
+    """
+    cut_back(folder / HISTORY_FILE, lambda _: True)  # remove a line left incomplete by a killed process
+    with (folder / HISTORY_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"event": event, "step": step, "time": local_time(time.time()), **facts}) + "\n")
+
+
+def read_history(folder: Path) -> History:
+    """Read a run's history; it is empty if there is no file. Raises what `read_jsonl` raises."""
+    path = folder / HISTORY_FILE
+    lines = read_jsonl(path) if path.is_file() else []
+    starts = tuple(line for line in lines if line.get("event") == "start")
+    return History(starts, lines[-1] if lines and lines[-1].get("event") == "end" else None)
+
+
+def local_time(seconds: float) -> str:
+    """Return a Unix time as local time with seconds and UTC offset in ISO 8601."""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

@@ -5,7 +5,6 @@ The page is one file: plotly.js is part of it, nothing is loaded from the networ
 
 from __future__ import annotations
 
-import datetime
 import html
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from megatron_ext.arrays import Float64
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.monitoring.metrics import local_time
 from megatron_ext.monitoring.runs import Curve, Run, loss_difference, parts
 
 RUN_COLORS = ("#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f", "#3aa6c9", "#5b5f66")
@@ -71,70 +71,58 @@ _THEME = go.layout.Template(  # legible on light and dark pages
 
 
 def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] = ()) -> Path:
-    """Write a page on the runs to `output`, with the suffix .html; return its path.
+    """Write a page on runs of any state to `output`, with the suffix .html; return its path.
 
-    Args:
-        runs: of any state, also of a run that trains.
-        output: its folder is created if missing.
-        evaluations: --output folders of tools/evaluate.py, in addition to RUN/evaluations.
+    `evaluations` are --output folders of tools/evaluate.py, in addition to RUN/evaluations.
 
     Raises:
         UserError: a folder contains no evaluation.
     """
-    page, text = output.with_suffix(".html"), _page(runs, evaluations)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(page) as aside:
-        aside.write_text(text, encoding="utf-8")
-    return page
-
-
-def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    columns = [table(run) for run in runs]
-    labels = dict.fromkeys(label for column in columns for label in column)
+    tables = []
+    for folder in [*(run.folder / "evaluations" for run in runs), *evaluations]:
+        found = sorted(folder.rglob("*.md"))
+        if folder in evaluations and not found:
+            raise UserError(f"evaluations: got {folder}, which holds no .md; give the --output of tools/evaluate.py")
+        tables += [(str(path), path.read_text(encoding="utf-8", errors="replace")) for path in found]
+    notes = []
+    for run in runs[1:]:
+        if (difference := loss_difference(runs[0], run)) is not None:
+            notes.append(
+                f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
+                f"mean {difference[0]:+.4f} nats, standard deviation over steps {difference[1]:.4f}. One seed each: "
+                "this describes these two runs and says nothing about others."
+            )
     details = []
     for run in runs:
         starts = [f"{start['time']}, after {start['step']:,} steps: {start['command']}" for start in run.history.starts]
         details.append((f"Starts of {run.name}", "\n".join(starts) or "This run folder has no history.jsonl."))
         details.append((f"Configuration of {run.name}", run.config or "This run folder has no config.yaml."))
+    columns = [table(run) for run in runs]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
     config = {"responsive": True, "displaylogo": False}
-    return environment.get_template("report.html.jinja").render(
+    text = environment.get_template("report.html.jinja").render(
         title=runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs",
         plotly=get_plotlyjs(),
         names=[run.name for run in runs],
         colors=RUN_COLORS,
         rows=[(label, [column.get(label, "\N{EN DASH}") for column in columns]) for label in labels],
-        notes=list(_notes(runs)),
+        notes=notes,
         charts={
             title: figure.to_html(config=config, full_html=False, include_plotlyjs=False)
             for title, figure in charts(runs).items()
         },
-        evaluations=list(_evaluations(runs, evaluations)),
+        evaluations=tables,
         passages=[run.passage.html() for run in runs if run.passage is not None],
         details=details,
     )
-
-
-def _notes(runs: Sequence[Run]) -> Iterator[str]:
-    for run in runs[1:]:
-        if (found := loss_difference(runs[0], run)) is not None:
-            yield (
-                f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
-                f"mean {found[0]:+.4f} nats, standard deviation over steps {found[1]:.4f}. One seed each: this "
-                "describes these two runs and says nothing about others."
-            )
-
-
-def _evaluations(runs: Sequence[Run], given: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of the tables of tools/evaluate.py."""
-    for folder in [*(run.folder / "evaluations" for run in runs), *given]:
-        found = sorted(folder.rglob("*.md"))
-        if folder in given and not found:
-            raise UserError(f"evaluations: got {folder}, which holds no .md; give the --output of tools/evaluate.py")
-        for path in found:
-            yield str(path), path.read_text(encoding="utf-8", errors="replace")
+    page = output.with_suffix(".html")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(page) as aside:
+        aside.write_text(text, encoding="utf-8")
+    return page
 
 
 def _flops_saved(flops: Float64) -> float:
@@ -142,12 +130,8 @@ def _flops_saved(flops: Float64) -> float:
     return float(1 - flops.mean() / flops[-max(len(flops) // 10, 1) :].mean())
 
 
-def _local_time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
-
-
 _SUMMARY: tuple[tuple[str, str, Callable[[Float64], float], Callable[[float], str]], ...] = (
-    ("Last recorded step", "time", itemgetter(-1), _local_time),
+    ("Last recorded step", "time", itemgetter(-1), local_time),
     ("Last training loss", "lm_loss", itemgetter(-1), "{:.4f}".format),
     ("Tokens", "consumed_tokens", itemgetter(-1), "{:,.0f}".format),
     ("FLOPs", "flops", np.sum, "{:.3g}".format),
@@ -288,11 +272,8 @@ def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False) -> l
 
 
 def _trace(x: Any, y: Any, name: str, number: int, **style: Any) -> go.Scatter:
-    return go.Scatter(x=x, y=y, name=html.escape(name), line_color=_color(number), **style)
-
-
-def _color(number: int) -> str:
-    return RUN_COLORS[number % len(RUN_COLORS)]
+    color = RUN_COLORS[number % len(RUN_COLORS)]
+    return go.Scatter(x=x, y=y, name=html.escape(name), line_color=color, **style)
 
 
 def _figure(
@@ -303,13 +284,9 @@ def _figure(
     log: bool = False,
     without_first: bool = False,
 ) -> go.Figure:
-    """Draw the traces.
+    """Draw traces over `x`, with a logarithmic y axis if `log`.
 
-    Args:
-        traces, unit: the curves, and the unit of their values.
-        x: title of the x axis.
-        log: whether the y axis is logarithmic.
-        without_first: leave the high losses of the first steps above the y axis, where double-click shows them.
+    `without_first` leaves the high losses of the first steps above the y axis, where double-click shows them.
     """
     figure = go.Figure(traces, {"template": _THEME, "showlegend": len(traces) > 1})
     figure.update_xaxes(title=x)

@@ -14,11 +14,9 @@ import numpy.typing as npt
 
 from megatron_ext.arrays import Float64
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.history import History, read_history
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step, scalars
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, History, read_by_step, read_history, scalars
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
-CONFIG_FILE = "config.yaml"
 VOLATILITY_SPAN = 10  # SkyLadder's L[t-9..t]
 
 
@@ -34,25 +32,16 @@ Curves = Mapping[str, Curve]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run folder.
-
-    Attributes:
-        steps: number of completed steps, at least 1.
-        train: each metric of the steps, by the name that TensorBoard shows: `attention_entropy/layer_1`. A step without
-            trained tokens has no loss.
-        validation: each metric of the validations; here a step counts completed steps, so 0 is before training.
-        config: text of config.yaml; empty if there is none.
-        passage: a passage with its latest token weights; None without token weighting.
-        history: when and where the run was started, and how it ended.
-    """
+    """The contents of a run folder."""
 
     name: str
     folder: Path
-    steps: int
+    steps: int  # completed, at least 1
+    # by the names that TensorBoard shows: `attention_entropy/layer_1`; a step without trained tokens has no loss
     train: Curves
-    validation: Curves
-    config: str
-    passage: Passage | None
+    validation: Curves  # here a step counts completed steps, so 0 is before training
+    config: str  # text of config.yaml; empty if there is none
+    passage: Passage | None  # with its latest token weights; None without token weighting
     history: History
 
     def curve(self, key: str) -> Curve:
@@ -82,7 +71,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     for record in records:
         if record.get("denominator") == 0:
             record |= {"lm_loss": None, "train_loss": None}
-    evaluation, config = folder / EVALUATION_FILE, folder / CONFIG_FILE
+    evaluation, config = folder / EVALUATION_FILE, folder / "config.yaml"
     return Run(
         name=name if name is not None else folder.resolve().name,
         folder=folder,

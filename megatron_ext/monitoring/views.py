@@ -21,13 +21,11 @@ WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_id.txt", "mlflow_id.txt"
 
 
 class View(Protocol):
-    """Receives the metrics of each record."""
+    """Logs the numbers of each record under their full names, NaN and infinity included."""
 
-    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the numbers of one record under their full names; NaN and infinity included."""
+    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Flush and close."""
+    def close(self) -> None: ...
 
 
 def open_views(folder: Path, logging: LoggingConfig, config: dict[str, Any] | None, resume_step: int) -> list[View]:

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_ext.arrays import Int64
 from megatron_ext.attention.health import sample_queries
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
@@ -40,10 +39,8 @@ def division(config: Config, ranks: Ranks, tokens: int) -> Division:
 class BatchMaker:
     """Makes micro-batches, as a pure function of the sample index and the step.
 
-    Args:
-        config, ranks, context: of this process.
-        short_losses: returns the losses of a frozen scorer for a sample, float32 [L].
-        bos_id: the token at the start of the data's documents, or None.
+    `short_losses` returns the losses of a frozen scorer for a sample, float32 [L]; `bos_id` is the token at the start
+    of the data's documents, if any.
     """
 
     def __init__(
@@ -66,25 +63,17 @@ class BatchMaker:
         tokens = [lay_end_to_end(group) for group in rows]
         masks = [self._masks(group, window, self.config.mask_options()) for group in rows]
         scores, short = self._scores(samples, tokens, masks)
-        measured, sampled = self._sampled(step, len(tokens[0].tokens))
+        # only the first micro-batch of the global batch is measured, so that every layout measures the same attention
+        logging, seed, sampled = self.config.logging, self.config.training.seed, None
+        measured = logging.attention_health_interval > 0 and step % logging.attention_health_interval == 0
+        if measured and self.ranks.data == 0:
+            sampled = sample_queries(seed, step, len(tokens[0].tokens), logging.attention_health_queries)
         balanced = self.config.training.moe_aux_loss_coeff > 0 and self.config.balances_rows
         batches = [
             assemble(own, mask, self.context, score, sampled=sampled if number == 0 else None, number_rows=balanced)
             for number, (own, mask, score) in enumerate(zip(tokens, masks, scores, strict=True))
         ]
         return StepBatches(self._with_base(batches, window), self._with_base(short, window), measured)
-
-    def _sampled(self, step: int, tokens: int) -> tuple[bool, Int64 | None]:
-        """Return whether the step's attention is measured, and the sampled queries on the ranks that measure it.
-
-        Only the first micro-batch of the global batch is measured, so that every layout measures the same.
-        """
-        logging = self.config.logging
-        if not logging.attention_health_interval or step % logging.attention_health_interval:
-            return False, None
-        if self.ranks.data != 0:
-            return True, None
-        return True, sample_queries(self.config.training.seed, step, tokens, logging.attention_health_queries)
 
     def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
         """Make validation batches whose attention reaches back at most to the last multiple of `length`.
@@ -114,11 +103,7 @@ class BatchMaker:
         return [list(range(first, first + size)) for first in firsts]
 
     def _balanced(self, row_at: RowAt, first_sample: int, window: int) -> list[list[int]]:
-        """List the samples of each of this rank's micro-batches, distributed over ranks by attention cost.
-
-        Every rank reads all rows of the global batch, so that all ranks compute the same assignment without
-        communication.
-        """
+        """List them distributed by attention cost; every rank reads the whole global batch and computes the same."""
         data, options = self.config.data, self.config.mask_options()
         samples = range(first_sample, first_sample + data.global_batch_size)
         costs = [self._masks([row_at(sample)], window, options).context_sum for sample in samples]

@@ -117,10 +117,8 @@ class Generator:
     ) -> list[list[int]]:
         """Continue every prompt. Collective; all processes pass the same prompts and get all answers.
 
-        Args:
-            prompts: to continue.
-            sampling: how tokens are chosen; None for the likeliest.
-            on_token: called with the number of a prompt of this copy of the model and its next token.
+        The likeliest tokens are chosen without `sampling`. `on_token` is called with the number of a prompt of this
+        copy of the model and its next token.
 
         Raises:
             UserError: an empty prompt, or a text too long for dynamic RoPE.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -85,7 +84,14 @@ def _chat(options: argparse.Namespace, generator: Generator, sampling: Sampling)
             "--tensor-model-parallel-size times --pipeline-model-parallel-size"
         )
     messages = [{"role": "system", "content": options.system}] if options.system else []
-    turns = iter(options.prompt) if options.prompt is not None else _stdin_turns()
+
+    def ask() -> str:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        return sys.stdin.readline().strip()
+
+    # an empty line, or the end of standard input, ends the conversation
+    turns = iter(ask, "") if options.prompt is None else iter(options.prompt)
     while (turn := run_on_rank0(ranks, lambda: next(turns, None), options.model)) is not None:
         messages.append({"role": "user", "content": turn})
         try:
@@ -94,14 +100,3 @@ def _chat(options: argparse.Namespace, generator: Generator, sampling: Sampling)
             raise UserError(f"chat: {error}; rephrase the message") from None
         answer = _answer_and_print(generator, Prompt(tokens, options.max_new_tokens), sampling)
         messages.append({"role": "assistant", "content": text.answer(answer)})
-
-
-def _stdin_turns() -> Iterator[str]:
-    """Read the user's turns, one line each, until the end of standard input or an empty line."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
-        yield line

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,56 +19,44 @@ from megatron_ext.engine.step import StepResult
 from megatron_ext.errors import DivergedError
 from megatron_ext.run.records import RunRecords, StepRecord
 
-_ROUNDING = 1e-6  # relative to the mean: a constant loss has no standard deviation
-
-
-class SpikeWatch:
-    """Keeps the finite losses of the last `window` steps; a loss above mean + deviations * std of them is a spike.
-
-    This is OLMo 2's rule (arXiv 2501.00656), with the population's standard deviation. Before there are `window`
-    losses, nothing is a spike; with a window of 0, nothing ever is. Spikes are included in the window, so a loss that
-    stays high soon becomes the expected value.
-    """
-
-    def __init__(self, window: int, deviations: float) -> None:
-        self.window, self.deviations = window, deviations
-        self.losses: deque[float] = deque(maxlen=window)  # the latest last
-
-    def bound(self) -> float | None:
-        """Return the bound above which the next loss is a spike; None if fewer than `window` losses are known."""
-        if not self.window or len(self.losses) < self.window:
-            return None
-        losses = np.array(self.losses)
-        mean = float(losses.mean())
-        return mean + self.deviations * max(float(losses.std()), _ROUNDING * abs(mean))
-
-    def note(self, loss: float) -> None:
-        """Add a step's loss; non-finite losses are ignored."""
-        if math.isfinite(loss):
-            self.losses.append(loss)
-
-
 SPIKE = "loss spike"
 _CONSEQUENCES = {
     "continue": "training continues",
     "skip": "the step is skipped, no weight changed",
     "stop": "the run ends",
 }
+_ROUNDING = 1e-6  # relative to the mean: a constant loss has no standard deviation
+
+
+def spike_bound(losses: Sequence[float], window: int, deviations: float) -> float | None:
+    """Return the bound above which the next loss is a spike: mean + deviations * std of the last `window` losses.
+
+    This is OLMo 2's rule (arXiv 2501.00656), with the population's standard deviation. Before there are `window`
+    losses, and with a window of 0, nothing is a spike. Spikes are included in the window, so a loss that stays high
+    soon becomes the expected value.
+    """
+    if not window or len(losses) < window:
+        return None
+    last = np.array(losses)
+    mean = float(last.mean())
+    return mean + deviations * max(float(last.std()), _ROUNDING * abs(mean))
 
 
 class Incidents:
-    """Checks each step of a run, the same on every process, and applies the configured reaction."""
+    """Checks each step of a run, the same on every process, and applies the configured reaction.
 
-    def __init__(self, config: Config, records: RunRecords) -> None:
+    `state` is the `state_dict` of the run that is resumed; {} for a new run.
+    """
+
+    def __init__(self, config: Config, records: RunRecords, state: Mapping[str, Any]) -> None:
         self.options, self.records = config.training, records
-        self.watch = SpikeWatch(self.options.spike_window, self.options.spike_deviations)
         self.may_skip = "skip" in (self.options.on_spike, self.options.on_non_finite)
-        self._skips = 0
+        self.losses = deque(state.get("loss_history", ()), self.options.spike_window)  # finite ones, the latest last
+        self._skips = state.get("skips", 0)
 
     def accepts(self, result: StepResult) -> bool:
         """Return whether a step may change the weights, after all earlier steps have been recorded."""
-        incident = self._incident(result)
-        return incident is None or self._action(incident) != "skip"
+        return self._check(result)[1] != "skip"
 
     def after_step(self, done: StepRecord) -> None:
         """Check a step, mark a loss spike, and record any incident.
@@ -77,13 +65,13 @@ class Incidents:
             DivergedError: the run ends with this step.
         """
         result = done.result
-        incident = self._incident(result)
-        if not result.without_tokens:
-            self.watch.note(result.lm_loss)
+        incident, action = self._check(result)
+        if not result.without_tokens and math.isfinite(result.lm_loss):
+            self.losses.append(result.lm_loss)
         if incident is None:
             self._skips = 0
             return
-        action, ends = self._action(incident), incident
+        ends = incident
         self._skips = self._skips + 1 if result.refused else 0
         if action == "skip" and self._skips >= self.options.skip_limit:
             action = "stop"
@@ -99,21 +87,16 @@ class Incidents:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs for identical decisions, as JSON types."""
-        return {"loss_history": list(self.watch.losses), "skips": self._skips}
+        return {"loss_history": list(self.losses), "skips": self._skips}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`; {} is the initial state."""
-        self.watch.losses.extend(state.get("loss_history", ()))
-        self._skips = state.get("skips", 0)
-
-    def _incident(self, result: StepResult) -> DivergedError | None:
-        """Return the non-finite value or the spike of a step; None if there is neither."""
+    def _check(self, result: StepResult) -> tuple[DivergedError | None, str]:
+        """Return the non-finite value or the spike of a step, if any, and what to do."""
+        options = self.options
         if result.without_tokens:
-            return None
-        bound, loss = self.watch.bound(), result.lm_loss
-        if bound is not None and loss > bound and result.divergence() is None:
-            return DivergedError(SPIKE, loss, f"at most {bound:.4f}")
-        return result.divergence()
-
-    def _action(self, incident: DivergedError) -> str:
-        return self.options.on_spike if incident.what == SPIKE else self.options.on_non_finite
+            return None, "continue"
+        if (divergence := result.divergence()) is not None:
+            return divergence, options.on_non_finite
+        bound = spike_bound(self.losses, options.spike_window, options.spike_deviations)
+        if bound is not None and result.lm_loss > bound:
+            return DivergedError(SPIKE, result.lm_loss, f"at most {bound:.4f}"), options.on_spike
+        return None, "continue"

@@ -50,7 +50,7 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
     """Open the inputs of a run or a stage; `pretrained` is False if its initial weights do not exist yet.
 
     Raises:
-        UserError: a checkpoint, tokenizer, data, plan, scores or weights that the configuration cannot use.
+        UserError: an input that the configuration cannot use.
     """
     checkpoint = find_checkpoint(config)
     vocab_size = vocabulary(config)
@@ -104,7 +104,7 @@ def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
         UserError: a dataset that cannot be read, or no document for validation.
     """
     data = config.data
-    part = parts_of(config, share)[index]
+    part = (data.valid_parts if share == VALIDATION else data.parts)[index]
     weighted = config.weighting.token_weighting == "dataset" and share == TRAINING
     source = IndexedSource(part.prefix, vocab_size, weighted=weighted)
     if share == VALIDATION and data.valid_data_path:
@@ -124,26 +124,22 @@ def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
 
 def splits(config: Config, vocab_size: int, share: int) -> list[Split]:
     """Open all parts of the mixture for training (share 0) or validation (share 1), as `open_part`."""
-    return [open_part(config, vocab_size, share, index) for index in range(len(parts_of(config, share)))]
-
-
-def parts_of(config: Config, share: int) -> tuple[MixturePart, ...]:
-    """List the datasets of training (share 0) or validation (share 1)."""
-    return config.data.valid_parts if share == VALIDATION else config.data.parts
+    parts = config.data.valid_parts if share == VALIDATION else config.data.parts
+    return [open_part(config, vocab_size, share, index) for index in range(len(parts))]
 
 
 def open_rows(config: Config, vocab_size: int) -> Rows:
     """Open the datasets of training and validation. Raises what `open_part` and `open_split` raise."""
 
     def blend(share: int) -> RowSource:
-        row_length, parts = config.data.seq_length, parts_of(config, share)
+        row_length, opened = config.data.seq_length, splits(config, vocab_size, share)
         sources: list[RowSource] = []
-        for split in splits(config, vocab_size, share):
+        for split in opened:
             sequences = open_split(split, config)
             sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
         if len(sources) == 1:
             return sources[0]
-        return BlendedRows(sources, [part.weight for part in parts], [part.label for part in parts])
+        return BlendedRows(sources, [one.part.weight for one in opened], [one.part.label for one in opened])
 
     train = blend(TRAINING)
     valid = blend(VALIDATION).row if config.training.eval_interval else None

@@ -27,11 +27,8 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     After what was recorded follows a line for each document, the largest loss first: the mean over its trained tokens,
     in nats, and the first `characters` of its text, or its token ids without a tokenizer.
 
-    Args:
-        run: the run's folder.
-        step: counted from 0.
-        today: configuration in RUN/config.yaml. Options may have changed since then: the next checkpoint's are used.
-        characters: of each document's text.
+    `today` is the configuration in RUN/config.yaml; options may have changed since the step, so those of the next
+    checkpoint are used.
 
     Raises:
         UserError: the run has no record of the step or the one before it; data or weights cannot be read.

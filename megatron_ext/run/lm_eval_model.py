@@ -76,11 +76,8 @@ class Requests:
 class TrainedModel(TemplateLM):
     """The model interface of lm-eval for a trained model, on process 0.
 
-    Args:
-        requests: sends requests to all processes.
-        max_length: maximum number of tokens of a text; longer contexts are truncated on the left, as in lm-eval's `hf`
-            model.
-        cut_middle: prompts of generated answers are truncated in the middle instead, as in LongBench's own code.
+    Contexts of texts of more than `max_length` tokens are truncated on the left, as in lm-eval's `hf` model; with
+    `cut_middle`, prompts of generated answers are truncated in the middle, as in LongBench's own code.
     """
 
     def __init__(self, requests: Requests, max_length: int, *, cut_middle: bool = False) -> None:

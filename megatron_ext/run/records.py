@@ -18,8 +18,7 @@ from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.engine.step import StepResult
 from megatron_ext.evaluation.by_position import losses_by_position, mean_loss
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.history import note_end, note_start
-from megatron_ext.monitoring.metrics import MetricsWriter
+from megatron_ext.monitoring.metrics import MetricsWriter, note_history
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.planning.flops import step_flops, utilisation
 
@@ -59,7 +58,7 @@ class RunRecords:
         self.config, self.info = config, info
         self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
         self.metrics: MetricsWriter | None = None
-        self._noted: set[str] = set()
+        self._noted: set[str | None] = set()
         self._s_max_warned = False
         self._began = step
         every = config.logging.log_interval
@@ -77,7 +76,7 @@ class RunRecords:
         )
         with atomic_write(folder / "config.yaml") as aside:
             aside.write_text(dump_yaml(self.config))
-        note_start(folder, self._began, self.info.facts)
+        note_history(folder, "start", self._began, self.info.facts)
 
     def after_step(self, done: StepRecord) -> None:
         """Write the metrics of a step."""
@@ -118,9 +117,8 @@ class RunRecords:
             record["moe_aux_loss"] = result.moe_aux_loss
         self.progress.update(record)
         if result.without_tokens:
-            self._note_once(
-                "skipped", f"step {done.step} has no trained token: no weight changed (logged once; see `skipped`)"
-            )
+            nothing = f"step {done.step} has no trained token: no weight changed (logged once; see `skipped`)"
+            self.note(nothing, once="skipped")
         if self.metrics is not None:
             self.metrics.step(record)
 
@@ -142,24 +140,26 @@ class RunRecords:
         if loss is not None:
             self.note(f"validation after {step} steps: loss {loss:.4f} at context {max(sums)}")
         else:
-            self._note_once(
-                "no validation loss",
+            self.note(
                 f"validation after {step} steps: no trained token in its rows, so its loss is null (logged once); "
                 "raise --eval-iters or the second share of --split",
+                once="no validation loss",
             )
         if self.metrics is not None:
             self.metrics.evaluation(record)
 
-    def note(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        self.progress.note(text)
+    def note(self, text: str, *, once: str | None = None) -> None:
+        """Print a line above the progress bar; only the first one of each kind `once`."""
+        if once is None or once not in self._noted:
+            self._noted.add(once)
+            self.progress.note(text)
 
     def close(self, step: int, how: str) -> None:
         """Close the metrics, end the progress line and record the end after `step` steps: how the run ended."""
         self.progress.close()
         if self.metrics is not None:
             self.metrics.close()
-            note_end(self.metrics.folder, step, how)
+            note_history(self.metrics.folder, "end", step, {"how": how})
 
     def _watch_s_max(self, step: int, attention: AttentionHealth) -> None:
         """Warn if attention scores exceed the limit, once until they are below it again."""
@@ -173,8 +173,3 @@ class RunRecords:
                 f"{limit:g}: its softmax nears a choice of one key; lower --lr"
             )
         self._s_max_warned = above
-
-    def _note_once(self, event: str, text: str) -> None:
-        if event not in self._noted:
-            self._noted.add(event)
-            self.note(text)

@@ -43,11 +43,10 @@ def score_rows(
 
     Args:
         config, vocab_size: the training run's; its data determines the rows, its parallel section the scorer's layout.
-        scorer: the model.
-        short: the chunks; every token is scored.
+        scorer, short: the model, and its chunks, which score every token.
         end: exclusive end of the samples.
         output: the store; created if missing.
-        part: the part of the samples to score; other parts may be scored into the same store at the same time.
+        part: of the samples; other parts may be scored into the same store at the same time.
 
     Raises:
         UserError: a scorer with fewer token ids, or data or a store that do not fit.

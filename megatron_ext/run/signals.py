@@ -63,19 +63,12 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Ending:
-    """Describes how a run ended.
+    """Describes how a run ended."""
 
-    Attributes:
-        signal: that stopped it; 0 if all steps are done.
-        step: completed steps.
-        checkpoint: of this step, None without --save; after divergence, the newest one, if any.
-        divergence: what ended it in the step, or the validation, after `step` steps.
-    """
-
-    signal: int
-    step: int
-    checkpoint: Path | None
-    divergence: DivergedError | None = None
+    signal: int  # that stopped it; 0 if all steps are done
+    step: int  # completed steps
+    checkpoint: Path | None  # of this step, None without --save; after divergence, the newest one, if any
+    divergence: DivergedError | None = None  # what ended it in the step, or the validation, after `step` steps
 
     @property
     def status(self) -> int:

@@ -20,10 +20,10 @@ from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.launch import read_launch, report_to_torchrun
-from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
+from megatron_ext.run.validation import read_losses, stop_reason
 
 logger = logging.getLogger(__name__)
 
@@ -130,15 +130,13 @@ def _has_ended(stage: Stage) -> bool:
     if stage.name is None or not _has_all_steps(config, steps):
         return False
     # it may have been stopped between its last checkpoint and that validation
-    validated = early_stopping(config, Path(config.checkpoint.save or ""), steps).step
-    return not config.training.eval_interval or validated == steps
+    return not config.training.eval_interval or steps in read_losses(Path(config.checkpoint.save or ""), steps)
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:
     """Return whether a number of steps is all of a run, or all until it stopped early."""
-    save = config.checkpoint.save
-    stopped_early = save is not None and early_stopping(config, Path(save), steps).reason is not None
-    return stopped_early or steps == config.training.train_iters
+    losses = read_losses(Path(config.checkpoint.save), steps) if config.checkpoint.save is not None else {}
+    return steps == config.training.train_iters or stop_reason(losses, config.training) is not None
 
 
 def _steps(config: Config) -> int:

@@ -44,7 +44,6 @@ from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.transformer import fusions_here
 from megatron_ext.engine.weights import initialise
 from megatron_ext.errors import DivergedError
-from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.incidents import Incidents
@@ -52,20 +51,18 @@ from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.records import RunInfo, RunRecords, StepRecord
 from megatron_ext.run.signals import Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
-from megatron_ext.run.validation import Validation
+from megatron_ext.run.validation import Losses, Validation, read_losses
 from megatron_ext.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
 def train(config: Config, request: StopRequest, *, run: Path | None, has_next_stage: bool = False) -> Ending:
-    """Run the configuration from its start, or from a checkpoint, to its last step or a signal.
+    """Run one configuration from its start, or from a checkpoint, to its last step or a signal.
 
-    The process groups stay initialized.
+    The process groups stay initialized, and `request` goes on recording signals, for the following stages.
 
     Args:
-        config: of the run, or of one stage.
-        request: records signals from here on, also for the following stages.
         run: the folder to pass to --load to continue; a stage's own folder is inside it.
         has_next_stage: another stage follows, which a signal during the last step must stop.
 
@@ -195,15 +192,14 @@ class Trainer:
         self.records = RunRecords(config, info, self.step, first=first)
         if (folder := self.folder) is not None:
             parallel.run_on_rank0(ranks, lambda: self.records.open(folder), folder)
-        self.incidents = Incidents(config, self.records)
-        self.incidents.load_state_dict(self.began.trainer_state)
+        self.incidents = Incidents(config, self.records, self.began.trainer_state)
         # the folder, if the run resumes from a checkpoint inside it
         source = inputs.checkpoint
         self.continued = folder if source and folder and source.run.resolve() == folder.resolve() else None
-        self.early = parallel.run_on_rank0(
-            ranks, lambda: early_stopping(config, self.continued, self.began.step), self.continued or Path(), reads=True
-        )
-        self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, self.early)
+        losses: Losses = {}
+        if (own := self.continued) is not None:
+            losses = parallel.run_on_rank0(ranks, lambda: read_losses(own, self.began.step), own, reads=True)
+        self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, losses)
         self.callbacks: list[Incidents | RunRecords | Trajectory] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
@@ -251,10 +247,10 @@ class Trainer:
             self.trajectory.begin(step)
         if step == 0:  # signals are deferred: there is no checkpoint to continue from
             self.validation.after_step(0, None)
-        elif self.continued is not None and self.early.step != step:  # stopped before the validation of this step
+        elif self.continued is not None:  # perhaps stopped before the validation of this step
             stopped_by = self.validation.after_step(step, request)
         batches = prefetch.submit(self.make_batches, step) if step < last else None
-        while batches is not None and not stopped_by and self.early.reason is None:
+        while batches is not None and not stopped_by and self.validation.stop_reason is None:
             heartbeat.beat(f"step {step}")
             began = time.perf_counter()
             batch = batches.result()
@@ -271,7 +267,7 @@ class Trainer:
                 self._save()
             if not stopped_by:
                 stopped_by = self.validation.after_step(step, request)
-                if (stopped_by or self.early.reason is not None) and not due:
+                if (stopped_by or self.validation.stop_reason is not None) and not due:
                     self._save()
         return stopped_by
 
@@ -373,7 +369,7 @@ class Trainer:
         heartbeat.beat(f"the end after {self.step} steps")
         self.checkpointer.finish()
         step, training, saved = self.step, self.config.training, self.checkpointer.saved
-        early = self.early.reason if step < training.train_iters else None
+        early = self.validation.stop_reason if step < training.train_iters else None
         left = has_next_stage or step < training.train_iters or self.validation.is_due(step)
         ending = Ending(stopped_by if left else 0, step, saved)
         note = None

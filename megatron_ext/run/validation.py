@@ -1,4 +1,4 @@
-"""Validate during a run: when, on which rows, and at which context lengths.
+"""Validate during a run: when, on which rows, and at which context lengths; stop a run that no longer improves.
 
 SkyLadder measures perplexity on validation documents in a sliding window (`--eval-stride`), with the same mask for all
 compared runs: independent of the training mask, only --eval-document-mask keeps attention inside documents.
@@ -8,24 +8,64 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext import heartbeat
-from megatron_ext.config import Config
+from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.engine.step import Stepper
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, mean_loss
-from megatron_ext.monitoring.early_stopping import EarlyStopping
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.inputs import RowAt
 from megatron_ext.run.records import RunRecords
 from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
+Losses = Mapping[int, float | None]  # of validations by completed steps, ascending; None without trained tokens
+
+
+def read_losses(run: Path, step: int) -> dict[int, float | None]:
+    """Read the losses of a run's validations after at most `step` steps.
+
+    They are not in a checkpoint, which is saved before the validation of the same step.
+    """
+    records = read_by_step(run / EVALUATION_FILE) if (run / EVALUATION_FILE).exists() else ()
+    return {record["step"]: record["valid_loss"] for record in records if record["step"] <= step}
+
+
+def stop_reason(losses: Losses, training: TrainingConfig) -> str | None:
+    """Return why a run stops early: its last `early_stopping_patience` losses have not improved; None if it continues.
+
+        delta 0.1    loss      4.0   3.5   3.45  3.6   3.3
+                     lowest    4.0   3.5   3.5   3.5   3.3    3.45 is not lower by more than delta
+                     without    0     0     1     2     0
+
+    A loss improves on the lowest one if it is lower by more than `early_stopping_delta`, in nats. A patience of 0
+    disables early stopping.
+    """
+    lowest, at, without = math.inf, 0, 0
+    for step, loss in losses.items():
+        if loss is not None and loss < lowest - training.early_stopping_delta:
+            lowest, at, without = loss, step, 0
+        elif loss is not None:
+            without += 1
+    if not training.early_stopping_patience or without < training.early_stopping_patience:
+        return None
+    return (
+        f"stopped early: the validation loss was lowest after {at} steps, {lowest:.4f}, and the "
+        f"{without} validations since were not lower by more than {training.early_stopping_delta:g}"
+    )
+
 
 class Validation:
-    """Runs validations when due; every process calls every method. `row_at` is None if the run never validates."""
+    """Runs validations when due; every process calls every method.
+
+    `row_at` is None if the run never validates; `losses` are those of the validations before the run was resumed.
+    """
 
     def __init__(
         self,
@@ -34,10 +74,12 @@ class Validation:
         batches: BatchMaker,
         row_at: RowAt | None,
         records: RunRecords,
-        early: EarlyStopping,
+        losses: Losses,
     ) -> None:
         self.config, self.training, self.window = config, config.training, config.window_schedule()
-        self.stepper, self.batches, self.row_at, self.records, self.early = stepper, batches, row_at, records, early
+        self.stepper, self.batches, self.row_at, self.records = stepper, batches, row_at, records
+        self.losses = dict(losses)
+        self.stop_reason = stop_reason(losses, config.training)
 
     def is_due(self, step: int) -> bool:
         """Return whether a run validates after this many steps."""
@@ -53,7 +95,7 @@ class Validation:
         Raises:
             DivergedError: a loss is not finite; raised on all processes, without a record.
         """
-        if not self.is_due(step):
+        if not self.is_due(step) or step in self.losses:
             return 0
         assert self.row_at is not None
         lengths = sorted(self.training.eval_lengths or (self.config.data.seq_length,))
@@ -75,5 +117,6 @@ class Validation:
             if loss is not None and not math.isfinite(loss):
                 raise DivergedError(VALIDATION_LOSS, loss)
         self.records.evaluation(step, sums)
-        self.early.note(step, mean_loss(sums[max(sums)]))
+        self.losses[step] = mean_loss(sums[max(sums)])
+        self.stop_reason = stop_reason(self.losses, self.training)
         return 0

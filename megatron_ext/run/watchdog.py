@@ -57,16 +57,12 @@ class Watchdog:
                 beats, quiet_s = heartbeat.beats, 0.0
             elif quiet_s > self.timeout_s:
                 self._hangs = True
-                self._give_up(quiet_s)
-
-    def _give_up(self, quiet_s: float) -> None:
-        """Report and end the process, even if the report fails."""
-        try:
-            report = threading.Thread(target=self._report, args=(quiet_s,), daemon=True)
-            report.start()
-            report.join(REPORT_S)
-        finally:
-            os._exit(HUNG)
+                try:
+                    report = threading.Thread(target=self._report, args=(quiet_s,), daemon=True)
+                    report.start()
+                    report.join(REPORT_S)
+                finally:  # also if the report fails
+                    os._exit(HUNG)
 
     def _report(self, quiet_s: float) -> None:
         stacks = None if self.folder is None else self.folder / "stacks"

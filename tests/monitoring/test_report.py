@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.history import note_end, note_start
+from megatron_ext.monitoring.metrics import note_history
 from megatron_ext.monitoring.report import MOST_POINTS, charts, table, write_report
 from megatron_ext.monitoring.runs import load_run, load_runs, stability
 from megatron_ext.token_weighting.passage import Passage
@@ -56,9 +56,9 @@ def test_flops_are_compared_with_steps_at_the_last_window(tmp_path):
 def test_the_table_shows_where_a_run_ran_and_how_it_ended(tmp_path):
     folder = write_run(tmp_path, 30)
     facts = {"command": "train --lr <1>", "host": "node7", "devices": "8 x H200", "processes": 8, "layout": "TP 8"}
-    note_start(folder, 0, facts | {"parameters": 8_030_000_000})
+    note_history(folder, "start", 0, facts | {"parameters": 8_030_000_000})
     assert table(load_run(folder))["Status"] == "no end recorded: it is still training, or was killed"
-    note_end(folder, 30, "done")
+    note_history(folder, "end", 30, {"how": "done"})
     rows = table(load_run(folder))
     assert [rows[name] for name in ("Status", "Host", "Layout")] == ["done", "node7", "8 processes: TP 8"]
     assert rows["Parameters"] == "8,030,000,000"

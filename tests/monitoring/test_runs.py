@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from megatron_ext.monitoring.history import note_start
+from megatron_ext.monitoring.metrics import note_history
 from megatron_ext.monitoring.report import charts, table
 from megatron_ext.monitoring.runs import load_run, load_runs, loss_difference, parts, stability, stage_folders
 
@@ -71,7 +71,7 @@ def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path)
     rows = [{"books": 3, "code": 1}] * 10 + [{"books": 1, "code": 3}] * 10
     _write(tmp_path / "metrics.jsonl", [step_record(step, source_rows=drawn) for step, drawn in enumerate(rows)])
     facts = {"host": "h", "devices": "d", "processes": 1, "layout": "TP 1", "command": "c", "parameters": 1}
-    note_start(tmp_path, 0, facts | {"sources": SOURCES})
+    note_history(tmp_path, "start", 0, facts | {"sources": SOURCES})
     books, requested, code, _ = charts([load_run(tmp_path)])[f"Mixture as drawn by {tmp_path.name}"].data
     assert [books.name, requested.name, code.name] == ["books", "books, requested", "code"]
     assert list(requested.y) == [0.75, 0.75]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from test_records import RESULT, TERMS, finished, records
 from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.engine.step import StepResult
 from megatron_ext.errors import DivergedError
-from megatron_ext.run.incidents import Incidents, SpikeWatch
+from megatron_ext.run.incidents import Incidents, spike_bound
 
 OPTIONS = TrainingConfig(on_non_finite="skip", skip_limit=3, spike_window=2, train_iters=20)
 BAD = replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan)
@@ -34,8 +35,7 @@ def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | N
         if incidents is None or step == interrupted:
             written = records(folder, step, training=OPTIONS)
             state = json.loads(json.dumps(incidents.state_dict())) if incidents is not None else {}
-            incidents = Incidents(Config(training=OPTIONS), written)
-            incidents.load_state_dict(state)
+            incidents = Incidents(Config(training=OPTIONS), written, state)
         try:
             incidents.after_step(replace(finished(step), result=STEPS[kind]))
         except DivergedError:
@@ -62,42 +62,22 @@ def test_a_resumed_run_counts_the_steps_that_were_skipped_before(
 
 
 def test_only_losses_of_trained_steps_are_kept(tmp_path: Path) -> None:
-    incidents = Incidents(Config(training=OPTIONS), records(tmp_path, training=OPTIONS))
+    incidents = Incidents(Config(training=OPTIONS), records(tmp_path, training=OPTIONS), {})
     for step, kind in enumerate(["well", "without tokens", "refused"]):
         incidents.after_step(replace(finished(step), result=STEPS[kind]))
     assert incidents.state_dict() == {"loss_history": [2.0], "skips": 1}
 
 
-def watching(window: int, deviations: float, losses: list[float]) -> SpikeWatch:
-    watch = SpikeWatch(window, deviations)
-    for loss in losses:
-        watch.note(loss)
-    return watch
-
-
 def test_the_bound_is_the_mean_plus_deviations_of_the_last_window() -> None:
-    watch = SpikeWatch(3, 2.0)
-    for loss in [math.nan, *LOSSES[:2], math.inf]:
-        watch.note(loss)
-        assert watch.bound() is None
-    for loss in LOSSES[2:]:
-        watch.note(loss)
-    assert watch.bound() == pytest.approx(np.mean(LOSSES[1:]) + 2 * np.std(LOSSES[1:]))
+    assert spike_bound(LOSSES[:2], 3, 2.0) is None
+    assert spike_bound([], 0, 7.0) is None
+    assert spike_bound(LOSSES[1:], 3, 2.0) == pytest.approx(np.mean(LOSSES[1:]) + 2 * np.std(LOSSES[1:]))
+    assert 2.0 * (1 + 1e-7) < spike_bound([2.0] * 4, 4, 7.0) < 2.001  # room for rounding
 
 
 def test_a_loss_that_stays_high_is_a_spike_once() -> None:
-    watch, spikes = watching(8, 4.0, [1.0, 1.1] * 4), 0
+    losses, spikes = deque([1.0, 1.1] * 4, 8), 0
     for _ in range(20):
-        bound = watch.bound()
-        spikes += bound < 5.0
-        watch.note(5.0)
+        spikes += spike_bound(losses, 8, 4.0) < 5.0
+        losses.append(5.0)
     assert spikes == 1
-
-
-def test_constant_losses_leave_room_for_rounding() -> None:
-    bound = watching(4, 7.0, [2.0] * 4).bound()
-    assert 2.0 * (1 + 1e-7) < bound < 2.001
-
-
-def test_a_window_of_0_finds_no_spike() -> None:
-    assert watching(0, 7.0, LOSSES).bound() is None
