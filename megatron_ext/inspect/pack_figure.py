@@ -6,7 +6,6 @@ rank. Of a row of more than `CELLS` tokens, that many evenly spaced tokens are d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def write_pack(view: PackView, output: Path | str) -> Path:
 
 def draw_pack(view: PackView) -> Figure:
     """Draw the mask of one row, below bands of its documents, segments and ranks."""
-    length = view.tokens
+    length, documents, segments = view.tokens, len(view.documents) - 1, view.layout.segments
     figure = Figure(figsize=(8.0, 8.6), layout="constrained")
     title = headline(view)
     figure.suptitle(title, fontsize=min(12, 900 / len(title)), fontweight="bold")
@@ -53,25 +52,37 @@ def draw_pack(view: PackView) -> Figure:
     if length <= SHORT:
         axis.hlines(range(length), 0, length, color="white", linewidth=0.4)
         axis.vlines(range(length), 0, length, color="white", linewidth=0.4)
-    bands = _bands(view)
-    for band in bands:
-        spans = [(start, end - start) for start, end in pairwise(band.borders.tolist())]
-        axis.broken_barh(spans, (band.top * length, 0.9 * BAND * length), facecolors=band.colors)
-        for (start, size), label in zip(spans, band.labels, strict=True):
-            if size > 0.015 * length * len(label):
-                centre = start + size / 2, (band.top + 0.45 * BAND) * length
-                axis.text(*centre, label, fontsize=8, ha="center", va="center_baseline")
-    ticks = list(range(0, length + 1, max(length // 8, 1)))
-    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    names = [((band.top + BAND / 2) * length, band.name) for band in bands] + [(tick, f"{tick:,}") for tick in ticks]
-    axis.set_yticks(*zip(*names, strict=True))
-    axis.tick_params(length=0)
-    axis.set(xlim=(0, length), ylim=(length, bands[-1].top * length), xlabel="key (token)", ylabel="query (token)")
-    axis.spines[:].set_visible(False)
+    # the borders, colors and labels of each band, the lowest first
+    bands: list[tuple[str, npt.NDArray[np.integer], Float64, list[str]]] = [
+        ("segment", view.layout.cu_seqlens, _STRIPES[np.arange(segments) % 2], list(map(str, range(segments)))),
+        ("document", view.documents, _STRIPES[np.arange(documents) % 2], list(map(document_name, range(documents)))),
+    ]
     if view.ranks > 1:
+        starts = np.append(0, np.flatnonzero(np.diff(view.owner)) + 1)
+        owners = view.owner[starts]
+        pale = (1 + rank_colors(view.ranks)[owners]) / 2  # below dark labels
+        bands.insert(0, ("rank", np.append(starts, length), pale, list(map(str, owners))))
         patches = [Patch(color="#4b5563", alpha=tone, linewidth=0) for tone in (1.0, PALE)]
-        labels = ["key on the rank of its query", "key fetched from another rank"]
-        axis.legend(patches, labels, loc="upper right", bbox_to_anchor=(1, 1 / (1 - bands[-1].top)))
+        names = ["key on the rank of its query", "key fetched from another rank"]
+        above = len(bands) + 0.2
+        axis.legend(patches, names, loc="upper right", bbox_to_anchor=(1, 1 / (1 + above * BAND)))
+    ticks = list(range(0, length + 1, max(length // 8, 1)))
+    marks = [(float(tick), f"{tick:,}") for tick in ticks]
+    top = 0.0
+    for number, (name, borders, colors, labels) in enumerate(bands, start=1):
+        top = -(number + 0.2) * BAND * length
+        spans = [(start, end - start) for start, end in pairwise(borders.tolist())]
+        axis.broken_barh(spans, (top, 0.9 * BAND * length), facecolors=colors)
+        for (start, size), label in zip(spans, labels, strict=True):
+            if size > 0.015 * length * len(label):
+                centre = start + size / 2, top + 0.45 * BAND * length
+                axis.text(*centre, label, fontsize=8, ha="center", va="center_baseline")
+        marks.append((top + BAND * length / 2, name))
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axis.set_yticks(*zip(*marks, strict=True))
+    axis.tick_params(length=0)
+    axis.set(xlim=(0, length), ylim=(length, top), xlabel="key (token)", ylabel="query (token)")
+    axis.spines[:].set_visible(False)
     return figure
 
 
@@ -92,33 +103,3 @@ def rank_colors(ranks: int) -> Float64:
     colormap = matplotlib.colormaps["tab10" if ranks <= 10 else "turbo"]
     colors: Float64 = colormap(np.arange(ranks) if ranks <= 10 else np.linspace(0.05, 0.95, ranks))[:, :3]
     return colors
-
-
-@dataclass(frozen=True, eq=False)
-class _Band:
-    """Intervals in a strip above the mask, with the color and label of each."""
-
-    name: str
-    top: float  # upper end, in rows
-    borders: npt.NDArray[np.integer]
-    colors: Float64
-    labels: list[str]
-
-
-def _bands(view: PackView) -> list[_Band]:
-    """Return the bands, the lowest first."""
-    documents, segments = len(view.documents) - 1, view.layout.segments
-    bands = []
-    if view.ranks > 1:
-        starts = np.append(0, np.flatnonzero(np.diff(view.owner)) + 1)
-        owners = view.owner[starts]
-        colors = (1 + rank_colors(view.ranks)[owners]) / 2  # pale, below dark labels
-        bands.append(_Band("rank", -1.2 * BAND, np.append(starts, view.tokens), colors, list(map(str, owners))))
-    rank = len(bands)
-    names = list(map(str, range(segments)))
-    bands.append(
-        _Band("segment", -(rank + 1.2) * BAND, view.layout.cu_seqlens, _STRIPES[np.arange(segments) % 2], names)
-    )
-    names = list(map(document_name, range(documents)))
-    bands.append(_Band("document", -(rank + 2.2) * BAND, view.documents, _STRIPES[np.arange(documents) % 2], names))
-    return bands

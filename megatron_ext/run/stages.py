@@ -126,11 +126,12 @@ def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
 
 def _has_ended(stage: Stage) -> bool:
     """Return whether a stage has completed all its steps, and the validation after them."""
-    config, steps = stage.config, _steps(stage.config)
-    if stage.name is None or not _has_all_steps(config, steps):
+    if stage.name is None:
         return False
+    config, steps = stage.config, _steps(stage.config)
     # it may have been stopped between its last checkpoint and that validation
-    return not config.training.eval_interval or steps in read_losses(Path(config.checkpoint.save or ""), steps)
+    validated = not config.training.eval_interval or steps in read_losses(Path(config.checkpoint.save or ""), steps)
+    return validated and _has_all_steps(config, steps)
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:
