@@ -42,7 +42,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     data("--policies", nargs="+", metavar="NAME", help="compare packing policies instead; - for all but bm25")
     data("--text", action="store_true", help="show the text of each token of a short row")
     add("--window", type=int, metavar="W", help="of the grid (default: the whole row)")
-    add("--left-window", type=int, metavar="R", help="sliding window: a token sees at most R tokens before itself")
     mask = "attention stays inside a document: here by default, in training by option"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=mask)
     add("--context-parallel-size", type=int, default=1, metavar="C", help="ranks that share the row (default: 1)")
@@ -110,7 +109,6 @@ def main(argv: list[str]) -> int:
         document_mask=options.document_mask,
         cp_size=options.context_parallel_size,
         policy=options.cp_policy,
-        left_window=options.left_window,
     )
     print(describe_row(view, texts))
     if options.output is not None:

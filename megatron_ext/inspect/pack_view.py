@@ -48,10 +48,6 @@ class PackView:
         return self.plan.layout
 
     @property
-    def mask(self) -> AttentionMask:
-        return AttentionMask(self.layout, self.plan.left_window)
-
-    @property
     def tokens(self) -> int:
         return self.layout.tokens
 
@@ -68,7 +64,7 @@ class PackView:
     @cached_property
     def keys(self) -> Int64:
         """int64 [T]: C_i, the number of keys that token i sees, including itself."""
-        return np.arange(1, self.tokens + 1) - self.mask.first_keys()
+        return np.arange(1, self.tokens + 1) - AttentionMask(self.layout).first_keys()
 
 
 def view_row(
@@ -79,7 +75,6 @@ def view_row(
     document_mask: bool = True,
     cp_size: int = 1,
     policy: str = "auto",
-    left_window: int | None = None,
 ) -> PackView:
     """Split and plan a row of `row_length` tokens. Raises what `build_layout` and `plan` raise.
 
@@ -87,12 +82,12 @@ def view_row(
         document_ends: exclusive ends in 0..row_length, in any order.
         window: of the grid; None for the whole row.
         document_mask: whether documents bound attention; they are shown in any case.
-        cp_size, policy, left_window: see `context_parallel.plan`.
+        cp_size, policy: see `context_parallel.plan`.
     """
     documents = build_layout(row_length, document_ends, max(row_length, 1)).cu_seqlens.astype(np.int64)
     window = row_length if window is None else window
     layout = build_layout(row_length, document_ends if document_mask else (), window)
-    return PackView(documents, window, document_mask, policy, plan(layout, cp_size, policy, left_window=left_window))
+    return PackView(documents, window, document_mask, policy, plan(layout, cp_size, policy))
 
 
 def describe(view: PackView, texts: Sequence[str] | None = None) -> str:
@@ -113,7 +108,9 @@ def describe(view: PackView, texts: Sequence[str] | None = None) -> str:
         parts += [_token_lines(view, texts)]
         if view.ranks > 1:
             parts += [_rank_lines(view, rank) for rank in range(view.ranks)]
-    facts = f"effective context {view.mask.effective_context:,.2f}, keys per token {view.keys.mean():,.2f}"
+    facts = (
+        f"effective context {AttentionMask(view.layout).effective_context:,.2f}, keys per token {view.keys.mean():,.2f}"
+    )
     parts += [[f"longest segment {view.layout.max_seqlen:,}, {facts}"]]
     if view.ranks > 1:
         parts += [_rank_table(view)]
@@ -126,7 +123,6 @@ def headline(view: PackView) -> str:
         f"{_count(view.tokens, 'token')}: {_count(len(view.documents) - 1, 'document')}",
         _count(view.layout.segments, "segment"),
         f"window {view.window:,}" if view.window < view.tokens else "",
-        f"left_window {view.plan.left_window:,}" if view.plan.left_window is not None else "",
         "document mask" if view.document_mask else "no document mask",
     ]
     if view.ranks > 1:

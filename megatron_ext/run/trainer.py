@@ -203,7 +203,7 @@ class Trainer:
         self.callbacks: list[Incidents | RunRecords | Trajectory] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
-            self.trajectory = Trajectory(config, chunks, ranks, inputs, self.stepper.weigher)
+            self.trajectory = Trajectory(config, chunks, ranks, inputs, self.stepper.weigher, self.step)
             self.callbacks.append(self.trajectory)
         # steps in flight, the oldest first; each waits for the results of its step
         self.pending: deque[Callable[[], tuple[StepRecord, RankConsensus]]] = deque()
@@ -243,8 +243,6 @@ class Trainer:
     def _train(self, request: StopRequest, prefetch: ThreadPoolExecutor) -> int:
         """Train; return the signal that stopped the run before its last step, or 0."""
         step, last, stopped_by = self.step, self.config.training.train_iters, 0
-        if self.trajectory is not None:
-            self.trajectory.begin(step)
         if step == 0:  # signals are deferred: there is no checkpoint to continue from
             self.validation.after_step(0, None)
         elif self.continued is not None:  # perhaps stopped before the validation of this step

@@ -40,17 +40,22 @@ OPTIONS = ("model", "data", "window", "optimizer", "training")  # sections of th
 
 
 class Trajectory:
-    """Writes one run's trajectory to `--dump-trajectory`, a folder that is created if missing."""
+    """Writes one run's trajectory to `--dump-trajectory`, a folder that is created if missing.
+
+    The initial weights are written here, unless the run resumes after `step` steps and an earlier start wrote them.
+    """
 
     def __init__(
-        self, config: Config, chunks: Sequence[PackedGPT], ranks: Ranks, inputs: Inputs, weigher: Weigher
+        self, config: Config, chunks: Sequence[PackedGPT], ranks: Ranks, inputs: Inputs, weigher: Weigher, step: int
     ) -> None:
         self.folder = Path(config.checkpoint.dump_trajectory or "")
         self.config, self.chunks, self.ranks, self.weigher = config, chunks, ranks, weigher
         self.vocab_size, self.row_at = inputs.vocab_size, inputs.rows.train
-        run_on_rank0(ranks, self._describe, self.folder)
+        if not run_on_rank0(ranks, self._describe, self.folder) or step == 0:
+            self.weights("initial")
 
-    def _describe(self) -> None:
+    def _describe(self) -> bool:
+        """Write config.json; return whether the initial weights are there."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # Gemma and Olmo keep their types, because their local layers have separate angles; other models are written
         # without local layers and layers without angles: optimizer.json records these, like the masks. Attention sinks
@@ -64,13 +69,7 @@ class Trajectory:
         entries = hugging_face_config(plain, self.vocab_size, self.config.data.seq_length)
         entries.pop("rope_scaling", None)
         (self.folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
-
-    def begin(self, step: int) -> None:
-        """Write the initial weights, unless the run resumes after `step` steps and an earlier start wrote them."""
-        written = [step > 0 and (self.folder / "initial.safetensors").is_file()]
-        dist.broadcast_object_list(written, src=0)
-        if not written[0]:
-            self.weights("initial")
+        return (self.folder / "initial.safetensors").is_file()
 
     def weights(self, name: str) -> None:
         """Write the current weights, as `initial` or `final`."""

@@ -27,7 +27,6 @@ def views(draw: Any, longest: int = 160) -> PackView:
         document_mask=draw(st.booleans()),
         cp_size=ranks,
         policy=draw(st.sampled_from(POLICIES)),
-        left_window=draw(st.none() | st.integers(0, 20)),
     )
 
 
@@ -38,7 +37,7 @@ def dense(view: PackView) -> npt.NDArray[np.bool_]:
     if view.document_mask:
         document = np.searchsorted(view.documents, np.arange(view.tokens), side="right")
         sees &= document[i] == document[j]
-    return sees if view.plan.left_window is None else sees & (i - j <= view.plan.left_window)
+    return sees
 
 
 def owners(view: PackView) -> npt.NDArray[np.int64]:
@@ -59,8 +58,6 @@ def test_the_view_against_a_dense_mask(view: PackView) -> None:
     seen = dense(view).sum(axis=1)
     np.testing.assert_array_equal(view.keys, seen)
     np.testing.assert_array_equal(view.owner, owners(view))
-    if view.plan.left_window is None:
-        assert view.mask.effective_context == pytest.approx(np.square(view.layout.lengths).sum() / view.tokens)
 
 
 @given(views(longest=128))
