@@ -26,24 +26,29 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from record import CUDA, DEVICE, Records, parser_of, timed
+from record import CUDA, DEVICE, Records, parser_of, run_apart, timed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.arrays import Int32
-from megatron_ext.attention.backends import BACKENDS, Backend, PerCall, select
+from megatron_ext.attention.backends import BACKENDS, select
 from megatron_ext.attention.inputs import Inputs
-from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.layout import build_layout
 
 GOAL, FROM_WINDOW = 1.25, 256
 ENOUGH_SECONDS = 1.0  # total time of repeated calls of one case
+# fallbacks first, so that something has been checked if time runs out; for times first the two that `auto` may choose
+ORDER = {
+    "parity": ["triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn", "auto"],
+    "speed": ["flash_attn_4", "torch_varlen", "triton_packed", "te_thd", "flash_attn", "auto"],
+}
 
 
 @dataclass(frozen=True)
@@ -95,82 +100,41 @@ def borders(lengths: np.ndarray) -> Int32:
     return np.append(0, np.cumsum(lengths)).astype(np.int32)
 
 
-def inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Draw queries, keys, values and the outputs' gradient on the device: the same bf16 numbers in any precision."""
+def inputs(case: Case) -> list[Tensor]:
+    """Draw queries, keys, values and the outputs' gradient on the device, in bf16."""
     generator = torch.Generator(DEVICE).manual_seed(1)
     q, kv = int(case.cu_seqlens_q[-1]), int(case.cu_seqlens_kv[-1])
     shapes = [(q, case.heads), (kv, case.groups), (kv, case.groups), (q, case.heads)]
-    drawn = [
-        torch.randn(rows, heads, case.head_size, generator=generator, device=DEVICE, dtype=torch.bfloat16)
-        for rows, heads in shapes
-    ]
-    return [x.to(dtype) for x in drawn]
+    options = {"generator": generator, "device": DEVICE, "dtype": torch.bfloat16}
+    return [torch.randn(rows, heads, case.head_size, **options) for rows, heads in shapes]
 
 
-def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -> list[Tensor]:
+def run(attend: Attend, case: Case, dtype: torch.dtype, given: list[Tensor]) -> list[Tensor]:
     """Compute the output and the gradients of queries, keys and values, in float32."""
     *leaves, grad = (x.to(dtype) for x in given)
     leaves = [x.requires_grad_() for x in leaves]
     query = torch.cat([leaves[0]] * 2, dim=1).chunk(2, dim=1)[1] if case.strided else leaves[0]
     call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window).to(DEVICE)
-    out = backend.kernel(Inputs(query, *leaves[1:]), call, case.head_size**-0.5)
+    out = attend(Inputs(query, *leaves[1:]), call, case.head_size**-0.5)
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad))]
-
-
-# fallbacks first, so that something has been checked if time runs out; for times first the two that `auto` may choose
-ORDER = {
-    "parity": ["triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn", "auto"],
-    "speed": ["flash_attn_4", "torch_varlen", "triton_packed", "te_thd", "flash_attn", "auto"],
-}
-
-
-def skipped(name: str, head_size: int) -> str | None:
-    """Return why a backend cannot run here; None if it can."""
-    if name == "auto":
-        return None
-    backend = BACKENDS[name]
-    capability = torch.cuda.get_device_capability() if CUDA else None
-    return backend.objection(DEVICE, torch.bfloat16, head_size, capability)
-
-
-def named(name: str, head_size: int) -> Backend:
-    """Return a backend that refuses calls which the kernel does not support, or the choice of `auto`."""
-    if name == "auto":
-        return Backend(name="auto", kernel=select("auto", DEVICE, torch.bfloat16, head_size))
-    return Backend(name=name, kernel=PerCall((name,)))
-
-
-@contextlib.contextmanager
-def plain_products() -> Iterator[None]:
-    """Make torch's own attention use products with a softmax between them, in bf16 for bf16 inputs.
-
-    By default torch computes them in fp32 and rounds the result.
-    """
-    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
 
 
 def errors(name: str, case: Case) -> dict[str, object]:
     """Return the largest errors of the output and the gradients, the tolerance, and whether all are within it."""
-    backend, reference = named(name, case.head_size), named("reference", case.head_size)
-    given = inputs(case, torch.bfloat16)
-    with plain_products():
+    attend, reference = (select(one, DEVICE, torch.bfloat16, case.head_size) for one in (name, "reference"))
+    given = inputs(case)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # by default it computes in fp32 and rounds the result
+    with sdpa_kernel(SDPBackend.MATH):
         exact, plain = (run(reference, case, dtype, given) for dtype in (torch.float32, torch.bfloat16))
-    with contextlib.nullcontext() if CUDA else plain_products():  # torch's CPU kernel keeps less than 2x
-        measured, again = (run(backend, case, torch.bfloat16, given) for _ in range(2))
-    facts: dict[str, object] = {}
-    ok = True
+    with contextlib.nullcontext() if CUDA else sdpa_kernel(SDPBackend.MATH):  # torch's CPU kernel keeps less than 2x
+        measured, again = (run(attend, case, torch.bfloat16, given) for _ in range(2))
+    facts: dict[str, object] = {"repeats": all(torch.equal(x, y) for x, y in zip(measured, again, strict=True))}
+    within = []
     for tensor, x, p, e in zip(("out", "dq", "dk", "dv"), measured, plain, exact, strict=True):
         error, allowed = (x - e).abs().max().item(), 2 * (p - e).abs().max().item() + 1e-5
         facts |= {f"{tensor}_error": error, f"{tensor}_allowed": allowed}
-        ok = ok and error <= allowed
-    same = all(torch.equal(x, y) for x, y in zip(measured, again, strict=True))
-    return facts | {"repeats": same, "ok": ok}
+        within.append(error <= allowed)
+    return facts | {"ok": all(within)}
 
 
 def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
@@ -187,56 +151,37 @@ def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
     yield "one of half the row, then documents", row, build_layout(row, np.append(row // 2, half), row).cu_seqlens
 
 
-Task = tuple[dict[str, object], Callable[[], dict[str, object]]]  # what is measured, and the measurement
-
-
-def parity(name: str) -> Iterator[Task]:
-    """Yield the comparison of each case."""
-    for case in cases():
-        yield {"case": case.name}, partial(errors, name, case)
-
-
-def speed(name: str, row: int) -> Iterator[Task]:
-    """Yield the measurement of each layout; 32 heads and 8 key heads of size 128, as in Llama-3-8B."""
+def speed(name: str, row: int, records: Records) -> None:
+    """Record the times of each layout; 32 heads and 8 key heads of size 128, as in Llama-3-8B."""
     heads, groups, size = (32, 8, 128) if CUDA else (4, 2, 32)
-    backend = named(name, size)
-    ideal: list[float] = []  # milliseconds per pair of the whole row
+    attend = select(name, DEVICE, torch.bfloat16, size)
+    per_pair: list[float] = []  # milliseconds, of the whole row first
 
     def figures(case: Case, window: int) -> dict[str, object]:
-        forward, backward = milliseconds(backend, case)
-        ideal.append((forward + backward) / case.pairs)
-        over, flops = ideal[-1] / ideal[0], 4 * case.pairs * heads * size
-        found: dict[str, object] = {
-            "forward_ms": round(forward, 3),
-            "backward_ms": round(backward, 3),
-            "forward_tflops": round(flops / forward / 1e9, 1),
-            "backward_tflops": round(2.5 * flops / backward / 1e9, 1),
-            "over_ideal": round(over, 2),
-        }
+        forward, backward = milliseconds(attend, case)
+        per_pair.append((forward + backward) / case.pairs)
+        over_ideal, flops = per_pair[-1] / per_pair[0], 4 * case.pairs * heads * size
+        found: dict[str, object] = {"forward_ms": forward, "backward_ms": backward, "over_ideal": over_ideal}
+        found |= {"forward_tflops": flops / forward / 1e9, "backward_tflops": 2.5 * flops / backward / 1e9}
         if case.name.startswith("window") and window >= FROM_WINDOW:
-            found["met"] = over <= GOAL
+            found["met"] = over_ideal <= GOAL
         return found
 
     for layout, window, cu_seqlens in layouts(row):
         case = Case(layout, cu_seqlens, cu_seqlens, heads, groups, size)
         facts = {"row": row, "layout": layout, "segments": len(cu_seqlens) - 1}
-        yield facts, partial(figures, case, window)
+        attempt(records, partial(figures, case, window), backend=name, **facts)
 
 
-def record(tasks: Iterable[Task], name: str, records: Records) -> None:
-    """Record a result or an error for each task; stop if an error has made the GPU unusable."""
-    for facts, measure in tasks:
-        try:
-            records.add(backend=name, **facts, **measure())
-        except Exception as error:  # any error of a kernel is its result
-            records.error(error, backend=name, **facts)
-            if CUDA:
-                torch.cuda.synchronize()  # raises the same error again if the GPU is lost to this process
+def attempt(records: Records, work: Callable[[], dict[str, object]], **facts: object) -> None:
+    """Record a measurement or its error; stop if the error has made the GPU unusable."""
+    if not records.measure(work, **facts) and CUDA:
+        torch.cuda.synchronize()  # raises the same error again if the GPU is lost to this process
 
 
-def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
+def milliseconds(attend: Attend, case: Case) -> tuple[float, float]:
     """Time forward and backward separately: the median of as many calls as fit into `ENOUGH_SECONDS`, at least one."""
-    *leaves, grad = inputs(case, torch.bfloat16)
+    *leaves, grad = inputs(case)
     leaves = [x.requires_grad_() for x in leaves]
     call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window).to(DEVICE)
     scale = case.head_size**-0.5
@@ -247,41 +192,49 @@ def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
         if len(forwards) == 1:  # the first one compiles and allocates
             enough = time.perf_counter() + ENOUGH_SECONDS
         with timed(forwards):
-            out = backend.kernel(Inputs(*leaves), call, scale)
+            out = attend(Inputs(*leaves), call, scale)
         with timed(backwards):
             torch.autograd.grad(out, leaves, grad)
     return statistics.median(forwards[1:]) * 1e3, statistics.median(backwards[1:]) * 1e3
 
 
+def objection(name: str) -> str | None:
+    """Return why a backend cannot run here; None if it can."""
+    capability = torch.cuda.get_device_capability() if CUDA else None
+    return None if name == "auto" else BACKENDS[name].objection(DEVICE, torch.bfloat16, 128, capability)
+
+
 def main() -> int:
     """Run the benchmark; return 1 if a kernel is wrong or fails."""
     parser = parser_of(__doc__)
-    parser.add_argument("step", choices=["parity", "speed"])
+    parser.add_argument("step", choices=list(ORDER))
     parser.add_argument("rows", nargs="*", type=int, metavar="ROW", help="speed: tokens of a row")
     parser.add_argument("--backends", nargs="+", choices=[*BACKENDS, "auto"], metavar="NAME")
     parser.add_argument("--seconds", type=float, help="time limit of each kernel")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kernel, in this process
     options = parser.parse_args()
-    names = options.backends or [*ORDER[options.step], *([] if CUDA else ["reference"])]
-    records = Records("correct" if options.step == "parity" else "attention", options.output)
-    rows = options.rows or ([8192, 32768, 131072, 524288] if CUDA else [512])
-    turns = [[]] if options.step == "parity" else [[str(row)] for row in rows]
-    output = ["--output", str(options.output)] if options.output else []
-    failed = 0
-    for turn, name in itertools.product(turns, names):
-        if options.here:
-            record(parity(name) if options.step == "parity" else speed(name, int(turn[0])), name, records)
-            continue
-        reason = skipped(name, 128)
+    step, names = options.step, options.backends or [*ORDER[options.step], *([] if CUDA else ["reference"])]
+    records = Records("correct" if step == "parity" else "attention", options.output)
+    if options.here:
+        if step == "speed":
+            speed(names[0], options.rows[0], records)
+        for case in cases() if step == "parity" else ():
+            attempt(records, partial(errors, names[0], case), backend=names[0], case=case.name)
+        return int(records.failed > 0)
+
+    failed = False
+    rows = [None] if step == "parity" else options.rows or ([8192, 32768, 131072, 524288] if CUDA else [512])
+    for row, name in itertools.product(rows, names):
+        reason = objection(name)
         if reason is not None:
-            records.add(backend=name, step=options.step, skipped=reason)
+            records.add(backend=name, step=step, skipped=reason)
             continue
-        command = [sys.executable, __file__, options.step, *turn, "--backends", name, "--here", *output]
+        command = [step, *([str(row)] if row else []), "--backends", name, "--here"]
         try:
-            failed += subprocess.run(command, check=False, timeout=options.seconds).returncode != 0
-        except subprocess.TimeoutExpired as error:
-            records.error(error, backend=name, step=options.step, row=[*turn, None][0])
-    return int(failed + records.failed > 0)
+            failed |= run_apart(*command, output=options.output, timeout_s=options.seconds) != 0
+        except subprocess.TimeoutExpired:
+            records.add(backend=name, step=step, row=row, ok=False, error=f"takes more than {options.seconds:g} s")
+    return int(failed or records.failed > 0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from record import Records, parser_of
+
 ROOT = Path.cwd()  # a checkout: this file also measures an older one
 SIZES = "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --num-query-groups 8"
 STEPS, INTERVAL = 24, 4
@@ -40,11 +42,6 @@ open(log, "w").write(json.dumps({"bytes": size, "stall_s": statistics.median(sta
 """
 
 
-def report(**values: object) -> None:
-    """Print one JSON object."""
-    print(json.dumps({name: round(v, 3) if isinstance(v, float) else v for name, v in values.items()}), flush=True)
-
-
 def call(*command: str) -> None:
     """Run a Python command; print the end of its output if it fails."""
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -60,28 +57,29 @@ def train(folder: Path, *flags: str) -> None:
     call(*launcher, *model, "--use-distributed-optimizer", "--save", str(folder), *flags)
 
 
-def saving(folder: Path) -> None:
-    """Report the stall of each way of saving, without the last checkpoint and the first, which allocates buffers."""
+def saving(folder: Path, records: Records) -> None:
+    """Record the stall of each way of saving, without the last checkpoint and the first, which allocates buffers."""
     size, step_s = 0, 0.0
     for name, flags in (("plain", []), ("async", ["--async-save"])):
         run = folder / name
         train(run, "--save-interval", str(INTERVAL), *flags)
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         manifests = [json.loads(path.read_bytes()) for path in sorted(run.glob("checkpoints/iter_*/manifest.json"))]
-        stalls = [record["save_stall_s"] for record in records if record["step"] > INTERVAL]
+        stalls = [step["save_stall_s"] for step in steps if step["step"] > INTERVAL]
         size = sum(facts["size"] for facts in manifests[0]["files"].values())
-        step_s = statistics.median(record["step_time_s"] for record in records)
+        step_s = statistics.median(step["step_time_s"] for step in steps)
         written_s = statistics.median(manifest["seconds"] for manifest in manifests[1:-1])
         stall_s = sum(stalls) / len(manifests[1:-1])
-        report(saving=name, bytes=size, step_s=step_s, written_s=written_s, stall_s=stall_s)
+        records.add(saving=name, bytes=size, step_s=step_s, written_s=written_s, stall_s=stall_s)
     for name in ("save", "async_save"):
         call("-c", DCP, name, str(folder / name), str(size // 2), str(INTERVAL * step_s), str(folder / f"{name}.json"))
-        report(saving=f"torch's {name}", **json.loads((folder / f"{name}.json").read_text()))
+        records.add(saving=f"torch's {name}", **json.loads((folder / f"{name}.json").read_text()))
 
 
 def main() -> None:
+    records = Records("checkpoints", parser_of(__doc__).parse_args().output)
     with tempfile.TemporaryDirectory() as folder:
-        saving(Path(folder))
+        saving(Path(folder), records)
 
 
 if __name__ == "__main__":

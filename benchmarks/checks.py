@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from record import CUDA, DEVICE, ROOT, Records, parser_of
@@ -25,15 +25,11 @@ def machine(records: Records) -> None:
     records.add(case="nvidia-smi", text=output_of("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"))
     environment = output_of(sys.executable, str(ROOT / "tools" / "environment.py"), "--bf16")
     records.add(case="environment", text=environment.splitlines())
-    facts = {"case": "transformer_engine.Linear"}
-    if not CUDA or find_spec("transformer_engine") is None:
-        records.add(**facts, skipped="needs a GPU" if not CUDA else "transformer_engine is not installed")
-        return
-    try:
-        apart = transformer_engine()
-        records.add(**facts, relative_error=apart, ok=apart < 0.02)
-    except Exception as error:  # a library without kernels for this GPU fails at the first call
-        records.error(error, **facts)
+    case = "transformer_engine.Linear"
+    if CUDA:
+        records.measure(transformer_engine, case=case)
+    else:
+        records.add(case=case, skipped="needs a GPU")
 
 
 def output_of(*command: str) -> str:
@@ -45,7 +41,7 @@ def output_of(*command: str) -> str:
     return (done.stdout or done.stderr).strip()
 
 
-def transformer_engine() -> float:
+def transformer_engine() -> dict[str, Any]:
     """Return the relative error of a layer's output and gradient against a product in float32."""
     from transformer_engine.pytorch import Linear
 
@@ -55,21 +51,17 @@ def transformer_engine() -> float:
     (gradient,) = torch.autograd.grad(out.sum(), hidden)
     weight = layer.weight.detach().float()
     exact = hidden.detach().float() @ weight.T, weight.sum(dim=0).expand(128, -1)
-    return max(
-        ((got - want).norm() / want.norm()).item() for got, want in zip((out.float(), gradient), exact, strict=True)
-    )
+    pairs = zip((out.float(), gradient), exact, strict=True)
+    error = max(((got - want).norm() / want.norm()).item() for got, want in pairs)
+    return {"relative_error": error, "ok": error < 0.02}
 
 
-def losses(runs: list[Path], records: Records) -> None:
-    """Record the largest relative difference of the losses of two runs of one configuration."""
-    try:
-        first, second = ([record["lm_loss"] for record in read_jsonl(run / "metrics.jsonl")] for run in runs)
-        error = max(abs(a - b) / a for a, b in zip(first, second, strict=True))
-    except (OSError, ValueError) as error:
-        records.error(error, case="training")
-        return
+def losses(run_a: Path, run_b: Path) -> dict[str, Any]:
+    """Return the largest relative difference of the losses of two runs of one configuration."""
+    first, second = ([record["lm_loss"] for record in read_jsonl(run / "metrics.jsonl")] for run in (run_a, run_b))
+    error = max(abs(a - b) / a for a, b in zip(first, second, strict=True))
     facts = {"steps": len(first), "worst_relative_difference": error, "final_losses": [first[-1], second[-1]]}
-    records.add(case="training", **facts, ok=error <= TOLERANCE)
+    return facts | {"ok": error <= TOLERANCE}
 
 
 def main() -> int:
@@ -81,7 +73,7 @@ def main() -> int:
     if options.what == "machine":
         machine(records)
     else:
-        losses(options.runs, records)
+        records.measure(lambda: losses(*options.runs), case="training")
     return int(records.failed > 0)
 
 

@@ -1,10 +1,9 @@
-"""Measure how much code a reader has to follow: files, lines, helpers with one caller, functions called by a step.
+"""Measure how much code a reader has to follow: files, lines, functions, and those that a step and a resume call.
 
 python benchmarks/code_size.py [--root CHECKOUT] [--list]
 
-A helper is a private function of at most ten lines whose name occurs once more in its file: at its only caller. A
-step's functions are those that a run of four steps calls more often than one of three; a resume's are all those called
-by a run that loads a checkpoint and takes one step. --root measures another checkout, such as an earlier commit.
+A step's functions are those that a run of four steps calls more often than one of three; a resume's are all those
+called by a run that loads a checkpoint and takes one step. --root measures another checkout, such as an earlier commit.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import ast
 import inspect
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,15 +22,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-MOST_LINES_OF_A_HELPER = 10
 RUN = """
     --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --vocab-size 300
     --seq-length 64 --global-batch-size 4 --window-schedule constant --lr-warmup-iters 0 --lr-decay-iters 9
 """
-
-
-def functions_of(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def code_lines(text: str) -> int:
@@ -43,19 +36,6 @@ def code_lines(text: str) -> int:
             doc.update(range(node.lineno, (node.end_lineno or 0) + 1))
     lines = enumerate(map(str.strip, text.splitlines()), start=1)
     return sum(bool(line) and not line.startswith("#") and number not in doc for number, line in lines)
-
-
-def single_caller_helpers(sources: dict[Path, str]) -> list[str]:
-    """Return private functions of at most ten lines whose name occurs twice in their file."""
-    found = []
-    for path, text in sources.items():
-        words = Counter(re.findall(r"\w+", text))
-        for node in functions_of(text):
-            private = node.name.startswith("_") and not node.name.startswith("__")
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            if private and lines <= MOST_LINES_OF_A_HELPER and words[node.name] == 2:
-                found.append(f"{path}:{node.lineno} {node.name}")
-    return found
 
 
 def calls_of(root: Path, *flags: str) -> Counter[str]:
@@ -117,29 +97,25 @@ def traced(root: Path) -> dict[str, set[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=HERE, help="the checkout to measure")
-    parser.add_argument("--list", action="store_true", help="name the helpers and the functions")
+    parser.add_argument("--list", action="store_true", help="name the functions that are called")
     parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args()
     root = options.root.resolve()
     if options.trace:
         return trace(options.trace, root, flags)
-    paths = sorted((root / "megatron_ext").rglob("*.py"))
-    sources = {path.relative_to(root): path.read_text(encoding="utf-8") for path in paths}
-    helpers, entered = single_caller_helpers(sources), traced(root)
-    lines = [text.count("\n") for text in sources.values()]
+    texts = [path.read_text(encoding="utf-8") for path in (root / "megatron_ext").rglob("*.py")]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    entered = traced(root)
     figures = {
-        "files": len(sources),
-        "lines": sum(lines),
-        "lines of code": sum(map(code_lines, sources.values())),
-        "lines of the median file": sorted(lines)[len(lines) // 2],
-        "functions": sum(len(functions_of(text)) for text in sources.values()),
-        "helpers with a single caller": len(helpers),
+        "files": len(texts),
+        "lines": sum(text.count("\n") for text in texts),
+        "lines of code": sum(map(code_lines, texts)),
+        "functions": sum(isinstance(node, ast.FunctionDef) for node in nodes),
         **{f"functions that {name} enters": len(functions) for name, functions in entered.items()},
     }
     for name, number in figures.items():
         print(f"{name:32} {number:6,}")
     if options.list:
-        print("\n".join(["", "helpers:", *helpers]))
         for name, functions in entered.items():
             print("\n".join(["", f"{name}:", *sorted(functions)]))
     return 0

@@ -26,12 +26,6 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}" # compile FA4 once, not per process
 read -ra rows <<<"${ROWS:-8192 32768 524288 131072}"
 
-minutes=${MINUTES:-9}
-if [[ ! $minutes =~ ^[1-9][0-9]{0,8}$ ]]; then # bash evaluates arithmetic operands: allow only digits
-  echo "benchmarks/gpu.sh: MINUTES: got '$minutes', needs a number from 1 on" >&2
-  exit 2
-fi
-
 device=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
 out=${OUTPUT:-benchmarks/results/$(date -u +%F)-$device.jsonl}
 scratch=$(mktemp -d)
@@ -73,7 +67,7 @@ train() {
 
 # run NAME [SIZE]: a part; without a GPU in the script's own small size
 run() {
-  deadline=$((SECONDS + minutes * 60))
+  deadline=$((SECONDS + ${MINUTES:-9} * 60))
   [ "$device" != dry-run ] || set -- "$1"
   case $1 in
     prepare)
@@ -98,6 +92,7 @@ run() {
     attention) bench 540 attention speed ${2:+"$2"} --seconds 85 ;; # six kernels
     length) bench 540 step length ${2:+"$2"} ;;
     loss_head) bench 540 loss_head speed ;;
+    *) echo "benchmarks/gpu.sh: got '$1', needs one of those that its first lines list" >&2; exit 2 ;;
   esac
 }
 
@@ -111,12 +106,12 @@ else
 fi
 for part in "${parts[@]}"; do
   echo "== $part"
-  case $part in
-    attention) for row in "${rows[@]}"; do run attention "$row" && [ "$device" != dry-run ] || break; done ;;
-    step:* | attention:* | length:*) run "${part%%:*}" "${part#*:}" ;;
-    prepare | machine | correct | losses | step | length | loss_head) run "$part" ;;
-    *) echo "benchmarks/gpu.sh: got '$part', needs one of those that its first lines list" >&2; exit 2 ;;
-  esac
+  IFS=: read -r name size <<<"$part"
+  if [ "$part" = attention ]; then
+    for row in "${rows[@]}"; do run attention "$row" && [ "$device" != dry-run ] || break; done
+  else
+    run "$name" ${size:+"$size"}
+  fi
 done
 echo "$out"
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

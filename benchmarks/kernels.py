@@ -38,20 +38,20 @@ def compiled(name: str, head_size: int, share: int = 4, groups: int = 8) -> dict
     constants = {"N": groups * share, "G": groups, **triton_packed._constants(tile, share, head_size)}
     options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
     constants = {name: value for name, value in constants.items() if name in names}
-    types = {}
-    for argument in names:
-        number = argument in ("t", "u") or argument.endswith(("_row", "_head"))
-        types[argument] = "constexpr" if argument in constants else "i32" if number else POINTERS.get(argument, "*bf16")
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, argument in enumerate(names)
-        if types[argument].startswith("*") or argument.endswith(("_row", "_head"))
-    }
+    strides = [argument for argument in names if argument.endswith(("_row", "_head"))]
+
+    def type_of(argument: str) -> str:
+        if argument in constants:
+            return "constexpr"
+        return "i32" if argument in ("t", "u", *strides) else POINTERS.get(argument, "*bf16")
+
+    types = {argument: type_of(argument) for argument in names}
+    aligned = [argument for argument in names if types[argument].startswith("*") or argument in strides]
     source = ASTSource(
         fn=kernel,
         signature=types,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=aligned,
+        constexprs={(names.index(argument),): value for argument, value in constants.items()},
+        attrs={(names.index(argument),): [["tt.divisibility", 16]] for argument in aligned},
     )
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:

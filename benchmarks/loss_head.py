@@ -4,35 +4,26 @@
     python benchmarks/loss_head.py speed     forward and backward, by vocabulary and block of tokens
     python benchmarks/loss_head.py ... --tokens N --width N --vocabularies N ... --blocks N ... --dtype bf16|fp32
 
-Without CUDA the default sizes are small, Liger's kernels are left out, and times are processor time. "products" are the
-four matrix products that the head requires (logits, the recomputed logits, the gradients of the hidden states and of
-the matrix), with the same operands, results and blocks: `over_products` divides by their time. `extra_bytes` is the
-peak allocation beyond the arguments and their gradients.
+Without CUDA the default sizes are small, and times are processor time. "products" are the four matrix products that the
+head requires (logits, the recomputed logits, the gradients of the hidden states and of the matrix), with the same
+operands, results and blocks: `over_products` divides by their time. `extra_bytes` is the peak allocation beyond the
+arguments and their gradients.
 
-Predicted for T tokens of width D, a vocabulary of V and blocks of b, in bf16:
-
-    FLOPs       8 T D V
-    bytes       10 T V for the two kernels, in addition to the products' traffic: they read 8 and write 2
-    launches    6 per block
-    extra       4 b V
-
-On an H100 SXM (989 TFLOP/s, of which products reach 70 %; 3.35 TB/s) with T = 131,072, V = 128,256, D = 4,096 and
-b = 2,048: 0.80 s of products and 0.05 s of kernels, 1.06 of the products' time; 384 launches; 0.98 GiB. The goal: at
-most 1.15 of the products' time and 1 GiB.
-
-Liger's and torch's heads take three products instead of four, because they compute gradients in the forward pass, from
-a summed loss. Therefore they cannot weight tokens by their losses, return each token's log partition or entropy, or
-shard the vocabulary over tensor-parallel ranks. The trainer needs all of these, so its default is our head.
+For T tokens of width D, a vocabulary of V and blocks of b, in bf16, the products take 8 T D V FLOPs, the two kernels
+move 10 T V bytes more and are launched 6 times per block, and 4 b V bytes are allocated. On an H100 SXM (989 TFLOP/s,
+of which products reach 70 %; 3.35 TB/s) with T = 131,072, V = 128,256, D = 4,096 and b = 2,048, that is 0.80 s of
+products and 0.05 s of kernels: 1.06 of the products' time; and 0.98 GiB. The goal: at most 1.15, and 1 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +41,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Problem:
     """The arguments of a head: hidden [T, D] and weight [V, D] are leaves, labels [T] int64.
 
-    Attributes:
-        block: number of tokens whose logits exist at one time.
-        weight_grad: float32 [V, D], to which our head adds the weight's gradient, as in training.
+    Our head adds the weight's gradient to float32 `weight_grad` [V, D], as in training, in blocks of `block` tokens.
     """
 
     hidden: Tensor
@@ -120,9 +109,8 @@ def transformers(problem: Problem) -> Tensor:
     """Return the loss of transformers' LlamaForCausalLM: all logits, in float32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    logits = (problem.hidden @ problem.weight.T)[None]
+    logits, labels = (problem.hidden @ problem.weight.T)[None], problem.labels
     divisor = torch.tensor(1.0, device=DEVICE)
-    labels = problem.labels
     return ForCausalLMLoss(logits, labels[None], len(problem.weight), divisor, shift_labels=labels)
 
 
@@ -130,52 +118,33 @@ def liger(problem: Problem) -> Tensor:
     """Return Liger's fused linear cross entropy, which chooses its blocks itself."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    found = liger_fused_linear_cross_entropy(
-        problem.hidden, problem.weight, problem.labels, reduction="sum", accum_dtype=torch.float32
-    )
+    arguments = (problem.hidden, problem.weight, problem.labels)
+    found = liger_fused_linear_cross_entropy(*arguments, reduction="sum", accum_dtype=torch.float32)
     return found[0] if isinstance(found, tuple) else found
 
 
 Head = Callable[[Problem], Tensor]
 
 
-def with_backward(loss: Head) -> Head:
-    """Return a head that computes the gradients too."""
-
-    def head(problem: Problem) -> Tensor:
-        found = loss(problem)
-        found.backward()
-        return found
-
-    return head
+def backward(head: Head, problem: Problem) -> Tensor:
+    """Return a head's loss after its backward pass."""
+    loss = head(problem)
+    loss.backward()
+    return loss
 
 
-def heads() -> tuple[dict[str, Head], dict[str, str]]:
-    """Return the available heads, and why the others are unavailable."""
-    found: dict[str, Head] = {"plain": lambda problem: ours(problem, fused=False)}
-    missing = {}
-    if CUDA:
-        found["kernels"] = lambda problem: ours(problem, fused=True)
-    else:
-        missing["kernels"] = "needs CUDA; tests/test_loss_kernels.py runs them in Triton's interpreter"
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        found["torch linear_cross_entropy"] = lambda problem: torch_blocked(problem, torch.float32)
-        found["the same, sums in bf16"] = lambda problem: torch_blocked(problem, torch.bfloat16)
-    else:
-        missing["torch linear_cross_entropy"] = f"torch {torch.__version__} has none, torch 2.13 does"
-    if find_spec("transformers") is not None:
-        found["transformers"] = transformers
-    else:
-        missing["transformers"] = "not installed: pip install transformers"
-    if CUDA and find_spec("liger_kernel") is not None:
-        found["liger"] = liger
-    else:
-        missing["liger"] = "not installed: pip install liger-kernel" if CUDA else "its kernels need CUDA"
-    return {name: with_backward(loss) for name, loss in found.items()}, missing
+HEADS: dict[str, Head] = {
+    "plain": partial(ours, fused=False),
+    **({"kernels": partial(ours, fused=True)} if CUDA else {}),  # elsewhere tests/test_loss_kernels.py runs them
+    "torch linear_cross_entropy": partial(torch_blocked, dtype=torch.float32),
+    "the same, sums in bf16": partial(torch_blocked, dtype=torch.bfloat16),
+    "transformers": transformers,
+    "liger": liger,
+}
 
 
-def parity(sizes: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yield each head's errors over the largest exact value; ours may have twice the error of whole logits."""
+def parity(sizes: argparse.Namespace, records: Records) -> None:
+    """Record each head's errors over the largest exact value; ours may have twice the error of whole logits."""
     tokens, width = sizes.tokens or (512 if CUDA else 96), sizes.width or (4096 if CUDA else 64)
     vocabulary = (sizes.vocabularies or [GOAL_VOCABULARY if CUDA else 500])[0]
     problem = drawn(tokens, width, vocabulary, tokens // 3, DTYPES[sizes.dtype])
@@ -184,82 +153,76 @@ def parity(sizes: argparse.Namespace) -> Iterator[dict[str, object]]:
     total.backward()
     exact = [x.detach() for x in (total, hidden.grad, weight.grad) if x is not None]
     allowed: list[float] = []
-    for name, head in {"whole logits": with_backward(whole), **heads()[0]}.items():
+
+    def errors(name: str, head: Head) -> dict[str, object]:
         problem.clear()
-        record: dict[str, object] = {"step": "parity", "head": name, "tokens": tokens, "vocabulary": vocabulary}
-        try:
-            got = [head(problem).detach(), *problem.grads()]
-        except Exception as error:
-            ours_failed = {"ok": False} if name in OURS else {}
-            yield record | ours_failed | {"error": f"{type(error).__name__}: {error}"[:300]}
-            continue
-        errors = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True)]
-        allowed = allowed or [2 * error + 1e-6 for error in errors]
-        record |= dict(zip(("loss_error", "hidden_error", "weight_error"), errors, strict=True))
+        got = [backward(head, problem).detach(), *problem.grads()]
+        found = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True)]
+        if not allowed:
+            allowed.extend(2 * error + 1e-6 for error in found)
+        facts: dict[str, object] = dict(zip(("loss_error", "hidden_error", "weight_error"), found, strict=True))
         if name in OURS:
-            record["ok"] = all(error <= most for error, most in zip(errors, allowed, strict=True))
-        yield record
+            facts["ok"] = all(error <= most for error, most in zip(found, allowed, strict=True))
+        return facts
+
+    for name, head in {"whole logits": whole, **HEADS}.items():
+        facts = {"step": "parity", "head": name, "tokens": tokens, "vocabulary": vocabulary}
+        records.measure(partial(errors, name, head), required=name in OURS, **facts)
 
 
-def speed(sizes: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yield a record per vocabulary, block and head."""
+def speed(sizes: argparse.Namespace, records: Records) -> None:
+    """Record the time and memory of each vocabulary, block and head."""
     tokens, width = sizes.tokens or (131072 if CUDA else 512), sizes.width or (4096 if CUDA else 64)
     blocks = sizes.blocks or ([1024, 2048, 4096, 8192] if CUDA else [64, 128])
-    found, missing = heads()
-    for name, reason in missing.items():
-        yield {"step": "speed", "head": name, "skipped": reason}
     for vocabulary in sizes.vocabularies or ([32000, GOAL_VOCABULARY] if CUDA else [500, 2000]):
         for block in blocks:
             problem = drawn(tokens, width, vocabulary, block, DTYPES[sizes.dtype])
             facts = {"step": "speed", "tokens": tokens, "width": width, "vocabulary": vocabulary, "dtype": sizes.dtype}
-            products_s = seconds(products, problem)
-            yield facts | {"head": "products", "block": block, "milliseconds": round(products_s * 1e3, 3)}
-            for name, head in found.items():
+            products_s = seconds(partial(products, problem), problem)
+            records.add(**facts, head="products", block=block, milliseconds=products_s * 1e3)
+            for name, head in HEADS.items():
                 if name in ("liger", "transformers") and block != blocks[0]:  # they have no such block
                     continue
-                record = facts | {"head": name, "block": block}
-                try:
-                    taken, extra = seconds(head, problem), extra_bytes(head, problem)
-                except Exception as error:
-                    problem.clear()
-                    yield record | {"error": f"{type(error).__name__}: {error}"[:300]}
-                    continue
-                over = taken / products_s
-                record |= {"milliseconds": round(taken * 1e3, 3), "over_products": round(over, 3), "extra_bytes": extra}
-                record["tflops"] = round(8 * tokens * width * vocabulary / taken / 1e12, 2)
-                if CUDA and name == "kernels" and vocabulary == GOAL_VOCABULARY:
-                    record["within_goal"] = over <= GOAL_TIME and extra <= GOAL_BYTES
-                yield record
+                work = partial(figures, name, head, problem, products_s)
+                records.measure(work, required=False, **facts, head=name, block=block)
 
 
-def seconds(head: Head, problem: Problem, repeats: int = 3) -> float:
+def figures(name: str, head: Head, problem: Problem, products_s: float) -> dict[str, object]:
+    """Return a head's time, also over that of the products, its memory, and whether it is within the goal."""
+    work = partial(backward, head, problem)
+    taken, extra = seconds(work, problem), extra_bytes(work, problem)
+    vocabulary, width = problem.weight.shape
+    over, flops = taken / products_s, 8 * len(problem.hidden) * width * vocabulary
+    facts = {"milliseconds": taken * 1e3, "over_products": over, "extra_bytes": extra, "tflops": flops / taken / 1e12}
+    if name == "kernels" and vocabulary == GOAL_VOCABULARY:
+        facts["within_goal"] = over <= GOAL_TIME and extra <= GOAL_BYTES
+    return facts
+
+
+def seconds(work: Callable[[], object], problem: Problem, repeats: int = 3) -> float:
     """Return the median time of a forward and backward pass."""
     times: list[float] = []
     for _ in range(repeats + 1):
         problem.clear()
         with timed(times):
-            head(problem)
+            work()
     return statistics.median(times[1:])  # the first call compiles
 
 
-def extra_bytes(head: Head, problem: Problem) -> int:
+def extra_bytes(work: Callable[[], object], problem: Problem) -> int:
     """Return the peak allocation of one pass in bytes, minus the gradients that it leaves."""
     problem.clear()
     if CUDA:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        head(problem)
+        work()
         most = torch.cuda.max_memory_allocated() - before
     else:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-            head(problem)
-        results = seen.profiler.kineto_results if seen.profiler is not None else None
-        assert results is not None
-        events = [event for event in results.events() if event.name() == "[memory]"]
-        now = most = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            now += event.nbytes()
-            most = max(most, now)
+            work()
+        events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        most = max(itertools.accumulate(event.nbytes() for event in events))
     left = [grad for grad in (problem.hidden.grad, problem.weight.grad) if grad is not None]
     return most - sum(grad.nbytes for grad in left)
 
@@ -275,8 +238,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     options = parser.parse_args()
     records = Records("correct" if options.step == "parity" else "loss_head", options.output)
-    for record in (parity if options.step == "parity" else speed)(options):
-        records.add(**record)
+    (parity if options.step == "parity" else speed)(options, records)
     return int(records.failed > 0)
 
 

@@ -10,7 +10,7 @@ timed on all documents and on the first quarter of them: "tokens_per_s" is for a
 sensitive to other load. The fastest of several alternating rounds counts. "peak_mb" is the largest process's, for both
 inputs. "after_kill" is the share of the CPU time that a second run takes after the first was killed with half of the
 tokens on disk, with --datatrove (Megatron-LM starts again). Without --input: the sources of Python's standard library,
-in documents of at most --document-bytes, and a tokenizer trained on them.
+in documents of at most --document-bytes. The tokenizer is trained on the input.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from record import ROOT, Records, parser_of
+
 VOCABULARY = 32_000
 DATATROVE = """
 import sys
@@ -39,9 +40,8 @@ from datatrove.pipeline.tokens import MegatronDocumentTokenizer
 if __name__ == "__main__":
     corpus, tokenizer, output, workers = sys.argv[1:]
     folder, _, name = corpus.rpartition("/")
-    steps = [JsonlReader(folder, glob_pattern=name)]
-    tokenizer += "/tokenizer.json"
-    steps.append(MegatronDocumentTokenizer(output, tokenizer_name_or_path=tokenizer, batch_size=256))
+    writer = MegatronDocumentTokenizer(output, tokenizer_name_or_path=tokenizer + "/tokenizer.json", batch_size=256)
+    steps = [JsonlReader(folder, glob_pattern=name), writer]
     options = {"tasks": int(workers), "workers": int(workers), "logging_dir": output + "/log", "start_method": "spawn"}
     LocalPipelineExecutor(steps, **options).run()
 """
@@ -61,18 +61,16 @@ class Tool:
     """A command that tokenizes.
 
     Attributes:
-        command: its words.
-        folder: what it writes; a later run continues there if `resumes`.
+        folder: what it writes; a later run continues there, except Megatron-LM's.
         dataset: the prefix of its .bin and .idx.
         path: a folder for its imports.
     """
 
     name: str
-    command: tuple[str, ...]
+    command: str
     folder: Path
-    dataset: Path
+    dataset: str
     path: str = ""
-    resumes: bool = True
 
     def run(self, fresh: bool = True, kill_at: float | None = None) -> Spent:
         """Run it once, or kill it with `kill_at` bytes of tokens on disk; the resources include its workers'."""
@@ -81,27 +79,21 @@ class Tool:
             self.folder.mkdir()
         path = os.pathsep.join(filter(None, [self.path, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-        with tempfile.TemporaryFile("w+") as errors:
+        with (self.folder.parent / "log").open("w+") as log:
             began = time.perf_counter()
-            process = subprocess.Popen(
-                self.command,
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            )
-            while kill_at is not None and self.written() < kill_at:
-                assert process.poll() is None, "it ended before it could be killed; raise --corpus-bytes"
-                time.sleep(0.001)
+            options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
+            process = subprocess.Popen(self.command.split(), start_new_session=True, **options)
             if kill_at is not None:
+                while self.written() < kill_at:
+                    assert process.poll() is None, "it ended before it could be killed; raise --corpus-bytes"
+                    time.sleep(0.001)
                 os.killpg(process.pid, signal.SIGKILL)
             _, status, used = os.wait4(process.pid, 0)
             wall = time.perf_counter() - began
             process.returncode = os.waitstatus_to_exitcode(status)
-            if kill_at is None and (status or not Path(f"{self.dataset}.idx").exists()):
-                errors.seek(0)
-                raise SystemExit(f"{self.name} failed:\n{errors.read()[-2000:]}")
+            if kill_at is None and (status or not (self.folder / f"{self.dataset}.idx").exists()):
+                log.seek(0)
+                raise SystemExit(f"{self.name} failed:\n{log.read()[-2000:]}")
         return Spent(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
     def written(self) -> int:
@@ -112,43 +104,39 @@ class Tool:
         """Return the share of the CPU time that a run takes after one was killed half-way."""
         whole = self.run()
         self.run(kill_at=self.written() / 2)
-        return round(self.run(fresh=False).cpu / whole.cpu, 2)
+        return self.run(fresh=False).cpu / whole.cpu
 
 
 def tools_of(options: argparse.Namespace, corpus: Path, tokenizer: Path, folder: Path) -> list[Tool]:
     """Return ours, and those that the options name."""
-    python, workers = (sys.executable, "-W", "ignore"), str(options.workers)
-    ours = folder / "ours"
-    flags = ("--input", str(corpus), "--output-prefix", str(ours / "dataset"), "--tokenizer-model", str(tokenizer))
-    command = (*python, "tools/preprocess_data.py", *flags, "--workers", workers, "--resume")
-    tools = [Tool("megatron_ext", command, ours, ours / "dataset")]
+    python, script = f"{sys.executable} -W ignore", "tools/preprocess_data.py"
+    flags = f"--input {corpus} --tokenizer-model {tokenizer} --workers {options.workers} --output-prefix {folder}"
+    command = f"{python} {script} {flags}/megatron_ext/dataset --resume"
+    tools = [Tool("megatron_ext", command, folder / "megatron_ext", "dataset")]
     if options.megatron_lm:
-        out = folder / "Megatron-LM"
-        flags = ("--input", str(corpus), "--output-prefix", str(out / "dataset"), "--append-eod", "--workers", workers)
-        kind = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer))
-        command = (*python, str(options.megatron_lm / "tools" / "preprocess_data.py"), *flags, *kind)
-        dataset = out / "dataset_text_document"
-        tools.append(Tool("Megatron-LM", command, out, dataset, str(options.megatron_lm), resumes=False))
+        checkout, kind = options.megatron_lm.resolve(), "--append-eod --tokenizer-type HuggingFaceTokenizer"
+        command = f"{python} {checkout}/{script} {flags}/Megatron-LM/dataset {kind}"
+        tools.append(Tool("Megatron-LM", command, folder / "Megatron-LM", "dataset_text_document", str(checkout)))
     if options.datatrove:
-        out, script = folder / "datatrove", folder / "run_datatrove.py"
-        script.write_text(DATATROVE)
-        command = (options.datatrove, "-W", "ignore", str(script), str(corpus), str(tokenizer), str(out), workers)
-        tools.append(Tool("datatrove", command, out, out / "00000_tokens"))
+        (folder / "run_datatrove.py").write_text(DATATROVE)
+        words = f"{folder}/run_datatrove.py {corpus} {tokenizer} {folder}/datatrove {options.workers}"
+        tools.append(Tool("datatrove", f"{options.datatrove} {words}", folder / "datatrove", "00000_tokens"))
     return tools
 
 
-def make_inputs(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
-    """Write large.jsonl, and small.jsonl with its first documents; from --input or from this machine's own texts."""
+def make_inputs(options: argparse.Namespace, folder: Path) -> tuple[Path, Path, Path]:
+    """Write small.jsonl with the first quarter of the documents, large.jsonl with all, and a tokenizer for them."""
     source, size = options.input or folder / "corpus.jsonl", options.document_bytes
     if options.input is None:
         _tool("gather_corpus", "--output", source, "--max-bytes", options.corpus_bytes)
     with source.open() as lines:
         texts = [json.loads(line)["text"] for line in lines]
-    pieces = [text[i : i + size] for text in texts for i in range(0, len(text), size)]
-    paths = folder / "small.jsonl", folder / "large.jsonl"
-    for path, count in zip(paths, (max(len(pieces) // 4, 1), len(pieces)), strict=True):
-        path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces[:count]))
-    return paths
+    documents = [json.dumps({"text": text[i : i + size]}) + "\n" for text in texts for i in range(0, len(text), size)]
+    small, large, tokenizer = folder / "small.jsonl", folder / "large.jsonl", folder / "tokenizer"
+    small.write_text("".join(documents[: max(len(documents) // 4, 1)]))
+    large.write_text("".join(documents))
+    _tool("train_tokenizer", "--input", large, "--vocab-size", VOCABULARY, "--output", tokenizer)
+    return small, large, tokenizer
 
 
 def _tool(name: str, *flags: object) -> None:
@@ -156,11 +144,8 @@ def _tool(name: str, *flags: object) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Print the figures of each tool, and ours over each of the others."""
-    inputs = make_inputs(options, folder)
-    tokenizer = options.tokenizer or folder / "tokenizer"
-    if options.tokenizer is None:
-        _tool("train_tokenizer", "--input", inputs[1], "--vocab-size", VOCABULARY, "--output", tokenizer)
+    """Record the figures of each tool, and ours over each of the others."""
+    *inputs, tokenizer = make_inputs(options, folder)
     spent: dict[str, tuple[list[Spent], list[Spent]]] = {}
     tokens = [0, 0]
     for _ in range(options.rounds):
@@ -168,21 +153,21 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             tools = tools_of(options, corpus, tokenizer, folder)
             for tool in tools:
                 spent.setdefault(tool.name, ([], []))[size].append(tool.run())
-            if len({Path(f"{tool.dataset}.bin").read_bytes() for tool in tools}) != 1:
+            if len({(tool.folder / f"{tool.dataset}.bin").read_bytes() for tool in tools}) != 1:
                 raise SystemExit("the tools do not give the same tokens; does the tokenizer add special tokens?")
-            tokens[size] = json.loads((folder / "ours" / "dataset.json").read_text())["tokens"]
+            tokens[size] = json.loads((folder / "megatron_ext" / "dataset.json").read_text())["tokens"]
+    records = Records("preprocess", options.output)
     about = {"workers": options.workers, "document_bytes": options.document_bytes, "tokens": tokens}
     found = {name: rates(*rounds, tokens) for name, rounds in spent.items()}
     for tool in tools:
-        figures: dict[str, Any] = {key: round(rate) for key, rate in found[tool.name].items()}
+        figures: dict[str, Any] = dict(found[tool.name])
         figures["peak_mb"] = [round(max(run.peak_mb for run in runs)) for runs in spent[tool.name]]
-        if options.datatrove and tool.resumes:
+        if options.datatrove and tool.name != "Megatron-LM":
             figures["after_kill"] = tool.after_kill()
-        print(json.dumps({"tool": tool.name, **about, **figures}), flush=True)
+        records.add(tool=tool.name, **about, **figures)
     ours = found.pop("megatron_ext")
     for name, theirs in found.items():
-        ratios = {key: round(ours[key] / theirs[key], 2) for key in ours}
-        print(json.dumps({"tool": f"ratio to {name}", **about, **ratios}), flush=True)
+        records.add(tool=f"ratio to {name}", **about, **{key: ours[key] / theirs[key] for key in ours})
 
 
 def rates(small: list[Spent], large: list[Spent], tokens: list[int]) -> dict[str, float]:
@@ -197,12 +182,11 @@ def rates(small: list[Spent], large: list[Spent], tokens: list[int]) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--megatron-lm", type=Path, metavar="DIR", help="a checkout of Megatron-LM to measure as well")
     parser.add_argument("--datatrove", metavar="PYTHON", help="an interpreter with datatrove, to measure it as well")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--input", type=Path, help=".jsonl with a field text (default: Python's own sources)")
-    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json (default: one trained on the input)")
     parser.add_argument("--corpus-bytes", type=int, default=8_000_000, help="of those sources to use (without --input)")
     parser.add_argument("--document-bytes", type=int, default=1 << 40, help="cut texts into documents of this size")
     parser.add_argument("--rounds", type=int, default=2)

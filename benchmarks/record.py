@@ -1,4 +1,4 @@
-"""What benchmarks share: the command line, the results with their context, and the clock."""
+"""What benchmarks share: the command line, the results with their context, the clock, and processes of their own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,24 +25,19 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 PACKAGES = ["torch", "triton", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4", "liger-kernel"]
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that affect the figures."""
-    found = {}
+def machine() -> dict[str, Any]:
+    """Return the device, the versions of the packages that affect the figures, the date and the command."""
+    versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """Return the device, the versions, the date and the command."""
+            versions[name] = importlib.metadata.version(name)
     device = torch.cuda.get_device_name() if CUDA else f"{os.cpu_count()} cores {platform.machine()}"
-    facts: dict[str, Any] = {"device": device, "python": platform.python_version(), "versions": versions()}
+    facts: dict[str, Any] = {"device": device, "python": platform.python_version(), "versions": versions}
     if CUDA:
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         facts["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return facts | {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "command": f"python benchmarks/{command}"}
+    return facts | {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "load": os.getloadavg()[0], "command": command}
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -56,27 +53,40 @@ class Records:
     Each line of the file includes the machine, so that the results before a failure are complete.
 
     Args:
-        part: part of benchmarks/gpu.sh, stored under "part" in each line.
+        part: of benchmarks/gpu.sh or of the script, stored under "part" in each line.
         output: the file; None to only print.
+        context: further facts for each line of the file.
     """
 
-    def __init__(self, part: str, output: Path | None) -> None:
-        self.part, self.output, self.machine, self.failed = part, output, machine(), 0
+    def __init__(self, part: str, output: Path | None, **context: Any) -> None:
+        self.part, self.output, self.context, self.failed = part, output, machine() | context, 0
 
     def add(self, **facts: Any) -> None:
-        """Record a result; a result with `ok` False counts as failed."""
+        """Record a result, floats with six digits; a result with `ok` False counts as failed."""
         self.failed += facts.get("ok") is False
-        shown = {"part": self.part, **facts}
+        rounded = {name: float(f"{fact:.6g}") if isinstance(fact, float) else fact for name, fact in facts.items()}
+        shown = {"part": self.part, **rounded}
         print(json.dumps(shown), flush=True)
         if self.output:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             with self.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(shown | self.machine) + "\n")
+                file.write(json.dumps(shown | self.context) + "\n")
 
-    def error(self, error: Exception, **facts: Any) -> None:
-        """Record an error in one line, and continue."""
-        first = (str(error).splitlines() or [""])[0]
-        self.add(**facts, ok=False, error=f"{type(error).__name__}: {first}"[:300])
+    def measure(self, work: Callable[[], Mapping[str, Any]], required: bool = True, **facts: Any) -> bool:
+        """Record the facts that `work` returns, or its error, which fails if `required`; return whether it had none."""
+        try:
+            found = work()
+        except ModuleNotFoundError as error:
+            self.add(**facts, skipped=str(error))
+            return True
+        except Exception as error:  # libraries without kernels for this machine raise errors of any type
+            traceback.print_exc()
+            first = (str(error).splitlines() or [""])[0]
+            failed = {"ok": False} if required else {}
+            self.add(**facts, **failed, error=f"{type(error).__name__}: {first}"[:300])
+            return False
+        self.add(**facts, **found)
+        return True
 
 
 @contextlib.contextmanager
@@ -104,3 +114,11 @@ def processor_seconds(cases: Mapping[str, Callable[[], object]], rounds: int) ->
             work()
             least[name] = min(least[name], time.process_time() - began)
     return least
+
+
+def run_apart(*arguments: str, output: Path | None, timeout_s: float | None = None) -> int:
+    """Run this script in a process of its own, which an error of the GPU does not outlive; return its exit status."""
+    to_file = ["--output", str(output)] if output else []
+    return subprocess.run(
+        [sys.executable, sys.argv[0], *arguments, *to_file], check=False, timeout=timeout_s
+    ).returncode

@@ -81,23 +81,17 @@ class FailedError(Exception):
 
 @dataclass
 class Job:
-    """A run of two ranks in `folder`; callers must call `status` often.
-
-    Attributes:
-        starts: number of starts.
-        memory: (seconds, step, MiB of each rank), by time.
-    """
+    """A run of two ranks in `folder`; callers must call `status` often."""
 
     folder: Path
-    began: float
     starts: int = 0
-    memory: list[tuple[float, int, list[float]]] = field(default_factory=list)
     ranks: list[psutil.Popen] = field(default_factory=list)
     first_end: float | None = None
 
     def __post_init__(self) -> None:
-        self.run, self.slow = self.folder / "run", self.folder / "slow"
-        self.logs = [self.folder / f"rank.{number}.log" for number in range(RANKS)]
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.run, self.slow, self.log = self.folder / "run", self.folder / "slow", self.folder / "ranks.log"
 
     def start(self) -> None:
         """Start the ranks, or start them again."""
@@ -110,42 +104,27 @@ class Job:
         command = [sys.executable, __file__, "rank", *flags]
         command += ["--save", str(self.run), "--load", str(self.run), "--load-if-present"]
         self.starts, self.ranks, self.first_end = self.starts + 1, [], None
-        for number, path in enumerate(self.logs):
+        for number in range(RANKS):
             environment = os.environ | here | {"RANK": str(number), "LOCAL_RANK": str(number)}
-            with path.open("ab") as log:
+            with self.log.open("ab") as log:
                 self.ranks.append(psutil.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
 
     def status(self) -> int | None:
-        """Record the ranks' memory; return their largest exit status, None while one runs, at most GRACE_S alone."""
+        """Return the largest exit status of the ranks, None while one runs; one runs at most GRACE_S alone."""
         time.sleep(0.1)
-        now, statuses = time.monotonic(), [one.poll() for one in self.ranks]
+        statuses = [one.poll() for one in self.ranks]
         if None not in statuses:
             return max(128 - status if status < 0 else status for status in statuses)
-        if statuses == [None] * RANKS:
-            if not self.memory or now - self.began - self.memory[-1][0] > 1:
-                with contextlib.suppress(psutil.Error):
-                    resident = [one.memory_info().rss / 2**20 for one in self.ranks]
-                    self.memory.append((now - self.began, self.steps(), resident))
-            return None
-        self.first_end = self.first_end or now
-        if now - self.first_end > GRACE_S:
-            self.kill()
+        if statuses != [None] * RANKS:
+            self.first_end = self.first_end or time.monotonic()
+            if time.monotonic() - self.first_end > GRACE_S:
+                self.kill()
         return None
 
-    def steps(self) -> int:
-        """Count the recorded steps: the last complete line of the metrics."""
-        metrics = self.run / "metrics.jsonl"
-        if not metrics.exists():
-            return 0
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - 8192))
-            lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b'{"step":')]
-        return int(json.loads(lines[-1])["step"]) + 1 if lines else 0
-
-    def saved(self) -> str:
-        """Return the step of the newest checkpoint."""
+    def saved(self) -> int:
+        """Return the step of the newest checkpoint, 0 without one."""
         pointer = self.run / "checkpoints" / "latest_checkpointed_iteration.txt"
-        return pointer.read_text() if pointer.exists() else "none"
+        return int(pointer.read_text()) if pointer.exists() else 0
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 600) -> None:
         """Wait while the job runs without faults.
@@ -163,10 +142,6 @@ class Job:
         before = self.saved()
         self.wait_for(lambda: self.saved() != before, "a new checkpoint")
 
-    def written(self) -> list[str]:
-        """Return what each rank has written."""
-        return [path.read_text(errors="replace") if path.exists() else "" for path in self.logs]
-
     def kill(self) -> None:
         for one in self.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -174,31 +149,26 @@ class Job:
         psutil.wait_procs(self.ranks, timeout=30)
 
 
-def inject(job: Job, kind: str, number: int) -> None:
-    """Inject a fault into a rank."""
-    if job.status() is not None:
-        raise FailedError(f"{kind}: the ranks have ended before it")
-    if kind in SIGNALS:
-        job.ranks[number].send_signal(SIGNALS[kind])
-    elif kind == "slow":
+def inject(job: Job, kind: str, number: int) -> int | None:
+    """Inject a fault into a rank, and return the status with which the job ends; None if it goes on."""
+    if kind == "slow":
         job.slow.touch()
-    else:
+        job.wait_for_checkpoint()
+        job.wait_for_checkpoint()
+        job.slow.unlink()
+        return None
+    if kind == "full":
         largest = max(path.stat().st_size for path in job.run.glob("checkpoints/iter_*/*.distcp"))
         bound = max((job.run / "metrics.jsonl").stat().st_size + 20_000, largest // 2)
         for one in job.ranks:
             resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))
-
-
-def problem_of(fault: dict[str, Any]) -> str | None:
-    """Return what is wrong with the outcome of a fault; None if it is as expected."""
-    kind, status = fault["fault"], fault["status"]
-    if kind == "slow":
-        return None if status is None else f"a slow disk has ended the run with {status}"
-    if status is None or fault["took_s"] > FOUND_S:
-        return f"{fault['took_s']:.0f} s to the end, needs at most {FOUND_S}"
-    if kind != "warn" and not any(MESSAGES[kind] in line for line in fault["errors"]):
-        return f"no line says {MESSAGES[kind]!r}: {fault['errors']}"
-    return None
+    else:
+        job.ranks[number].send_signal(SIGNALS[kind])
+    deadline = time.monotonic() + FOUND_S
+    while (status := job.status()) is None:
+        if time.monotonic() > deadline:
+            raise FailedError(f"{kind}: the ranks have not ended after {FOUND_S} s")
+    return status
 
 
 def train_with_faults(job: Job, seconds: float, every_s: float, chance: random.Random) -> list[dict[str, Any]]:
@@ -207,55 +177,53 @@ def train_with_faults(job: Job, seconds: float, every_s: float, chance: random.R
     Raises:
         FailedError: the run does not continue after a fault, or has ended without one.
     """
-    faults: list[dict[str, Any]] = []
-    queue: list[str] = []
-    ending = False
+    began, faults, queue = time.monotonic(), list[dict[str, Any]](), list[str]()
     job.start()
-    while not ending:
-        ending = time.monotonic() - job.began > seconds
+    while True:
+        ending = time.monotonic() - began > seconds
         job.wait_for_checkpoint()
         until = time.monotonic() + chance.uniform(0, 2 * every_s)
         job.wait_for(lambda until=until: time.monotonic() > until, "the next fault")  # type: ignore[misc]
         queue = queue or chance.sample(KINDS, len(KINDS))
         kind, number = "warn" if ending else queue.pop(), chance.randrange(RANKS)
-        step, began, before = job.steps(), time.monotonic(), job.written()
-        inject(job, kind, number)
-        status = None
-        if kind == "slow":
-            job.wait_for_checkpoint()
-            job.wait_for_checkpoint()
-            job.slow.unlink()
-        else:
-            while (status := job.status()) is None and time.monotonic() - began < 2 * FOUND_S:
-                pass
-        since = "\n".join(now[len(old) :] for now, old in zip(job.written(), before, strict=True))
-        fault = {
-            "fault": kind,
-            "rank": number,
-            "step": step,
-            "took_s": round(time.monotonic() - began, 1),
-            "status": status,
-            "errors": [line for line in since.splitlines() if re.match(r"error: |\w+Error: ", line)],
-            "at_s": round(began - job.began, 1),
-        }
+        fault = {"fault": kind, "rank": number, "saved": job.saved(), "at_s": round(time.monotonic() - began, 1)}
+        before, start = job.log.stat().st_size, time.monotonic()
+        status = inject(job, kind, number)
+        written = job.log.read_bytes()[before:].decode(errors="replace").splitlines()
+        errors = [line for line in written if re.match(r"error: |\w+Error: ", line)]
+        fault |= {"took_s": round(time.monotonic() - start, 1), "status": status, "errors": errors}
         faults.append(fault)
         print(json.dumps(fault), flush=True)
-        if (problem := problem_of(fault)) is not None:
-            raise FailedError(problem)
-        if status is not None and not ending:
+        if kind in MESSAGES and not any(MESSAGES[kind] in line for line in errors):
+            raise FailedError(f"{kind}: no line says {MESSAGES[kind]!r}: {errors}")
+        if ending:
+            return faults
+        if status is not None:
             job.start()
-    return faults
 
 
-def growth(job: Job) -> list[float]:
-    """Return each rank's relative memory growth from the second to the last quarter of its steps: 0.01 is 1 %."""
-    training = [resident for _, step, resident in job.memory if step > 0]
-    quarter = len(training) // 4
-    early, late = training[quarter : 2 * quarter], training[3 * quarter :]
-    if not early:
-        raise FailedError(f"memory was looked at {len(training)} times only; give it more time")
+def train_again(job: Job, steps: int, timeout_s: float) -> list[float]:
+    """Train for at least `steps` steps without faults; return each rank's relative memory growth: 0.01 is 1 %.
+
+    It is that of the median from the second to the last quarter of the time after the first checkpoint.
+    """
+    resident: list[list[int]] = []
+
+    def far_enough() -> bool:
+        saved = job.saved()
+        if saved:
+            resident.append([one.memory_info().rss for one in job.ranks])
+        return saved >= steps
+
+    job.start()
+    job.wait_for(far_enough, f"{steps} steps", timeout_s)
+    job.kill()
+    quarter = len(resident) // 4
+    if not quarter:
+        raise FailedError(f"memory was looked at {len(resident)} times only; give it more time")
+    early, late = resident[quarter : 2 * quarter], resident[3 * quarter :]
     medians = ([statistics.median(one) for one in zip(*part, strict=True)] for part in (early, late))
-    return [after / before - 1 for before, after in zip(*medians, strict=True)]
+    return [round(after / before - 1, 4) for before, after in zip(*medians, strict=True)]
 
 
 def differences(disturbed: Path, whole: Path) -> list[str]:
@@ -282,37 +250,25 @@ def main() -> int:
     if options.output is None:
         parser.error("--output FOLDER is required")
     folder, share = options.output.resolve(), options.hours * 3600 / 2
-    for name in ("disturbed", "whole"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).mkdir(parents=True)
+    disturbed, whole = (Job(folder / name) for name in ("disturbed", "whole"))
     (folder / "soak.jsonl").unlink(missing_ok=True)
-    records, began = Records("soak", folder / "soak.jsonl"), time.monotonic()
-    disturbed, whole = (Job(folder / name, began) for name in ("disturbed", "whole"))
-    result: dict[str, Any] = {"hours": options.hours, "seed": options.seed, "ok": False}
+    records = Records("soak", folder / "soak.jsonl")
+    facts: dict[str, Any] = {"hours": options.hours, "seed": options.seed}
     try:
         faults = train_with_faults(disturbed, share, options.every, random.Random(options.seed))
-        steps = disturbed.steps()
-        whole.start()
-        whole.wait_for(lambda: whole.steps() >= steps, f"{steps} steps", 2 * share + 300)
-        whole.kill()
-        apart, grown = differences(disturbed.run, whole.run), growth(whole)
-        result |= {
-            "steps": steps,
-            "starts": disturbed.starts,
-            "faults": {kind: sum(fault["fault"] == kind for fault in faults) for kind in KINDS},
-            "values_apart": len(apart),
-            "first_apart": apart[:3],
-            "memory_growth": [round(one, 4) for one in grown],
-            "longest_end_s": max(fault["took_s"] for fault in faults if fault["fault"] != "slow"),
-            "ok": not apart and max(grown) <= FLAT,
-            "log": faults,
-        }
+        steps = len(read_jsonl(disturbed.run / "metrics.jsonl"))
+        grown = train_again(whole, steps, 2 * share + 300)
+        apart = differences(disturbed.run, whole.run)
+        counts = {kind: sum(fault["fault"] == kind for fault in faults) for kind in KINDS}
+        facts |= {"steps": steps, "starts": disturbed.starts, "faults": counts}
+        facts |= {"values_apart": len(apart), "first_apart": apart[:3], "memory_growth": grown}
+        facts["longest_end_s"] = max(fault["took_s"] for fault in faults if fault["fault"] != "slow")
+        records.add(**facts, ok=not apart and max(grown) <= FLAT, log=faults)
     except FailedError as error:
-        result["error"] = str(error)
+        records.add(**facts, ok=False, error=str(error))
     finally:
         disturbed.kill()
         whole.kill()
-    records.add(**result)
     return int(records.failed > 0)
 
 

@@ -1,13 +1,13 @@
 """Measure whole optimizer steps of the papers' models, and the longest row that one GPU trains.
 
-    python benchmarks/step.py speed [SHAPE ...] [--recompute] [--profile] [--output results.jsonl]
+    python benchmarks/step.py speed [SHAPE ...] [--profile] [--output results.jsonl]
     python benchmarks/step.py length [SHAPE ...] [--modes none full host] [--output results.jsonl]
 
 Speed: tokens/s, MFU, peak memory, and the share of time that the window schedule saves. SHAPE is 120M-8K, 360M-8K,
 1B-8K, 1B-32K, 8B-8K or 8B-32K; those of 8B have 4 of its 32 layers. Steps are timed under the windows of 20 evenly
 spaced moments of the schedule, each distinct window once. "saved" is 1 - (mean of the 20 times) / (time at the full
 window), next to the same quotient of FLOPs, which bounds it. MFU is that of the causal mask's FLOPs against 989 TFLOP/s
-(H100 and H200, dense bf16); recomputation does not count. The peak is shown next to the estimate of --dry-run.
+(H100 and H200, dense bf16). The peak is shown next to the estimate of --dry-run.
 
 Length: SHAPE is 1B, or 8B with 2 of its 32 layers (a pipeline stage of 16, with both ends). Rows of one document double
 from 8K on until a step runs out of memory, with and without recomputation and offloading. The goal is 512K.
@@ -16,34 +16,34 @@ from 8K on until a step runs out of memory, with and without recomputation and o
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from record import CUDA, Records, parser_of
+from record import CUDA, Records, parser_of, run_apart
 from training import Training, configure
 
-from megatron_ext.config import Config
 from megatron_ext.engine import parallel
 from megatron_ext.planning.memory import estimate
 from megatron_ext.schedule import build_schedule
 
 PEAK_FLOPS = 989e12
 MOMENTS = 20
+PAPER_STEPS = 95_367  # of 1,048,576 tokens: arXiv 2503.15450, Tables 8 and 11
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, its rows, and the run whose windows are sampled (arXiv 2503.15450, Tables 8 and 11: 100B tokens).
+    """A model and its rows.
 
     Attributes:
         preset: of megatron_ext.config.presets.
         length: tokens of a row.
         rows: of a step, in micro-batches of `micro`.
-        rate: tokens by which the window grows in a step of the paper's run, which has `steps`.
+        rate: tokens by which the window grows in each of the paper's steps.
         mfu: the goal at the full window.
         saving: the goal, as a share of the step's time.
     """
@@ -54,19 +54,13 @@ class Shape:
     micro: int = 1
     layers: int | None = None
     rate: float = 0.125
-    steps: int = 95_367  # steps of 1,048,576 tokens
-    mfu: float | None = None
+    mfu: float = 0.0
     saving: float | None = None
 
-    def config(self, recompute: str | None) -> Config:
-        """Return the configuration for one process."""
-        built = configure(self.preset, self.length, self.rows, layers=self.layers, recompute_granularity=recompute)
-        return replace(built, data=replace(built.data, micro_batch_size=self.micro))
-
     def windows(self) -> list[int]:
-        """Return the windows at evenly spaced moments of the run."""
+        """Return the windows at evenly spaced moments of the paper's run."""
         schedule = build_schedule(kind="linear", start=32, end=self.length, rate=self.rate)
-        return [schedule.window_at(int((k + 0.5) / MOMENTS * self.steps)) for k in range(MOMENTS)]
+        return [schedule.window_at(int((k + 0.5) / MOMENTS * PAPER_STEPS)) for k in range(MOMENTS)]
 
 
 SHAPES = {
@@ -85,44 +79,37 @@ FIRST, LAST = (8192, 2**20) if CUDA else (128, 256)
 OUT_OF_MEMORY = 3
 
 
-def measure(name: str, records: Records, recompute: str | None, *, profile: bool) -> None:
-    """Time a shape under its windows; record a line per window, and one for the shape."""
-    chosen = SHAPES[name]
-    config = chosen.config(recompute)
-    facts: dict[str, Any] = {"shape": name, "layers": config.model.num_layers, "recompute": recompute or "none"}
+def measure(name: str, records: Records, *, profile: bool) -> dict[str, Any]:
+    """Time a shape under its windows; record a line per window, and return the facts of the shape."""
+    shape = SHAPES[name]
+    built = configure(shape.preset, shape.length, shape.rows, layers=shape.layers)
+    config = replace(built, data=replace(built.data, micro_batch_size=shape.micro))
     training = Training(config)
-    windows = chosen.windows()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
+    facts = {"shape": name, "layers": config.model.num_layers}
+    windows = shape.windows()
     times, flops = {}, {}
-    for window in sorted({*windows, chosen.length}, reverse=True):  # the full window first: it has the peak
+    for window in sorted({*windows, shape.length}, reverse=True):  # the full window first: it has the peak
         batches = training.batches(0, window)
         seen = [training.seconds(batches) for _ in range(4 if CUDA else 2)]
-        times[window], flops[window] = statistics.median(seen[1:]), training.flops(batches)
-        records.add(
-            **facts,
-            window=window,
-            seconds=round(times[window], 4),
-            tokens_per_s=round(chosen.rows * chosen.length / times[window]),
-            mfu=round(flops[window] / times[window] / PEAK_FLOPS, 4),
-        )
-    saved = 1 - statistics.mean(times[w] for w in windows) / times[chosen.length]
-    bound = 1 - statistics.mean(flops[w] for w in windows) / flops[chosen.length]
-    mfu = flops[chosen.length] / times[chosen.length] / PEAK_FLOPS
-    goals = {"mfu_goal": chosen.mfu, "saving_goal": chosen.saving}
-    summary: dict[str, Any] = {"summary": True, "mfu": round(mfu, 4), "saved": round(saved, 4)}
-    summary |= {"flops_bound": round(bound, 4), **{goal: value for goal, value in goals.items() if value is not None}}
-    if chosen.mfu is not None or chosen.saving is not None:
-        met = chosen.mfu is None or mfu >= chosen.mfu
-        summary["met"] = met and (chosen.saving is None or saved >= max(chosen.saving, 0.9 * bound))
+        seconds, flops[window] = statistics.median(seen[1:]), training.flops(batches)
+        times[window] = seconds
+        rates = {"tokens_per_s": shape.rows * shape.length / seconds, "mfu": flops[window] / seconds / PEAK_FLOPS}
+        records.add(**facts, window=window, seconds=seconds, **rates)
+    saved, bound = (1 - statistics.mean(of[w] for w in windows) / of[shape.length] for of in (times, flops))
+    mfu = flops[shape.length] / times[shape.length] / PEAK_FLOPS
+    summary: dict[str, Any] = {"summary": True, "mfu": mfu, "saved": saved, "flops_bound": bound}
+    if shape.mfu or shape.saving is not None:
+        saved_enough = shape.saving is None or saved >= max(shape.saving, 0.9 * bound)
+        summary |= {"mfu_goal": shape.mfu, "saving_goal": shape.saving, "met": mfu >= shape.mfu and saved_enough}
     if CUDA:
-        expected = estimate(config, 1, training.vocab_size).total
-        peak = torch.cuda.max_memory_allocated()
-        summary |= {"peak_bytes": peak, "estimated_bytes": expected, "peak_over_estimate": round(peak / expected, 3)}
-    records.add(**facts, **summary)
+        expected, peak = estimate(config, 1, training.vocab_size).total, torch.cuda.max_memory_allocated()
+        summary |= {"peak_bytes": peak, "estimated_bytes": expected, "peak_over_estimate": peak / expected}
     if profile:
         records.add(**facts, kernels=kernel_table(training))
     parallel.stop()
+    return {"layers": config.model.num_layers, **summary}
 
 
 def kernel_table(training: Training, rows: int = 25) -> list[dict[str, Any]]:
@@ -150,20 +137,8 @@ def attempt(name: str, mode: str, length: int, records: Records) -> int:
         records.add(**facts, fits=False)
         return OUT_OF_MEMORY
     peak = torch.cuda.max_memory_allocated() if CUDA else None
-    records.add(**facts, fits=True, seconds=round(seconds, 3), tokens_per_s=round(length / seconds), peak_bytes=peak)
+    records.add(**facts, fits=True, seconds=seconds, tokens_per_s=length / seconds, peak_bytes=peak)
     parallel.stop()
-    return 0
-
-
-def longest(name: str, mode: str, output: list[str], end: float) -> int:
-    """Double the length while it fits and there is time, each attempt in a process of its own."""
-    length = FIRST
-    while length <= LAST and time.monotonic() < end:
-        command = [sys.executable, __file__, "length", name, "--modes", mode, "--length", str(length), *output]
-        status = subprocess.run(command, check=False).returncode
-        if status:
-            return 0 if status == OUT_OF_MEMORY else status
-        length *= 2
     return 0
 
 
@@ -171,7 +146,6 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=("speed", "length"))
     parser.add_argument("shapes", nargs="*", metavar="SHAPE")
-    parser.add_argument("--recompute", action="store_true", help="speed: recompute whole layers, if memory is short")
     parser.add_argument("--profile", action="store_true", help="speed: add the kernels that take the most time")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of length")
     parser.add_argument("--seconds", type=float, default=500, help="length: begin no attempt after so long")
@@ -182,23 +156,26 @@ def main() -> int:
     for name in set(shapes) - known.keys():
         parser.error(f"SHAPE: got {name!r}, needs one of {', '.join(known)}")
     records = Records("step" if options.what == "speed" else "length", options.output)
-    output = ["--output", str(options.output)] if options.output else []
     if options.length:
         return attempt(shapes[0], options.modes[0], options.length, records)
-    if options.what == "length":
-        end = time.monotonic() + options.seconds
-        failed = [longest(name, mode, output, end) for name in shapes for mode in options.modes]
-        return int(any(failed))
-    if len(shapes) > 1:  # a separate process for each: running out of memory does not affect the others
-        flags = [*output, *(flag for flag in ("--recompute", "--profile") if flag in sys.argv)]
-        done = [subprocess.run([sys.executable, __file__, "speed", one, *flags], check=False) for one in shapes]
-        return int(any(one.returncode for one in done))
-    recompute = "full" if options.recompute else None
-    try:
-        measure(shapes[0], records, recompute, profile=options.profile)
-    except torch.OutOfMemoryError as error:
-        records.error(error, shape=shapes[0], recompute=recompute or "none")
-    return int(records.failed > 0)
+    if options.what == "speed" and len(shapes) == 1:
+        work = partial(measure, shapes[0], records, profile=options.profile)
+        return int(not records.measure(work, shape=shapes[0]))
+
+    # a process for each shape and each length: one that runs out of memory does not affect the others
+    if options.what == "speed":
+        flags = ["--profile"] if options.profile else []
+        statuses = [run_apart("speed", shape, *flags, output=options.output) for shape in shapes]
+        return int(any(statuses))
+    end, failed = time.monotonic() + options.seconds, False
+    for shape in shapes:
+        for mode in options.modes:
+            length, status = FIRST, 0
+            while not status and length <= LAST and time.monotonic() < end:
+                command = ("length", shape, "--modes", mode, "--length", str(length))
+                status, length = run_apart(*command, output=options.output), 2 * length
+            failed |= status not in (0, OUT_OF_MEMORY)
+    return int(failed)
 
 
 if __name__ == "__main__":

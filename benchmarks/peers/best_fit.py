@@ -10,17 +10,17 @@ packers. Reported are the number of rows, the padding in them, and processor tim
 
 from __future__ import annotations
 
-import argparse
 import importlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from context_parallel import K
+from record import Records, parser_of, processor_seconds
 
-from benchmarks.context_parallel import K
-from benchmarks.peers.checkouts import absent, heading, package
-from benchmarks.record import processor_seconds
+from benchmarks.peers.checkouts import absent, commits, package
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 
 Packer = Callable[[np.ndarray, int], int]  # sizes and capacity to bins
@@ -63,26 +63,9 @@ def bridge(folder: Path) -> Packer:
     return lambda sizes, capacity: len(first_fit(sizes.tolist(), capacity))
 
 
-def table(packers: dict[str, Packer], counts: list[int], rounds: int) -> Iterator[str]:
-    """Yield a line for each row length, number of documents and packer."""
-    yield f"{'L':>7}{'documents':>11}  {'packer':16}{'rows':>8}{'padding':>9}{'ms':>10}   ms over ours"
-    for row_length in (8 * K, 32 * K):
-        for count in counts:
-            sizes = sizes_of(count, row_length)
-            rows = {name: pack(sizes, row_length) for name, pack in packers.items()}
-            work = {name: partial(pack, sizes, row_length) for name, pack in packers.items()}
-            seconds = processor_seconds(work, rounds)
-            for name, needed in rows.items():
-                padding = 1 - sizes.sum() / (needed * row_length)
-                yield (
-                    f"{row_length:7}{count:11}  {name:16}{needed:8}{padding:9.3%}{seconds[name] * 1e3:10.1f}"
-                    f"   {seconds[name] / seconds['ours']:.1f}"
-                )
-
-
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Record the rows, padding and time of each packer."""
+    parser = parser_of(__doc__)
     parser.add_argument("--olmo-core", type=Path, metavar="DIR", help="a checkout of allenai/OLMo-core")
     parser.add_argument("--megatron-bridge", type=Path, metavar="DIR", help="a checkout of NVIDIA-NeMo/Megatron-Bridge")
     parser.add_argument("--documents", type=int, nargs="+", default=[10_000, 100_000])
@@ -93,9 +76,17 @@ def main() -> None:
         packers["OLMo-core"] = olmo(chosen.olmo_core)
     if chosen.megatron_bridge:
         packers["Megatron-Bridge"] = bridge(chosen.megatron_bridge)
-    print(heading("best_fit", OLMo_core=chosen.olmo_core, Megatron_Bridge=chosen.megatron_bridge))
-    for text in table(packers, chosen.documents, chosen.rounds):
-        print(text, flush=True)
+    peers = commits(olmo_core=chosen.olmo_core, megatron_bridge=chosen.megatron_bridge)
+    records = Records("best_fit", chosen.output, **peers)
+    for row_length, documents in itertools.product((8 * K, 32 * K), chosen.documents):
+        sizes = sizes_of(documents, row_length)
+        work = {name: partial(pack, sizes, row_length) for name, pack in packers.items()}
+        seconds = processor_seconds(work, chosen.rounds)
+        for name, pack in packers.items():
+            rows = pack(sizes, row_length)
+            facts = {"row": row_length, "documents": documents, "packer": name, "rows": rows}
+            times = {"ms": seconds[name] * 1e3, "over_ours": seconds[name] / seconds["ours"]}
+            records.add(**facts, padding=1 - sizes.sum() / (rows * row_length), **times)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,14 @@
-"""Import code from checkouts that are not installed, and describe what was measured."""
+"""Import code from checkouts that are not installed."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.machinery
 import importlib.util
-import os
-import platform
-import shlex
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-
-from benchmarks.record import versions
 
 
 def package(name: str, folder: Path) -> None:
@@ -44,18 +38,12 @@ def absent(*names: str) -> None:
         sys.modules[name] = module
 
 
-def heading(module: str, **checkouts: Path | None) -> str:
-    """Return the header of the results: date, machine, versions, commits and the command, with DIR for each path."""
-    peers = []
+def commits(**checkouts: Path | None) -> dict[str, str]:
+    """Return the commit of each checkout that was given."""
+    found = {}
     for name, folder in checkouts.items():
         if folder:
             command = ["git", "-C", str(folder), "rev-parse", "--short=8", "HEAD"]
-            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "no git"
-            peers.append(f"{name.replace('_', '-')} {commit}")
-    found = [f"{name} {version}" for name, version in versions().items()]
-    shown = ["DIR" if "/" in word else word for word in sys.argv[1:]]
-    return (
-        f"# {datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} CPU cores, shared (load {os.getloadavg()[0]:.0f}), "
-        f"{platform.machine()}; Python {platform.python_version()}, {', '.join([*found, *peers])}\n"
-        f"# python -m benchmarks.peers.{module} {shlex.join(shown)}".rstrip()
-    )
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            found[name] = done.stdout.strip() or "no git"
+    return found

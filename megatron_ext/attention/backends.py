@@ -1,4 +1,4 @@
-"""Define the attention backends and their limits, and choose one for each call: segments differ in length.
+"""Define the attention backends and their limits, and choose one for each call by the lengths of its segments.
 
 On CUDA `auto` chooses
 

@@ -1,4 +1,4 @@
-"""Files of gpt-oss stack the matrices of all experts of a layer; here they have names of their own.
+"""Name the experts of gpt-oss one by one, because its files stack the matrices of all experts of a layer.
 
     in files                                      here, for each of E experts
     mlp.experts.gate_up_proj       [E, D, 2 F]    mlp.experts.{e}.gate_proj.weight, .up_proj.weight [F, D]

@@ -1,4 +1,4 @@
-"""What a run reads from its data sets beside rows: the vocabulary, the BOS, and what identifies its rows."""
+"""Read from a run's data sets the vocabulary, the BOS token, and what identifies its rows."""
 
 from __future__ import annotations
 
