@@ -45,12 +45,12 @@ def log_normal_rows(row_length: int, first: int = 0, count: int = 1) -> list[np.
     return rows
 
 
-def spread(policy: str, records: Records) -> None:
+def spread(records: Records) -> None:
     """Record the distribution of moved rows over rows: some have a document with most of the row's attention pairs."""
     for row_length in (128 * K, 512 * K):
         layouts = [build_layout(row_length, ends, row_length) for ends in log_normal_rows(row_length, 100, ROWS)]
         for cp_size, row_cost in itertools.product((2, 4, 8, 16, 64), ROW_COSTS):
-            plans = [plan(layout, cp_size, policy, row_cost=row_cost) for layout in layouts]
+            plans = [plan(layout, cp_size, row_cost=row_cost) for layout in layouts]
             balances = [float(made.pairs.max() / made.pairs.mean()) for made in plans]
             own = [fewest_rows(layout, cp_size, even) for layout, even in zip(layouts, balances, strict=True)]
             fixed = [fewest_rows(layout, cp_size, BALANCE) for layout in layouts]
@@ -65,7 +65,7 @@ def spread(policy: str, records: Records) -> None:
                 records.add(row=row_length, cp=cp_size, row_cost=row_cost, of=name, **figures)
 
 
-def scale(policy: str, records: Records) -> None:
+def scale(records: Records) -> None:
     """Record plans of long rows on many ranks: time, MiB of a layer and balance."""
     windows = (32, 8 * K, 128 * K, None)
     for row_length in (1024 * K, 4096 * K):
@@ -75,7 +75,7 @@ def scale(policy: str, records: Records) -> None:
             for _ in range(3):
                 began = time.process_time()
                 layout = build_layout(row_length, ends, window or row_length)
-                made = plan(layout, cp_size, policy)
+                made = plan(layout, cp_size)
                 between = time.process_time()
                 made.rank(cp_size - 1)
                 planned.append(between - began)
@@ -97,11 +97,11 @@ def scale(policy: str, records: Records) -> None:
             )
 
 
-def latent(policy: str, records: Records) -> None:
+def latent(records: Records) -> None:
     """Record what one layer exchanges in forward, in bfloat16, for a row of one document and a row of many."""
     kinds = (("one", ONE_DOCUMENT), ("many", log_normal_rows(128 * K)[0]))
     for (model, all_heads, tp), (documents, ends) in itertools.product(LATENT_MODELS, kinds):
-        made = plan(build_layout(128 * K, ends, 128 * K), 8, policy)
+        made = plan(build_layout(128 * K, ends, 128 * K), 8)
         rows, heads = int(made.rows_moved.sum()), all_heads // tp
         sizes = {"full_heads": heads * (PLAIN + ROTATED + VALUE), "latent": LATENT + ROTATED}
         mib = {f"{name}_mib": rows * size * 2 / K**2 for name, size in sizes.items()}
@@ -117,11 +117,10 @@ PARTS = {"spread": spread, "scale": scale, "latent": latent}
 def main() -> None:
     """Measure the chosen parts."""
     parser = parser_of(__doc__)
-    parser.add_argument("--policy", default="auto", help="of the plans: auto, balanced, zigzag or contiguous")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="[all]")
     chosen = parser.parse_args()
     for part in chosen.parts:
-        PARTS[part](chosen.policy, Records(part, chosen.output))
+        PARTS[part](Records(part, chosen.output))
 
 
 if __name__ == "__main__":

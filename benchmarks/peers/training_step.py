@@ -61,11 +61,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row [2048]")
     parser.add_argument("--rows", type=int, default=2, help="of a step, a micro-batch each [2]")
     parser.add_argument("--windows", type=int, nargs="+", default=[512, 128], help="small windows [512 128]")
-    parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     torch.manual_seed(0)
-    length, vocabulary = chosen.length, chosen.vocabulary
+    length, vocabulary = chosen.length, 4096
     built = configure(chosen.preset, length, chosen.rows)
     model = replace(built.model, vocab_size=vocabulary, untie_embeddings_and_output_weights=True)
     training = Training(replace(built, model=model, training=TrainingConfig()))  # fp32
