@@ -158,7 +158,7 @@ def inject(job: Job, kind: str, number: int) -> int | None:
         job.slow.unlink()
         return None
     if kind == "full":
-        largest = max(path.stat().st_size for path in job.run.glob("checkpoints/iter_*/*.distcp"))
+        largest = max(path.stat().st_size for path in job.run.glob("checkpoints/iter_*/*.safetensors"))
         bound = max((job.run / "metrics.jsonl").stat().st_size + 20_000, largest // 2)
         for one in job.ranks:
             resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))

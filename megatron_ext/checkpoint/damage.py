@@ -68,8 +68,10 @@ def agree(checkpoint: Checkpoint | None) -> None:
         )
 
 
-def together(action: Callable[[], None]) -> None:
+def together(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
     """Run an action on each process; if it fails on one, all raise an error, so that none waits. Collective.
+
+    `group` is another group of all processes, for a thread.
 
     Raises:
         UserError: that of the first process with one; the same on all.
@@ -81,7 +83,7 @@ def together(action: Callable[[], None]) -> None:
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
         mine = error
     everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine and (isinstance(mine, UserError), str(mine)))
+    dist.all_gather_object(everyone, mine and (isinstance(mine, UserError), str(mine)), group)
     if mine is not None and not isinstance(mine, UserError):
         raise mine
     failures = [one for one in everyone if one is not None]

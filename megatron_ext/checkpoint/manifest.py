@@ -1,6 +1,6 @@
 """Write and check the manifest of a checkpoint folder.
 
-    iter_0000040/manifest.json   {"sha256": of all the rest, "format": 1, "step": 40, ..., "files": {name: ...}}
+    iter_0000040/manifest.json   {"sha256": of all the rest, "format": 2, "step": 40, ..., "files": {name: ...}}
 
 The manifest is written last, before the folder is renamed to its final name. It lists every other file with its size
 and SHA-256 and contains its own checksum, so that a corrupted file, including this one, is detected and named.
@@ -25,7 +25,7 @@ from megatron_ext.errors import PERMANENT, UserError, echo, installed_version
 from megatron_ext.files.atomic import sync
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

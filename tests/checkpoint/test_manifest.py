@@ -86,7 +86,7 @@ def test_a_file_system_that_fails_is_no_damage(folder: Path, monkeypatch: pytest
 def test_another_format_is_refused(folder: Path) -> None:
     old = Manifest.read(folder)
     Manifest(**{name: getattr(old, name) for name in vars(old)} | {"format": 7}).write(folder)
-    with pytest.raises(UserError, match="has format 7, this version reads 1"):
+    with pytest.raises(UserError, match="has format 7, this version reads 2"):
         Manifest.read(folder)
 
 

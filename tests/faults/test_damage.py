@@ -21,6 +21,7 @@ from pretrain_skyladder import main
 SCRIPT = "pretrain_skyladder.py"
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
 NEWEST, BEFORE = "iter_0000004", "iter_0000002"
+TENSORS = "tensors_00000.safetensors"
 POINTER = "latest_checkpointed_iteration.txt"
 
 
@@ -91,7 +92,8 @@ SPOILS = {"truncated": truncated, "middle byte": flipped_at(0.5), "missing": mis
 
 
 @pytest.mark.parametrize(
-    ("name", "spoil"), [("__0_0.distcp", "missing"), ("tensors.json", "middle byte"), ("manifest.json", "truncated")]
+    ("name", "spoil"),
+    [(TENSORS, "missing"), ("tensors.json", "middle byte"), ("manifest.json", "truncated")],
 )
 def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
     alone: Commands, small_data: SmallData, run: Path, name: str, spoil: str
@@ -109,7 +111,7 @@ def test_where_weights_alone_are_taken_the_checkpoint_before_is_to_be_named(
     alone: Commands, small_data: SmallData, run: Path, tmp_path: Path
 ) -> None:
     """No flag takes it there."""
-    path = run / "checkpoints" / NEWEST / "__0_0.distcp"
+    path = run / "checkpoints" / NEWEST / TENSORS
     flipped_at(0.5)(path)
     line = refused(alone, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
     export = ("megatron-to-hf", "--input", run, "--output", tmp_path / "export", "--tokenizer", "none")
@@ -119,7 +121,7 @@ def test_where_weights_alone_are_taken_the_checkpoint_before_is_to_be_named(
     alone.run(SCRIPT, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
 
 
-@pytest.mark.parametrize(("name", "spoil"), [("__0_0.distcp", "middle byte"), ("manifest.json", "missing")])
+@pytest.mark.parametrize(("name", "spoil"), [(TENSORS, "middle byte"), ("manifest.json", "missing")])
 def test_the_checkpoint_before_is_taken_if_asked(
     alone: Commands, small_data: SmallData, run: Path, whole: list[dict], name: str, spoil: str
 ) -> None:
@@ -131,7 +133,7 @@ def test_the_checkpoint_before_is_taken_if_asked(
 
 
 def test_without_verification_sizes_are_still_checked(alone: Commands, small_data: SmallData, run: Path) -> None:
-    path = run / "checkpoints" / NEWEST / "__0_0.distcp"
+    path = run / "checkpoints" / NEWEST / TENSORS
     flipped_at(1)(path)
     argv = flags(small_data, run, 5, "--load", run, "--no-verify-load")
     assert alone.attempt(SCRIPT, *argv)[0].status == 0  # the last byte is no data of that file

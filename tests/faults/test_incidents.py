@@ -138,7 +138,7 @@ def test_all_processes_skip_the_same_step(
     assert "the step is skipped, no weight changed" in line
     assert not any(spike_lines(one.stderr) for one in done[1:])
     before, after, later = (run / "checkpoints" / folder_name(SPIKE + n) for n in range(3))
-    tensors = sorted(file.name for file in before.glob("*.distcp"))
+    tensors = sorted(file.name for file in before.glob("*.safetensors"))
     assert tensors
     for name in tensors:
         assert (before / name).read_bytes() == (after / name).read_bytes(), name

@@ -24,7 +24,7 @@ DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-
 def trace(run: Path) -> tuple[list[dict], list[dict], dict[str, str]]:
     """The metrics without times, the evaluations, and the checksums of the last checkpoint's tensors."""
     files = Manifest.read(run / "checkpoints" / folder_name(STEPS)).files
-    tensors = {name: facts.sha256 for name, facts in files.items() if name.endswith(".distcp")}
+    tensors = {name: facts.sha256 for name, facts in files.items() if name.endswith(".safetensors")}
     return without_times(read_jsonl(run / "metrics.jsonl")), read_jsonl(run / "evaluation.jsonl"), tensors
 
 

@@ -125,7 +125,7 @@ MODELS: list[tuple[Change, str]] = [
 MANIFEST = "checkpoints/iter_0000002/manifest.json"
 CHECKPOINTS: list[tuple[Change, str]] = [
     (Change("seal", MANIFEST, {"config": {"model": {"num_layers": "x"}}}), "num_layers"),
-    (Change("cut", "checkpoints/iter_0000002/__0_0.distcp", 10), "is damaged"),
+    (Change("cut", "checkpoints/iter_0000002/tensors_00000.safetensors", 10), "is damaged"),
 ]
 METRICS: list[tuple[Change, str]] = [
     (Change("remove", "metrics.jsonl"), "metrics.jsonl: not found"),

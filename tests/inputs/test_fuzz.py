@@ -164,8 +164,8 @@ def test_lines_of_documents(effort: settings, tmp_path: Path) -> None:
 def test_manifests(effort: settings, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "iter_0000002"
     folder.mkdir(parents=True)
-    (folder / "__0_0.distcp").write_bytes(b"x")
-    facts: dict[str, FileFacts] = {"__0_0.distcp": facts_of(folder / "__0_0.distcp")}
+    (folder / "tensors_00000.safetensors").write_bytes(b"x")
+    facts: dict[str, FileFacts] = {"tensors_00000.safetensors": facts_of(folder / "tensors_00000.safetensors")}
     Manifest(2, 4, {"tensor": 1}, to_dict(Config()), {"a": 1}, {"python": "3"}, facts, 0.5).write(folder)
     good = (folder / "manifest.json").read_bytes()
     assert locate(tmp_path) is not None

@@ -21,7 +21,7 @@ LAYOUT = ["--context-parallel-size", 2]
 def checksums(run: Path, step: int) -> dict[str, str]:
     """Of the tensors that a checkpoint holds."""
     manifest = json.loads((run / "checkpoints" / folder_name(step) / "manifest.json").read_text())
-    return {name: facts["sha256"] for name, facts in manifest["files"].items() if name.endswith(".distcp")}
+    return {name: facts["sha256"] for name, facts in manifest["files"].items() if name.endswith(".safetensors")}
 
 
 def test_records_validations_and_checkpoints(small_data: SmallData, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ main = runpy.run_path(str(ROOT / "tools" / "checkpoints.py"))["main"]
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "checkpoints" / "iter_0000002"
     folder.mkdir(parents=True)
-    (folder / "__0_0.distcp").write_bytes(bytes(2000))
-    files = {"__0_0.distcp": facts_of(folder / "__0_0.distcp")}
+    (folder / "tensors_00000.safetensors").write_bytes(bytes(2000))
+    files = {"tensors_00000.safetensors": facts_of(folder / "tensors_00000.safetensors")}
     layout = {"tensor": 1, "pipeline": 1}
     Manifest(2, 8, layout, config={}, optimizer={"step": 2}, code={}, files=files, seconds=0.1).write(folder)
     metrics = [{"step": step, "lm_loss": loss} for step, loss in enumerate((5.7, 5.5658))]
@@ -39,12 +39,12 @@ def test_it_lists_checkpoints_and_what_lies_beside_them(run: Path, capsys: pytes
 
 
 def test_a_flipped_byte_is_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = run / "checkpoints" / "iter_0000002" / "__0_0.distcp"
+    file = run / "checkpoints" / "iter_0000002" / "tensors_00000.safetensors"
     content = bytearray(file.read_bytes())
     content[1000] ^= 1
     file.write_bytes(content)
     assert main([str(run)]) == 0  # sizes alone
     assert main([str(run), "--verify"]) == 1
-    assert "__0_0.distcp is damaged: its checksum differs" in capsys.readouterr().out
+    assert "tensors_00000.safetensors is damaged: its checksum differs" in capsys.readouterr().out
     file.unlink()
     assert main([str(run)]) == 1

@@ -28,7 +28,6 @@ from torch import Tensor
 from megatron_ext.checkpoint.folders import folder_name, older, point, with_offer
 from megatron_ext.checkpoint.hf.auxiliary import copy_files, has_tokenizer, tokenizer_folder, write_config
 from megatron_ext.checkpoint.hf.folder import (
-    DTYPES,
     INDEX,
     SINGLE,
     HuggingFaceTensors,
@@ -46,9 +45,9 @@ from megatron_ext.checkpoint.hf.names import (
     unfuse,
 )
 from megatron_ext.checkpoint.hf.stacked import is_stacked, name_in_files, stack
-from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity
+from megatron_ext.checkpoint.manifest import Manifest, code_identity
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.checkpoint.tensors import Shard, Stored, write
+from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored, write, write_index
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.errors import UserError
@@ -100,20 +99,16 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
         checkpoint.mkdir(parents=True)
         copy_files(source, folder / "hugging_face", "config.json")
         (folder / "config.yaml").write_text(dump_yaml(config))
-
-        def complete(files: dict[str, FileFacts]) -> None:
-            Manifest(
-                step=0,
-                consumed_samples=0,
-                layout={"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"},
-                config=to_dict(replace(config, checkpoint=CheckpointConfig())),
-                optimizer={},  # only weights
-                code=code_identity(),
-                files=files,
-                seconds=time.perf_counter() - began,
-            ).write(checkpoint)
-
-        write(checkpoint, shards, complete)
+        Manifest(
+            step=0,
+            consumed_samples=0,
+            layout={"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"},
+            config=to_dict(replace(config, checkpoint=CheckpointConfig())),
+            optimizer={},  # only weights
+            code=code_identity(),
+            files=write_index(checkpoint, [write(checkpoint, 0, shards)]),
+            seconds=time.perf_counter() - began,
+        ).write(checkpoint)
         point(checkpoint.parent, 0)
 
 
@@ -137,7 +132,7 @@ def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors)
     names = [name for place in parameter.places(model) for name in parameter.names(place)]
     dtypes = {source.described(name)[1] for name in names}
     if len(dtypes) > 1:
-        types = " and ".join(sorted(DTYPES[dtype] for dtype in dtypes))
+        types = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise UserError(f"checkpoint: {names[0]} in {source.folder} and its like have types {types}; use one type")
     (dtype,) = dtypes
 
@@ -147,7 +142,7 @@ def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors)
         return whole
 
     for place in parameter.places(model):
-        yield Shard(parameter.checkpoint(place), shape, offset, shape, dtype, partial(fuse, place), made=True)
+        yield Shard(parameter.checkpoint(place), shape, offset, shape, dtype, partial(fuse, place))
 
 
 def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenizer: str | None = None) -> None:
@@ -171,8 +166,15 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     # in Hugging Face's order: the embedding, the layers, the rest
     places = [(parameter, place) for parameter in parameters_of(model) for place in parameter.places(model)]
     places.sort(key=lambda one: one[1][0] if one[1] else -1 if "embed" in one[0].megatron[0] else model.num_layers)
-    _check_tensors(stored, places, model)
-    dtypes = {name: stored.tensors[row.checkpoint(place)].dtype for row, place in places for name in row.names(place)}
+    needed = {row.checkpoint(place): _stored_shape(row, model) for row, place in places}
+    found = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
+    unlike = sorted(dict(needed.items() ^ found.items()))
+    if unlike:
+        shapes = f"has shape {found.get(unlike[0])}, its configuration needs {needed.get(unlike[0])}"
+        raise UserError(f"checkpoint: {unlike[0]} in {run.folder} {shapes}")
+    dtypes = {
+        name: DTYPES[stored.tensors[row.checkpoint(place)].dtype] for row, place in places for name in row.names(place)
+    }
     stacks, sizes = model.block == "gpt_oss", Counter[str]()
     for name, dtype in dtypes.items():
         shape = full_shape(name, model, _vocab_size(model))
@@ -205,17 +207,6 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
             weight_map = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _check_tensors(stored: Stored, places: list[tuple[Parameter, Place]], model: ModelConfig) -> None:
-    wanted = {parameter.checkpoint(place): _stored_shape(parameter, model) for parameter, place in places}
-    found = {name: tensor for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in wanted:
-            raise UserError(f"checkpoint: {stored.folder} has {name}, which no Hugging Face parameter stands for")
-        shape = found[name].shape if name in found else None
-        if shape != wanted[name]:
-            raise UserError(f"checkpoint: {name} in {stored.folder} is {shape}, its configuration needs {wanted[name]}")
 
 
 def split(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,15 @@ from megatron_ext.checkpoint.hf.config import model_config
 from megatron_ext.checkpoint.hf.names import all_names, full_shape
 from megatron_ext.checkpoint.hf.stacked import ExpertTensor, expert_tensors, is_stacked
 from megatron_ext.checkpoint.manifest import check_inside
+from megatron_ext.checkpoint.tensors import DTYPES
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_object
 
 logger = logging.getLogger(__name__)
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_BY_WORD = {word: dtype for dtype, word in DTYPES.items()}
+_FLOATS = {word: dtype for word, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -69,6 +63,10 @@ def trained_length(folder: Path) -> int | None:
 class HuggingFaceTensors:
     """Reads the tensors of a folder's safetensors files, one at a time.
 
+    Attributes:
+        folder: the model folder.
+        names: of all its tensors, with one of its own for each expert's.
+
     Raises:
         UserError: there are no safetensors, or the index names a missing file or one outside the folder.
     """
@@ -78,28 +76,25 @@ class HuggingFaceTensors:
         index, single = folder / INDEX, folder / SINGLE
         if index.is_file():
             damaged = "is damaged, it maps no tensors to files; download it again"
-            self._files: dict[str, str] = (read_object(index, damaged) or {}).get("weight_map", {})
-            if not isinstance(self._files, dict) or not self._files:
+            files: Any = (read_object(index, damaged) or {}).get("weight_map")
+            if not isinstance(files, dict) or not files:
                 raise UserError(f"{index} {damaged}")
-            for name in self._files.values():
-                check_inside(name, index, "checkpoint")
+            for file in files.values():
+                check_inside(file, index, "checkpoint")
+            missing = sorted(file for file in set(files.values()) if not (folder / file).is_file())
+            if missing:
+                raise UserError(f"checkpoint: {folder} lacks {missing[0]}, which its index names; download it again")
         elif single.is_file():
-            with _opened(single) as file:
-                self._files = dict.fromkeys(file.keys(), single.name)
+            with _opened(single) as opened:
+                files = dict.fromkeys(opened.keys(), single.name)
         else:
             raise UserError(f"checkpoint: {folder} holds no model.safetensors; convert the model to safetensors first")
-        missing = sorted({name for name in self._files.values() if not (folder / name).is_file()})
-        if missing:
-            raise UserError(f"checkpoint: {folder} lacks {missing[0]}, which its index names; download it again")
+        self._files: dict[str, str] = files
         self._experts: dict[str, ExpertTensor] = {}
-        for name in filter(is_stacked, self._files):
-            self._experts |= {expert.name: expert for expert in expert_tensors(name, self.described(name)[0][0])}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*(name for name in self._files if not is_stacked(name)), *self._experts])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._experts or (name in self._files and not is_stacked(str(name)))
+        for name in filter(is_stacked, files):
+            experts = self._entry(name).get_shape()[0]
+            self._experts |= {expert.name: expert for expert in expert_tensors(name, experts)}
+        self.names = {*self._experts, *(name for name in files if not is_stacked(name))}
 
     def open(self, name: str) -> Any:
         """Return a safetensors slice, which reads only what it is indexed with; an expert's tensor is read whole.
@@ -108,10 +103,7 @@ class HuggingFaceTensors:
             UserError: it is missing.
         """
         expert = self._experts.get(name)
-        stored = name if expert is None else expert.stacked
-        with self._file_of(stored) as file:
-            entry = file.get_slice(stored)
-            return entry if expert is None else expert.read(entry)
+        return self._entry(name) if expert is None else expert.read(self._entry(expert.stacked))
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and the dtype of a tensor.
@@ -120,16 +112,20 @@ class HuggingFaceTensors:
             UserError: it is missing, or its dtype is not a floating-point type of 16 to 64 bits.
         """
         expert = self._experts.get(name)
-        stored = name if expert is None else expert.stacked
-        with self._file_of(stored) as file:
-            entry = file.get_slice(stored)
-            shape, word = tuple(entry.get_shape()), entry.get_dtype()
-        if word not in _BY_WORD:
+        entry = self._entry(name if expert is None else expert.stacked)
+        shape, word = tuple(entry.get_shape()), entry.get_dtype()
+        if word not in _FLOATS:
             raise UserError(
-                f"checkpoint: {name} in {self.folder} has type {word}, needs one of {', '.join(_BY_WORD)}; "
+                f"checkpoint: {name} in {self.folder} has type {word}, needs one of {', '.join(_FLOATS)}; "
                 "use the model before its quantisation"
             )
-        return shape if expert is None else expert.shape(shape), _BY_WORD[word]
+        return shape if expert is None else expert.shape(shape), _FLOATS[word]
+
+    def _entry(self, stored: str) -> Any:
+        if stored not in self._files:
+            raise UserError(f"checkpoint: {self.folder} has no tensor {stored}; it is not the model of its config.json")
+        with _opened(self.folder / self._files[stored]) as file:
+            return file.get_slice(stored)
 
     def check(self, model: ModelConfig, vocab_size: int) -> None:
         """Check that the folder's tensors are exactly the model's.
@@ -140,43 +136,33 @@ class HuggingFaceTensors:
         Raises:
             UserError: a tensor is missing, has another shape, or does not belong to this model; the message names it.
         """
-        names = all_names(model)
-        spare = {name for name in self if name.endswith("rotary_emb.inv_freq")} | self._left_out(model)
-        if not model.untie_embeddings_and_output_weights and _OUTPUT in self:
+        spare = {name for name in self.names if name.endswith("rotary_emb.inv_freq")}
+        if model.multi_latent_attention and (further := read_config(self.folder).get("num_nextn_predict_layers")):
+            layers = tuple(f"model.layers.{model.num_layers + layer}." for layer in range(further))
+            left_out = {name for name in self.names if name.startswith(layers)}
+            if left_out:
+                logger.warning(
+                    "checkpoint: %s has num_nextn_predict_layers %d; these layers, %d tensors, are left out",
+                    self.folder, further, len(left_out),
+                )  # fmt: skip
+            spare |= left_out
+        if not model.untie_embeddings_and_output_weights and _OUTPUT in self.names:
             if not torch.equal(self.open(_OUTPUT)[:], self.open(_EMBEDDING)[:]):
                 raise UserError(
                     f"checkpoint: {self.folder} has {_OUTPUT} other than {_EMBEDDING}, but tie_word_embeddings true; "
                     "set it to false in config.json or remove the tensor"
                 )
             spare.add(_OUTPUT)
-        unknown = sorted(set(self) - set(names) - spare)
+        wanted = all_names(model)
+        unknown = sorted(self.names - set(wanted) - spare)
         if unknown:
             raise UserError(f"checkpoint: {self.folder} has {unknown[0]}, which this model has no place for")
-        for name in names:
-            shape, wanted = self.described(name)[0], full_shape(name, model, vocab_size)
-            if shape != wanted:
+        for name in wanted:
+            shape, needed = self.described(name)[0], full_shape(name, model, vocab_size)
+            if shape != needed:
                 raise UserError(
-                    f"checkpoint: {name} in {self.folder} is {list(shape)}, its config needs {list(wanted)}"
+                    f"checkpoint: {name} in {self.folder} is {list(shape)}, its config needs {list(needed)}"
                 )
-
-    def _left_out(self, model: ModelConfig) -> set[str]:
-        """Return the tensors of multi-token prediction: those of layers after the last one."""
-        if not model.multi_latent_attention:
-            return set()
-        further = read_config(self.folder).get("num_nextn_predict_layers") or 0
-        layers = range(model.num_layers, model.num_layers + further)
-        names = {name for name in self if name.startswith(tuple(f"model.layers.{layer}." for layer in layers))}
-        if names:
-            logger.warning(
-                "checkpoint: %s has num_nextn_predict_layers %d; these layers, %d tensors, are left out",
-                self.folder, further, len(names),
-            )  # fmt: skip
-        return names
-
-    def _file_of(self, name: str) -> Any:
-        if name not in self._files:
-            raise UserError(f"checkpoint: {self.folder} has no tensor {name}; it is not the model of its config.json")
-        return _opened(self.folder / self._files[name])
 
 
 def _opened(path: Path) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
@@ -39,20 +39,24 @@ class Parameter:
     """A row of the table; `{i}` stands for the layer, `{e}` for the expert, counted from 0 over the whole model.
 
     Attributes:
+        traits: the traits of the models that have it, see `_traits`; "dense" and "experts" also limit it to the layers
+            without and with experts.
+        cut: how it is distributed.
         megatron: its names in `named_parameters()`; the last one applies if a layer fuses a norm with the matrix after
             it, or several experts in one module.
         hugging_face: the tensors that it is assembled from.
-        cut: how it is distributed.
-        of, in_layer: return whether a model, and whether its layer, counted from 0, has it.
         trained: whether it has a gradient; otherwise it is a buffer.
     """
 
+    traits: frozenset[str]
+    cut: Cut
     megatron: tuple[str, ...]
     hugging_face: tuple[str, ...]
-    cut: Cut
-    of: Callable[[ModelConfig], bool] = lambda model: True
-    in_layer: Callable[[ModelConfig, int], bool] = lambda model, layer: True
     trained: bool = True
+
+    def in_layer(self, model: ModelConfig, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has it, in a model that has it."""
+        return ("dense" if model.has_experts(layer) else "experts") not in self.traits
 
     def checkpoint(self, place: Place) -> str:
         """Return its name in a checkpoint, independent of the run's layer classes; a norm has its fused name."""
@@ -99,196 +103,134 @@ class Rows:
     last: int
 
 
-Predicate = Callable[[ModelConfig], bool]
+def _row(traits: str, cut: Cut, megatron: str, hugging_face: str) -> Parameter:
+    return Parameter(frozenset(traits.split()), cut, tuple(megatron.split()), tuple(hugging_face.split()))
 
 
-def _layer(
-    megatron: str,
-    hugging_face: str,
-    cut: Cut,
-    of: Predicate = lambda model: True,
-    in_layer: Callable[[ModelConfig, int], bool] = lambda model, layer: True,
-    *,
-    trained: bool = True,
-) -> Parameter:
-    """Return a row for a parameter of layers; several names are separated by spaces."""
-    return Parameter(
-        tuple(f"decoder.layers.{{i}}.{name}" for name in megatron.split()),
-        tuple(f"model.layers.{{i}}.{name}" for name in hugging_face.split()),
-        cut,
-        of,
-        in_layer,
-        trained,
-    )
+def _layer(traits: str, cut: Cut, megatron: str, hugging_face: str, *, trained: bool = True) -> Parameter:
+    """Return a row for a parameter of layers, whose names follow the layer's; several are separated by spaces."""
+    ours = tuple(f"decoder.layers.{{i}}.{name}" for name in megatron.split())
+    theirs = tuple(f"model.layers.{{i}}.{name}" for name in hugging_face.split())
+    return Parameter(frozenset(traits.split()), cut, ours, theirs, trained)
 
 
-def _of_experts(
-    megatron: str, hugging_face: str, cut: Cut, of: Predicate = lambda model: True, *, trained: bool = True
-) -> Parameter:
-    """Return a row for a parameter of the layers with experts."""
-    return _layer(megatron, hugging_face, cut, of, ModelConfig.has_experts, trained=trained)
-
-
-def _experts(
-    module: str, gate_up: str, down: str, of: Predicate, router: str = "gate"
-) -> tuple[Parameter, Parameter, Parameter]:
-    """Return the rows of a router and its experts, with a family's names of the module and its matrices."""
+def _experts(traits: str, module: str, router: str, gate_up: str, down: str) -> tuple[Parameter, ...]:
+    """Return the rows of a router and its experts, with a family's names."""
     first, second = (
         f"mlp.experts.local_experts.{{e}}.linear_fc{n}.weight mlp.experts.linear_fc{n}.weight{{e}}" for n in (1, 2)
     )
     matrices = " ".join(f"{module}.experts.{{e}}.{name}.weight" for name in gate_up.split())
     return (
-        _of_experts("mlp.router.weight", f"{module}.{router}.weight", Cut.WHOLE, of),
-        _of_experts(first, matrices, Cut.GATE_UP, of),
-        _of_experts(second, f"{module}.experts.{{e}}.{down}.weight", Cut.COLUMNS, of),
+        _layer(f"{traits} experts", Cut.WHOLE, "mlp.router.weight", f"{module}.{router}.weight"),
+        _layer(f"{traits} experts", Cut.GATE_UP, first, matrices),
+        _layer(f"{traits} experts", Cut.COLUMNS, second, f"{module}.experts.{{e}}.{down}.weight"),
     )
 
 
-def _latent(model: ModelConfig) -> bool:
-    return model.multi_latent_attention
-
-
-def _not_latent(model: ModelConfig) -> bool:
-    return not model.multi_latent_attention
-
-
-def _latent_queries(model: ModelConfig) -> bool:
-    return model.multi_latent_attention and model.q_lora_rank is not None
-
-
-def _block(*blocks: str) -> Predicate:
-    return lambda model: model.block in blocks
-
-
-_PHI, _GPT_OSS, _POST_NORMS = _block("phi"), _block("gpt_oss"), _block("gemma3", "olmo3")
-_NOT_PHI = _block("llama", "gemma3", "olmo3", "gpt_oss")
-
-
-def _sigmoid(model: ModelConfig) -> bool:
-    return model.moe_router_score_function == "sigmoid"
-
-
-def _shared(model: ModelConfig) -> bool:
-    return model.moe_shared_expert_intermediate_size is not None
-
-
-def _has_no_experts(model: ModelConfig, layer: int) -> bool:
-    return not model.has_experts(layer)
+@cache
+def _traits(model: ModelConfig) -> frozenset[str]:
+    """Return the words of the table that describe a model."""
+    block, latent, low_rank = model.block, model.multi_latent_attention, model.q_lora_rank is not None
+    apart = model.qk_layernorm or model.moe_router_score_function == "sigmoid"
+    words = {
+        block: True,
+        "not_phi": block != "phi",
+        "post_norms": block in ("gemma3", "olmo3"),
+        "input_norm": block != "olmo3" and not latent,
+        "qkv": not latent,
+        "qkv_bias": model.has_qkv_bias,
+        "head_norms": model.has_qk_norms and block != "olmo3",
+        "latent": latent,
+        "full_rank_queries": latent and not low_rank,
+        "low_rank_queries": latent and low_rank,
+        "sinks": model.has_sinks,
+        "dense": model.expert_layers < model.num_layers,
+        "experts": model.expert_layers > 0,
+        "as_qwen": apart,
+        "as_mixtral": not apart and block != "gpt_oss",
+        "router_bias": model.moe_router_enable_expert_bias,
+        "shared_experts": model.moe_shared_expert_intermediate_size is not None,
+        "untied": model.untie_embeddings_and_output_weights,
+    }
+    return frozenset(word for word, holds in words.items() if holds)
 
 
 _QKV = "self_attention.linear_qkv"
-_FUSED_NORM = "mlp.linear_fc1.layer_norm_weight"
-_HF_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_MLP_NORM = "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight"
 
 TABLE: tuple[Parameter, ...] = (
-    Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Cut.VOCABULARY),
+    _row("", Cut.VOCABULARY, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    _layer("input_norm", Cut.WHOLE, f"input_layernorm.weight {_QKV}.layer_norm_weight", "input_layernorm.weight"),
+    _layer("latent", Cut.WHOLE, "input_layernorm.weight", "input_layernorm.weight"),  # two matrices read its output
+    _layer("phi", Cut.WHOLE, f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias"),
+    _layer("qkv", Cut.QKV, f"{_QKV}.weight", "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight"),
+    _layer("qkv_bias", Cut.QKV, f"{_QKV}.bias", "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias"),
+    _layer("head_norms", Cut.WHOLE, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _layer("head_norms", Cut.WHOLE, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    # Olmo's have a weight for each head, distributed like the heads
+    _layer("olmo3", Cut.ROWS, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _layer("olmo3", Cut.ROWS, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    _layer("full_rank_queries", Cut.ROWS, "self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
+    _layer("low_rank_queries", Cut.WHOLE, "self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+    _layer("low_rank_queries", Cut.WHOLE, "self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
+    _layer("low_rank_queries", Cut.ROWS, "self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
+    _layer("latent", Cut.WHOLE, "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    _layer("latent", Cut.WHOLE, "self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+    _layer("latent", Cut.ROWS, "self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
+    _layer("sinks", Cut.ROWS, "self_attention.core_attention.softmax_offset", "self_attn.sinks"),
+    _layer("not_phi", Cut.COLUMNS, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    _layer("phi", Cut.COLUMNS, "self_attention.linear_proj.weight", "self_attn.dense.weight"),
+    _layer("phi", Cut.WHOLE, "self_attention.linear_proj.bias", "self_attn.dense.bias"),
+    _layer("gpt_oss", Cut.WHOLE, "self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
+    _layer("llama dense", Cut.WHOLE, _MLP_NORM, "post_attention_layernorm.weight"),
+    # not fused, because a router is between this norm and the matrices after it
+    _layer("experts", Cut.WHOLE, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    _layer("post_norms", Cut.WHOLE, "post_attention_norm.weight", "post_attention_layernorm.weight"),
+    _layer("gemma3", Cut.WHOLE, _MLP_NORM, "pre_feedforward_layernorm.weight"),
+    _layer("post_norms", Cut.WHOLE, "post_mlp_norm.weight", "post_feedforward_layernorm.weight"),
+    _layer("not_phi dense", Cut.GATE_UP, "mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight"),
+    _layer("not_phi dense", Cut.COLUMNS, "mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+    *_experts("as_qwen", "mlp", "gate", "gate_proj up_proj", "down_proj"),
+    *_experts("as_mixtral", "block_sparse_moe", "gate", "w1 w3", "w2"),
     _layer(
-        f"input_layernorm.weight {_QKV}.layer_norm_weight",
-        "input_layernorm.weight",
-        Cut.WHOLE,
-        lambda model: model.block != "olmo3" and _not_latent(model),
+        "router_bias experts", Cut.WHOLE, "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", trained=False
     ),
-    _layer("input_layernorm.weight", "input_layernorm.weight", Cut.WHOLE, _latent),  # two matrices read its output
-    _layer(f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias", Cut.WHOLE, _PHI),
-    _layer(f"{_QKV}.weight", " ".join(f"{name}.weight" for name in _HF_QKV), Cut.QKV, _not_latent),
-    _layer(f"{_QKV}.bias", " ".join(f"{name}.bias" for name in _HF_QKV), Cut.QKV, lambda model: model.has_qkv_bias),
-    *(
-        _layer(
-            f"self_attention.{one}_layernorm.weight",
-            f"self_attn.{one}_norm.weight",
-            cut,
-            of,
-        )
-        for one in "qk"
-        for cut, of in (
-            (Cut.WHOLE, lambda model: model.has_qk_norms and model.block != "olmo3"),
-            (Cut.ROWS, _block("olmo3")),  # a weight for each head, distributed like the heads
-        )
-    ),
-    *(
-        _layer(f"self_attention.{ours}.weight", f"self_attn.{theirs}.weight", cut, of)
-        for ours, theirs, cut, of in (
-            ("linear_q_proj", "q_proj", Cut.ROWS, lambda model: _latent(model) and not _latent_queries(model)),
-            ("linear_q_down_proj", "q_a_proj", Cut.WHOLE, _latent_queries),
-            ("q_layernorm", "q_a_layernorm", Cut.WHOLE, _latent_queries),
-            ("linear_q_up_proj", "q_b_proj", Cut.ROWS, _latent_queries),
-            ("linear_kv_down_proj", "kv_a_proj_with_mqa", Cut.WHOLE, _latent),
-            ("kv_layernorm", "kv_a_layernorm", Cut.WHOLE, _latent),
-            ("linear_kv_up_proj", "kv_b_proj", Cut.ROWS, _latent),
-        )
-    ),
-    _layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", Cut.ROWS, lambda model: model.has_sinks),
-    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS, _NOT_PHI),
-    _layer("self_attention.linear_proj.weight", "self_attn.dense.weight", Cut.COLUMNS, _PHI),
-    _layer("self_attention.linear_proj.bias", "self_attn.dense.bias", Cut.WHOLE, _PHI),
-    _layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", Cut.WHOLE, _GPT_OSS),
     _layer(
-        f"pre_mlp_layernorm.weight {_FUSED_NORM}",
-        "post_attention_layernorm.weight",
-        Cut.WHOLE,
-        _block("llama"),
-        _has_no_experts,
-    ),
-    _of_experts(  # not fused, because a router is between this norm and the matrices after it
-        "pre_mlp_layernorm.weight",
-        "post_attention_layernorm.weight",
-        Cut.WHOLE,
-    ),
-    _layer("post_attention_norm.weight", "post_attention_layernorm.weight", Cut.WHOLE, _POST_NORMS),
-    _layer(f"pre_mlp_layernorm.weight {_FUSED_NORM}", "pre_feedforward_layernorm.weight", Cut.WHOLE, _block("gemma3")),
-    _layer("post_mlp_norm.weight", "post_feedforward_layernorm.weight", Cut.WHOLE, _POST_NORMS),
-    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", Cut.GATE_UP, _NOT_PHI, _has_no_experts),
-    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut.COLUMNS, _NOT_PHI, _has_no_experts),
-    *_experts("mlp", "gate_proj up_proj", "down_proj", lambda model: model.qk_layernorm or _sigmoid(model)),
-    *_experts(
-        "block_sparse_moe",
-        "w1 w3",
-        "w2",
-        lambda model: not (model.qk_layernorm or _sigmoid(model) or _GPT_OSS(model)),
-    ),
-    _of_experts(
-        "mlp.router.expert_bias",
-        "mlp.gate.e_score_correction_bias",
-        Cut.WHOLE,
-        lambda model: model.moe_router_enable_expert_bias,
-        trained=False,
-    ),
-    _of_experts(
+        "shared_experts experts",
+        Cut.GATE_UP,
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight",
-        Cut.GATE_UP,
-        _shared,
     ),
-    _of_experts("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", Cut.COLUMNS, _shared),
-    # in files all experts of a layer are one tensor (stacked.py)
-    *_experts("mlp", "gate_proj up_proj", "down_proj", _GPT_OSS, router="router"),
-    _layer("mlp.router.bias", "mlp.router.bias", Cut.WHOLE, _GPT_OSS),
     _layer(
+        "shared_experts experts",
+        Cut.COLUMNS,
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_experts.down_proj.weight",
+    ),
+    # in files all experts of a layer are one tensor (stacked.py)
+    *_experts("gpt_oss", "mlp", "router", "gate_proj up_proj", "down_proj"),
+    _layer("gpt_oss", Cut.WHOLE, "mlp.router.bias", "mlp.router.bias"),
+    _layer(
+        "gpt_oss",
+        Cut.GATE_UP,
         "mlp.experts.local_experts.{e}.linear_fc1.bias mlp.experts.linear_fc1.bias{e}",
         "mlp.experts.{e}.gate_proj.bias mlp.experts.{e}.up_proj.bias",
-        Cut.GATE_UP,
-        _GPT_OSS,
     ),
     _layer(
+        "gpt_oss",
+        Cut.WHOLE,
         "mlp.experts.local_experts.{e}.linear_fc2.bias mlp.experts.linear_fc2.bias{e}",
         "mlp.experts.{e}.down_proj.bias",
-        Cut.WHOLE,
-        _GPT_OSS,
     ),
-    _layer("mlp.linear_fc1.weight", "mlp.fc1.weight", Cut.ROWS, _PHI),
-    _layer("mlp.linear_fc1.bias", "mlp.fc1.bias", Cut.ROWS, _PHI),
-    _layer("mlp.linear_fc2.weight", "mlp.fc2.weight", Cut.COLUMNS, _PHI),
-    _layer("mlp.linear_fc2.bias", "mlp.fc2.bias", Cut.WHOLE, _PHI),
-    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _NOT_PHI),
-    Parameter(("decoder.final_layernorm.weight",), ("model.final_layernorm.weight",), Cut.WHOLE, _PHI),
-    Parameter(("decoder.final_layernorm.bias",), ("model.final_layernorm.bias",), Cut.WHOLE, _PHI),
-    Parameter(
-        ("output_layer.weight",),
-        ("lm_head.weight",),
-        Cut.VOCABULARY,
-        lambda model: model.untie_embeddings_and_output_weights,
-    ),
-    Parameter(("output_layer.bias",), ("lm_head.bias",), Cut.VOCABULARY, _PHI),
+    _layer("phi", Cut.ROWS, "mlp.linear_fc1.weight", "mlp.fc1.weight"),
+    _layer("phi", Cut.ROWS, "mlp.linear_fc1.bias", "mlp.fc1.bias"),
+    _layer("phi", Cut.COLUMNS, "mlp.linear_fc2.weight", "mlp.fc2.weight"),
+    _layer("phi", Cut.WHOLE, "mlp.linear_fc2.bias", "mlp.fc2.bias"),
+    _row("not_phi", Cut.WHOLE, "decoder.final_layernorm.weight", "model.norm.weight"),
+    _row("phi", Cut.WHOLE, "decoder.final_layernorm.weight", "model.final_layernorm.weight"),
+    _row("phi", Cut.WHOLE, "decoder.final_layernorm.bias", "model.final_layernorm.bias"),
+    _row("untied", Cut.VOCABULARY, "output_layer.weight", "lm_head.weight"),
+    _row("phi", Cut.VOCABULARY, "output_layer.bias", "lm_head.bias"),
 )
 
 
@@ -330,43 +272,34 @@ def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert:
 
 def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
     """Return the shape of a Hugging Face parameter of this model."""
-    width, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
-    rows = {
-        "q_proj": heads * model.head_size,
-        "k_proj": groups * model.head_size,
-        "v_proj": groups * model.head_size,
-    }
-    shapes = {name: (size, width) for name, size in rows.items()} | {
+    width, heads, groups, rank = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.q_lora_rank
+    inner = model.ffn_hidden_size
+    if ".experts." in hugging_face_name:
+        inner = model.expert_width
+    elif ".shared_experts." in hugging_face_name:
+        inner = model.moe_shared_expert_intermediate_size or 0
+    shapes = {
         "embed_tokens": (vocab_size, width),
         "lm_head": (vocab_size, width),
-        "o_proj": (width, heads * model.value_size),
-        "q_a_proj": (model.q_lora_rank or 0, width),
-        "q_a_layernorm": (model.q_lora_rank or 0,),
-        "q_b_proj": (heads * model.head_size, model.q_lora_rank or 0),
-        "kv_a_proj_with_mqa": (model.kv_lora_rank + model.qk_pos_emb_head_dim, width),
-        "kv_a_layernorm": (model.kv_lora_rank,),
-        "kv_b_proj": (heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank),
-        "gate_proj": (model.ffn_hidden_size, width),
-        "up_proj": (model.ffn_hidden_size, width),
-        "down_proj": (width, model.ffn_hidden_size),
-        "dense": (width, heads * model.head_size),
-        "fc1": (model.ffn_hidden_size, width),
-        "fc2": (width, model.ffn_hidden_size),
-        "gate": (model.num_experts or 0, width),
-        "router": (model.num_experts or 0, width),
-        "w1": (model.expert_width, width),
-        "w2": (width, model.expert_width),
-        "w3": (model.expert_width, width),
+        "q_proj": (heads * model.head_size, width),
+        "k_proj": (groups * model.head_size, width),
+        "v_proj": (groups * model.head_size, width),
         "q_norm": (model.head_size * (heads if model.block == "olmo3" else 1),),
         "k_norm": (model.head_size * (groups if model.block == "olmo3" else 1),),
         "self_attn": (heads,),  # the sinks
+        "q_a_proj": (rank or 0, width),
+        "q_a_layernorm": (rank or 0,),
+        "q_b_proj": (heads * model.head_size, rank or 0),
+        "kv_a_proj_with_mqa": (model.kv_lora_rank + model.qk_pos_emb_head_dim, width),
+        "kv_a_layernorm": (model.kv_lora_rank,),
+        "kv_b_proj": (heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank),
+        "o_proj": (width, heads * model.value_size),
+        "dense": (width, heads * model.head_size),
+        "gate": (model.num_experts or 0, width),
+        "router": (model.num_experts or 0, width),
+        **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3", "fc1"), (inner, width)),
+        **dict.fromkeys(("down_proj", "w2", "fc2"), (width, inner)),
     }
-    for module, inner in (
-        ("experts", model.expert_width),
-        ("shared_experts", model.moe_shared_expert_intermediate_size or 0),
-    ):
-        if f".{module}." in hugging_face_name:
-            shapes |= {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
     module, ending = hugging_face_name.split(".")[-2:]
     shape = shapes.get(module, (width,))
     return shape[:1] if ending.endswith("bias") else shape
@@ -389,8 +322,7 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
 
 def parameters_of(model: ModelConfig) -> list[Parameter]:
     """Return the rows of the table that apply to this model."""
-    layers = range(model.num_layers)
-    return [row for row in TABLE if row.of(model) and any(row.in_layer(model, layer) for layer in layers)]
+    return [row for row in TABLE if row.traits <= _traits(model)]
 
 
 def fuse_into(
@@ -457,7 +389,7 @@ def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters used per token: with experts, only those of the token's experts."""
     if model.num_experts is None:
         return count_parameters(model, vocab_size)
-    router_row = model.hidden_size + int(_GPT_OSS(model))
+    router_row = model.hidden_size + int(model.block == "gpt_oss")
     return count_parameters(replace(model, num_experts=model.moe_router_topk), vocab_size) + (
         (model.num_experts - model.moe_router_topk) * router_row * model.expert_layers  # other router rows
     )

@@ -43,8 +43,8 @@ def refusal(call: Callable[[], object]) -> str:
 
 def assert_same_tensors(one: Path, other: Path) -> None:
     a, b = HuggingFaceTensors(one), HuggingFaceTensors(other)
-    assert sorted(a) == sorted(b)
-    for name in a:
+    assert a.names == b.names
+    for name in a.names:
         assert a.described(name) == b.described(name)
         assert torch.equal(a.open(name)[:].view(torch.uint8), b.open(name)[:].view(torch.uint8)), name
 
@@ -123,7 +123,7 @@ def with_tensor(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
         ("model.layers.0.mlp.up_proj.weight", None, "no tensor model.layers.0.mlp.up_proj.weight"),
         ("model.layers.0.mlp.up_proj.weight", torch.ones(71, 32), "is [71, 32], its config needs [72, 32]"),
         ("model.norm.weight", torch.ones(32, dtype=torch.int8), "model.norm.weight in"),
-        ("model.layers.0.mlp.up_proj.weight", torch.ones(72, 32).half(), "have types F16 and F32"),
+        ("model.layers.0.mlp.up_proj.weight", torch.ones(72, 32).half(), "have types float16 and float32"),
     ],
 )
 def test_tensors_that_have_no_place_are_refused(
@@ -169,9 +169,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     for name, run in runs.items():
         hf_to_megatron(write_model(tmp_path / f"{name}-model", name), run)
     for one, other, text in (
-        ("llama", "llama-tied", "output_layer.weight, which no Hugging Face parameter"),
-        ("llama-tied", "llama", "output_layer.weight in"),
-        ("qwen2", "llama-tied", "linear_qkv.bias, which no Hugging Face parameter"),
+        ("llama", "llama-tied", "needs None"),
+        ("llama-tied", "llama", "has shape None"),
+        ("qwen2", "llama-tied", "linear_qkv.bias in"),
     ):
         mixed = tmp_path / "mixed"
         shutil.copytree(Pretrained.find(runs[one]).folder, mixed)
