@@ -155,10 +155,7 @@ def begin(run: Path, step: int) -> Path:
 
 
 def publish(aside: Path) -> Path:
-    """Rename a complete checkpoint to its final name, then update the pointer. All of it is on disk on return.
-
-    `aside` is the folder created by `begin`; its files are on disk.
-    """
+    """Rename the folder of `begin`, whose files are on disk, then update the pointer; all is on disk on return."""
     folder = aside.with_name(aside.name.split(".")[0])
     step = step_of(folder)
     assert step is not None

@@ -99,8 +99,8 @@ _INDEX_FILE = TypeAdapter(dict[str, StoredTensor])
 
 
 def write(folder: Path, rank: int, shards: Iterable[Shard]) -> Written:
-    """Write a process's shards, those with `writes`, into its file, and flush it to disk."""
-    shards = sorted((shard for shard in shards if shard.writes), key=lambda shard: -shard.dtype.itemsize)  # aligned
+    """Write a process's shards into its file, and flush it to disk."""
+    shards = sorted(shards, key=lambda shard: -shard.dtype.itemsize)  # so that all are aligned
     words: dict[torch.dtype, Any] = {dtype: word for word, dtype in DTYPES.items()}
     places = list(accumulate((math.prod(shard.sizes) * shard.dtype.itemsize for shard in shards), initial=0))
     entries = {}

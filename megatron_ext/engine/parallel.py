@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -181,15 +181,15 @@ def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, read
     return everyones
 
 
-def wait_for_threads(thread: threading.Thread | None, device: Any) -> None:
-    """Wait until the threads of all processes have ended. Collective; processes without a thread pass None.
+def wait_for_threads(working: Future[Any], device: Any) -> None:
+    """Wait until the threads of all processes have ended. Collective.
 
     A thread may take longer than the timeout of a collective or of the watchdog, as long as any process sends
     heartbeats; these count for all processes.
     """
     before, pause_s = -1, 0.001
     while True:
-        mine = [float(thread is not None and thread.is_alive()), float(heartbeat.beats)]
+        mine = [float(not working.done()), float(heartbeat.beats)]
         state = torch.tensor(mine, dtype=torch.float64, device=device)
         dist.all_reduce(state)
         alive, beats = state.tolist()

@@ -21,11 +21,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 # Writing may take hours between two collectives of a checkpoint; a process that dies is detected at once.
 _PATIENCE = timedelta(days=1)
 _TRACKER = "tracker."
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -72,36 +74,6 @@ class Position:
     step: int
     consumed_samples: int
     trainer_state: dict[str, Any] = field(default_factory=dict)
-
-
-class _Background(threading.Thread):
-    """Writes or reads a checkpoint in a daemon thread.
-
-    Meanwhile the main thread waits in `parallel.wait_for_threads` or continues training.
-
-    Attributes:
-        failure: the exception that ended the thread; None if it succeeded.
-    """
-
-    def __init__(self, name: str, work: Callable[[], None]) -> None:
-        super().__init__(name=name, daemon=True)
-        self._work, self._device = work, _device()
-        self.failure: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Do the work; store an exception instead of raising it."""
-        try:
-            if self._device != "cpu":
-                torch.cuda.set_device(self._device)  # a new thread starts with device 0
-            self._work()
-        except BaseException as error:
-            self.failure = error
-
-    def check(self) -> None:
-        """Raise the stored exception, if any."""
-        if self.failure is not None:
-            raise self.failure
 
 
 class Checkpointer:
@@ -137,8 +109,7 @@ class Checkpointer:
         # read now, because the files may have changed or be gone when the first checkpoint is written
         self._data = parallel.run_on_rank0(ranks, lambda: tuple(data_fingerprints(config)), Path())
         self._copies: dict[Any, Tensor] = {}  # with async_save: host memory of this process's shards
-        self._writing: _Background | None = None
-        self._unpublished = Path(), 0  # folder and step of the checkpoint being written
+        self._writing: Future[Path] | None = None  # the complete checkpoint's folder
         self._group: dist.ProcessGroup | None = None
         self.threads = 0
         self._stalled = 0.0
@@ -164,7 +135,7 @@ class Checkpointer:
         """Return whether this process is writing a checkpoint, and whether the next one is due by its clock."""
         seconds = self.options.save_seconds
         by_clock = bool(seconds) and time.monotonic() - self._last_save >= seconds
-        return self._writing is not None and self._writing.is_alive(), by_clock
+        return self._writing is not None and not self._writing.done(), by_clock
 
     def poll(self, step: int, *, writing: bool, by_clock: bool) -> bool:
         """Finish a checkpoint that all processes have written, and return whether the next is due after `step` steps.
@@ -185,7 +156,7 @@ class Checkpointer:
 
         Raises:
             UserError: a file cannot be written; the message names it, and the incomplete checkpoint is removed.
-            RuntimeError: any other failure.
+            Exception: any other failure.
         """
         self.finish()
         began = time.perf_counter()
@@ -202,6 +173,7 @@ class Checkpointer:
 
         mine: list[Written] = []
         everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
+        folder = aside.with_name(folders.folder_name(position.step))
 
         def write_own() -> None:
             with self._explained(aside, position.step):
@@ -224,17 +196,22 @@ class Checkpointer:
                     data=self._data,
                 )
                 manifest.write(aside)
-                folder = folders.publish(aside)
+                folders.publish(aside)
                 folders.delete_superfluous(run, position.step, self.options.keep_last, self.options.keep_every)
                 logger.debug("%s: %d bytes written in %.1f s", folder, manifest.bytes, manifest.seconds)
 
-        def write_together() -> None:
-            together(write_own, self._group)
-            dist.gather_object(mine[0], everyone, group=self._group)
-            together(publish, self._group)
+        def write_together() -> Path:
+            try:
+                together(write_own, self._group)
+                dist.gather_object(mine[0], everyone, group=self._group)
+                together(publish, self._group)
+            except BaseException:
+                if self.ranks.world == 0:
+                    shutil.rmtree(aside, ignore_errors=True)  # frees its space
+                raise
+            return folder
 
-        self._writing = _Background("checkpoint writer", write_together)
-        self._unpublished = aside, position.step
+        self._writing = _in_thread("checkpoint writer", write_together)
         self.threads += 1
         self._stalled += time.perf_counter() - began
         if not self.options.async_save:
@@ -245,23 +222,15 @@ class Checkpointer:
 
         Raises:
             UserError: it could not be written; its folder is removed, and earlier checkpoints are unchanged.
-            RuntimeError: any other failure.
+            Exception: any other failure.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return
         began = time.perf_counter()
         parallel.wait_for_threads(writing, _device())
-        writing.join()
         self._stalled += time.perf_counter() - began
-        folder, step = self._unpublished
-        if writing.failure is not None:
-            if self.ranks.world == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # frees its space
-            if isinstance(writing.failure, UserError):
-                raise writing.failure
-            raise RuntimeError(f"the checkpoint of step {step} was not written: {writing.failure!r}")
-        self.saved = folder.with_name(folders.folder_name(step))
+        self.saved = writing.result()
 
     def _copied(self, shards: Iterable[Shard]) -> list[Shard]:
         """Return host copies that the next optimizer step does not change; complete after a synchronization.
@@ -309,7 +278,13 @@ class Checkpointer:
         manifest.check_optimizer(folder, "take it as --init-from")
         for change in changes.check(manifest.config, self.config, manifest.step, folder):
             self._log(f"changed since the checkpoint: {change}")
-        parallel.run_on_rank0(self.ranks, lambda: self._check_data(checkpoint), folder)
+        pairs = zip(self.config.data.parts, self._data, manifest.data, strict=False)
+        changed = [part.prefix for part, now, then in pairs if now != then]
+        if changed and not {"data_path", "mixture"} & set(options.override):
+            raise UserError(
+                f"load: {changed[0]} is not the data that {folder} was trained on: its size, beginning or end differs; "
+                "restore it, or add --override data_path to go on with the new one"
+            )
         same_layout = manifest.layout == self._layout
         if not same_layout:
             self._log("checkpoint of another layout: random states start anew (they matter to dropout alone)")
@@ -356,17 +331,6 @@ class Checkpointer:
             for name, state in states.items()
         ]
 
-    def _check_data(self, checkpoint: Checkpoint) -> None:
-        """Raise UserError on rank 0 if data files have other contents under the same names."""
-        if {"data_path", "mixture"} & set(self.options.override):
-            return
-        for part, now, then in zip(self.config.data.parts, self._data, checkpoint.manifest.data, strict=False):
-            if now != then:
-                raise UserError(
-                    f"load: {part.prefix} is not the data that {checkpoint.folder} was trained on: its size, beginning "
-                    "or end differs; restore it, or add --override data_path to go on with the new one"
-                )
-
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:
             logger.info(text)
@@ -400,11 +364,27 @@ def _random_states() -> dict[str, Tensor]:
 
 def _read_together(action: Callable[[], None]) -> None:
     """Run `action` in a thread of every process; if it fails in one, all raise."""
-    reading = _Background("checkpoint reader", action)
+    reading = _in_thread("checkpoint reader", action)
     parallel.wait_for_threads(reading, _device())
-    reading.join()
     _synchronize()
-    together(reading.check)
+    together(lambda: reading.result())
+
+
+def _in_thread(name: str, work: Callable[[], Result]) -> Future[Result]:
+    """Write or read a checkpoint in a daemon thread, while the main thread waits or continues training."""
+    done: Future[Result] = Future()
+    device = _device()
+
+    def run() -> None:
+        try:
+            if device != "cpu":
+                torch.cuda.set_device(device)  # a new thread starts with device 0
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def _synchronize() -> None:
