@@ -97,12 +97,7 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
 
 
 def check(saved: dict[str, Any], config: Config, step: int, source: object) -> list[Change]:
-    """Check whether a run can continue after `step` steps, and return the changes to log.
-
-    Args:
-        saved: the checkpoint's configuration, section by section.
-        config: this run's configuration; its `checkpoint.override` names the fields that may differ.
-        source: the checkpoint, for the messages.
+    """Check whether a run can continue from the checkpoint `source` after `step` steps; return the changes to log.
 
     Raises:
         UserError: shapes differ, or fields that `override` does not name.
@@ -132,11 +127,7 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
 
 
 def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[Change]:
-    """Check that the checkpoint's tensors fit, and return all changes.
-
-    Raises:
-        UserError: shapes or precision differ.
-    """
+    """Return all changes; raise UserError if shapes or precision differ."""
     changes = differences(saved, config)
     for change in changes:
         soft = change.name in _SOFT_MODEL | _FREE or change.name.startswith("rope_")

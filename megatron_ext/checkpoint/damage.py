@@ -18,12 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def undamaged(checkpoint: Checkpoint, *, content: bool = True, past_damaged: bool = False) -> Checkpoint:
-    """Return the checkpoint, or with `past_damaged` the newest undamaged one up to it. Collective.
+    """Return the checkpoint, or with `past_damaged` and a warning the newest undamaged one up to it. Collective.
 
-    Args:
-        checkpoint: its manifest has been read, its files have not.
-        content: compare checksums, not only sizes.
-        past_damaged: go back, checkpoint by checkpoint, with a warning.
+    With `content` checksums are compared, not only sizes.
 
     Raises:
         UserError: it is damaged; the message names the file, and the newest complete checkpoint before it.

@@ -12,17 +12,19 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import NonNegativeInt
 
 import megatron_ext
 from megatron_ext import heartbeat
 from megatron_ext.errors import PERMANENT, UserError, echo, installed_version
 from megatron_ext.files.atomic import sync
+from megatron_ext.files.reading import typed
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -90,14 +92,9 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            if is_transient(error):
-                raise
-            raise UserError(
-                f"load: {path} cannot be read ({error.strerror}); {folder} is no complete checkpoint"
-            ) from None
-        except ValueError:
+            with readable(path):
+                values = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError):
             raise UserError(f"load: {path} is damaged: it is no JSON; take another checkpoint") from None
         if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
             raise UserError(f"load: {path} is damaged: its own checksum differs; take another checkpoint")
@@ -105,27 +102,13 @@ class Manifest:
             given = echo(values.get("format"))
             raise UserError(f"load: {path} has format {given}, this version reads {FORMAT}; use its version")
         known = {field.name for field in fields(cls)}  # a later version may have added other fields
-        values = {name: value for name, value in values.items() if name in known}
-        try:
-            manifest = TypeAdapter(cls).validate_python(values)
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            name = ".".join(map(str, wrong["loc"]))
-            raise UserError(f"load: {path} is damaged: {name}: {wrong['msg']}; take another checkpoint") from None
+        manifest = typed({name: value for name, value in values.items() if name in known}, cls, path)
         for name in manifest.files:
             check_inside(name, path, "load")
         return manifest
 
     def check_optimizer(self, folder: Path, remedy: str) -> None:
-        """Check that a checkpoint has an optimizer state; those of tools/convert_checkpoint.py do not.
-
-        Args:
-            folder: the checkpoint folder.
-            remedy: how to use such a checkpoint, for the message.
-
-        Raises:
-            UserError: it has no optimizer state.
-        """
+        """Raise UserError if there is no optimizer state, as in checkpoints of tools/convert_checkpoint.py."""
         if not self.optimizer:
             raise UserError(f"load: {folder} holds weights alone, needs an optimizer's state; {remedy}")
 
@@ -138,34 +121,18 @@ class Manifest:
         """
         for name in names:
             path, wanted = folder / name, self.files[name]
-            if not path.is_file():
-                raise UserError(f"load: {path} is missing; take another checkpoint")
-            size = path.stat().st_size
-            if size != wanted.size:
-                raise UserError(f"load: {path} is damaged: {size:,} bytes of {wanted.size:,}; take another checkpoint")
-            if content:
-                try:
-                    checksum = facts_of(path).sha256
-                except OSError as error:
-                    if is_transient(error):
-                        raise
-                    raise UserError(f"load: {path} cannot be read ({error.strerror}); take another one") from None
-                if checksum != wanted.sha256:
-                    raise UserError(f"load: {path} is damaged: its checksum differs; take another checkpoint")
+            with readable(path):
+                size = path.stat().st_size
+                found = facts_of(path) if content and size == wanted.size else replace(wanted, size=size)
+            if found != wanted:
+                what = "checksum" if size == wanted.size else "size"
+                raise UserError(f"load: {path} is damaged: its {what} differs; take another checkpoint")
 
 
-def check_inside(name: Any, source: Path, field: str) -> str:
-    """Return `name`, a relative path read from the file `source`, after checking that it stays inside its folder.
+def check_inside(name: Any, source: Path, field: str) -> None:
+    """Raise UserError unless `name`, read from the file `source`, is a relative path inside that file's folder.
 
-    Only the name is checked: the file may be a link created by the owner of the folder.
-
-    Args:
-        name: the name as it was read.
-        source: the file that it was read from.
-        field: the first word of the error message.
-
-    Raises:
-        UserError: it is absolute, contains "..", or is not a file name.
+    Only the name is checked: the file may be a link created by the owner of the folder. `field` begins the message.
     """
     path = PurePosixPath(name) if isinstance(name, str) else None
     if path is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(path):
@@ -173,14 +140,17 @@ def check_inside(name: Any, source: Path, field: str) -> str:
             f"{field}: {source} names {str(name)[:200]!r}, which is outside its folder, needs files in "
             f"{source.parent}; take another folder, or mend the names"
         )
-    return str(name)
 
 
-def is_transient(error: Exception) -> bool:
-    """Return whether an error is due to the machine rather than to content or user, so that a retry may succeed."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno is not None and error.errno not in PERMANENT
-    )
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Refuse a checkpoint's file that is missing or cannot be read; other system errors may pass, and are raised."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in PERMANENT:
+            raise
+        raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
 
 
 def facts_of(path: Path) -> FileFacts:

@@ -77,23 +77,9 @@ class Pretrained:
     def at(self, length: int) -> ModelConfig:
         """Return the shapes for computing on `length` tokens.
 
-        Dynamic rotary scaling depends on the length of each text in transformers, and on the length of the rows in our
-        runs.
+        Dynamic rotary scaling depends on the length of each text in transformers, of the rows in our runs.
         """
         return settled(self.model, length if self.checkpoint is None else self.length or length)
-
-    def with_optimizer(self) -> Checkpoint:
-        """Return the checkpoint, which also has the optimizer state.
-
-        Raises:
-            UserError: it is a Hugging Face folder, which has no optimizer state.
-        """
-        if self.checkpoint is None:
-            raise UserError(
-                f"init_optimizer: {self.folder} is a Hugging Face folder, which has no optimizer state; "
-                "give a run or a checkpoint, or leave --init-optimizer out"
-            )
-        return self.checkpoint
 
     def fingerprint(self) -> str:
         """Return the fingerprint of all files that contain weights or shapes."""

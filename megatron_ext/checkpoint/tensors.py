@@ -24,8 +24,8 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_ext import heartbeat
-from megatron_ext.checkpoint.manifest import FileFacts, check_inside, facts_of, is_transient
-from megatron_ext.errors import UserError, first_line
+from megatron_ext.checkpoint.manifest import FileFacts, check_inside, facts_of, readable
+from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
 INDEX = "tensors.json"
@@ -164,12 +164,10 @@ class Stored:
     def __init__(self, folder: Path) -> None:
         self.folder, path = folder, folder / INDEX
         try:
-            self.tensors = _INDEX_FILE.validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            if is_transient(error):
-                raise
-            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else first_line(error)
-            raise UserError(f"load: {path} cannot be read ({reason}); take another checkpoint") from None
+            with readable(path):
+                self.tensors = _INDEX_FILE.validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise UserError(f"load: {path} is damaged ({error.errors()[0]['msg']}); take another checkpoint") from None
         for name in {block.file for tensor in self.tensors.values() for block in tensor.blocks}:
             check_inside(name, path, "load")
 
@@ -215,14 +213,9 @@ class Stored:
         """Read a block, with plain reads: a file that is mapped to memory would raise SIGBUS if its disk failed."""
         path, tensor = self.folder / block.file, torch.empty(block.sizes, dtype=dtype)
         heartbeat.beat()
-        try:
-            with path.open("rb") as file:
-                file.seek(block.first)
-                count = file.readinto(_bytes_of(tensor))
-        except OSError as error:
-            if is_transient(error):
-                raise
-            raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
+        with readable(path), path.open("rb") as file:
+            file.seek(block.first)
+            count = file.readinto(_bytes_of(tensor))
         if count < tensor.nbytes:
             raise UserError(f"load: {path} does not hold what {INDEX} says; take another checkpoint")
         return tensor

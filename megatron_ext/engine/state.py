@@ -63,13 +63,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a run.
-
-    Attributes:
-        step: completed optimizer steps, which is also the number of the next one.
-        consumed_samples: rows consumed by these steps.
-        trainer_state: JSON-compatible state of the trainer's callbacks.
-    """
+    """The progress of a run: completed steps, the rows that they consumed, and JSON of the trainer's callbacks."""
 
     step: int
     consumed_samples: int
@@ -116,11 +110,7 @@ class Checkpointer:
         self._last_save = time.monotonic()
 
     def prepare(self, run: Path) -> None:
-        """Check that a run folder is writable, and delete what a killed run left unfinished; before the first step.
-
-        Raises:
-            UserError: it is not writable.
-        """
+        """Raise UserError if a run folder is not writable; delete what a killed run left unfinished."""
 
         def write() -> None:
             (run / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -156,7 +146,6 @@ class Checkpointer:
 
         Raises:
             UserError: a file cannot be written; the message names it, and the incomplete checkpoint is removed.
-            Exception: any other failure.
         """
         self.finish()
         began = time.perf_counter()
@@ -218,12 +207,7 @@ class Checkpointer:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any.
-
-        Raises:
-            UserError: it could not be written; its folder is removed, and earlier checkpoints are unchanged.
-            Exception: any other failure.
-        """
+        """Wait for the checkpoint that is being written, if any; raise what `save` raises."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -300,10 +284,10 @@ class Checkpointer:
         """Load the weights and the optimizer state of another run's checkpoint.
 
         Raises:
-            UserError: a Hugging Face folder, or a checkpoint that is damaged, has other shapes or precision, or only
-                weights.
+            UserError: the checkpoint is damaged, has other shapes or precision, or only weights.
         """
-        checkpoint = undamaged(pretrained.with_optimizer())
+        assert pretrained.checkpoint is not None
+        checkpoint = undamaged(pretrained.checkpoint)
         checkpoint.manifest.check_optimizer(checkpoint.folder, "leave --init-optimizer out")
         changes.check_shapes(checkpoint.manifest.config, self.config, checkpoint.folder)
         self._read(checkpoint, randomness=False)

@@ -75,8 +75,11 @@ def first_weights(config: Config, vocab_size: int) -> Pretrained | None:
         return None
     pretrained = Pretrained.find(Path(options.init_from))
     pretrained.check_shapes(config.model, vocab_size)
-    if options.init_optimizer:
-        pretrained.with_optimizer()
+    if options.init_optimizer and pretrained.checkpoint is None:
+        raise UserError(
+            f"init_optimizer: {pretrained.folder} is a Hugging Face folder, which has no optimizer state; "
+            "give a run or a checkpoint, or leave --init-optimizer out"
+        )
     return pretrained
 
 

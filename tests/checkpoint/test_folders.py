@@ -123,7 +123,7 @@ def test_past_the_damaged_to_the_newest_complete(tmp_path: Path) -> None:
     assert located(tmp_path, past_damaged=True) == complete
     assert located(newest, past_damaged=True) == complete
     (complete / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"is no complete checkpoint$"):
+    with pytest.raises(UserError, match=r"take another checkpoint$"):
         located(tmp_path, past_damaged=True)
 
 

@@ -80,18 +80,11 @@ def tokenizer_folder(name: str | None) -> Path | None:
 
 
 def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dtype, tokenizer: Path | None) -> None:
-    """Write config.json.
+    """Write config.json of a model with `vocab_size`, trained on rows of `length` tokens, with weights of `dtype`.
 
     If the tokenizer's folder has a config.json that describes exactly this model, as for a model from Hugging Face,
     that file is copied, unless it names code (`auto_map`). Otherwise shapes and rotary options are those of the run,
     and special tokens are those of that file, or the tokenizer's end token.
-
-    Args:
-        folder: the output folder.
-        model: the shapes, with `vocab_size`.
-        length: tokens of the run's rows, the minimum of `max_position_embeddings`.
-        dtype: dtype of the weights.
-        tokenizer: the tokenizer's folder.
     """
     name = str(dtype).removeprefix("torch.")
     special: dict[str, Any] = dict.fromkeys(_SPECIAL)  # not transformers' defaults, which belong to other models

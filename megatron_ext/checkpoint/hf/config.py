@@ -337,12 +337,7 @@ def _period(others: list[bool], what: str, option: str) -> int | None:
 
 
 def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) -> dict[str, Any]:
-    """Return the entries of `config.json` for a model with these shapes.
-
-    Args:
-        model: the shapes.
-        vocab_size: V, without padding.
-        row_length: L, written as `max_position_embeddings`.
+    """Return the entries of `config.json` for a model with these shapes; `max_position_embeddings` is `row_length`.
 
     Raises:
         UserError: transformers has no such model; the message names an option that the most similar one does not have.

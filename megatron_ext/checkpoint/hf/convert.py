@@ -83,8 +83,10 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
     began = time.perf_counter()
     model = replace(read_model_config(source), make_vocab_size_divisible_by=divisible_by)
     tensors = HuggingFaceTensors(source)
-    tensors.check(model, _vocab_size(model))
-    shards = [shard for parameter in parameters_of(model) for shard in _fused(parameter, model, tensors)]
+    vocab_size = model.vocab_size
+    assert vocab_size is not None
+    tensors.check(model, vocab_size)
+    shards = [shard for row in parameters_of(model) for shard in _fused(row, model, vocab_size, tensors)]
     config = Config(
         model=model,
         data=DataConfig(
@@ -112,22 +114,16 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
         point(checkpoint.parent, 0)
 
 
-def _vocab_size(model: ModelConfig) -> int:
-    assert model.vocab_size is not None
-    return model.vocab_size
-
-
-def _stored_shape(parameter: Parameter, model: ModelConfig) -> tuple[int, ...]:
-    vocab_size = _vocab_size(model)
+def _stored_shape(parameter: Parameter, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
     rows = sum(run.last - run.first for run in rows_of(parameter, model, vocab_size))
     if parameter.cut is Cut.VOCABULARY:
         rows = model.padded_vocab_size(vocab_size)
     return (rows, *full_shape(parameter.hugging_face[0], model, vocab_size)[1:])
 
 
-def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors) -> Iterator[Shard]:
+def _fused(parameter: Parameter, model: ModelConfig, vocab_size: int, source: HuggingFaceTensors) -> Iterator[Shard]:
     """Yield the checkpoint tensors of a row of the table; their data is assembled when written."""
-    shape = _stored_shape(parameter, model)
+    shape = _stored_shape(parameter, model, vocab_size)
     offset = (0,) * len(shape)
     names = [name for place in parameter.places(model) for name in parameter.names(place)]
     dtypes = {source.described(name)[1] for name in names}
@@ -138,7 +134,7 @@ def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors)
 
     def fuse(place: Place) -> Tensor:
         whole, tensors = torch.empty(shape, dtype=dtype), [source.open(name) for name in parameter.names(place)]
-        fuse_into(whole, offset, parameter, tensors, model, _vocab_size(model))
+        fuse_into(whole, offset, parameter, tensors, model, vocab_size)
         return whole
 
     for place in parameter.places(model):
@@ -158,15 +154,17 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         UserError: transformers does not support the model exactly, the checkpoint is damaged, or `output` exists.
     """
     run = Pretrained.find_checkpoint(source)
+    model, vocab_size = run.model, run.model.vocab_size
     assert run.checkpoint is not None
     assert run.length is not None
-    model, manifest = run.model, run.checkpoint.manifest
+    assert vocab_size is not None
+    manifest = run.checkpoint.manifest
     tokens = tokenizer_folder(tokenizer or run.tokenizer)
     stored = Stored(run.folder)
     # in Hugging Face's order: the embedding, the layers, the rest
     places = [(parameter, place) for parameter in parameters_of(model) for place in parameter.places(model)]
     places.sort(key=lambda one: one[1][0] if one[1] else -1 if "embed" in one[0].megatron[0] else model.num_layers)
-    needed = {row.checkpoint(place): _stored_shape(row, model) for row, place in places}
+    needed = {row.checkpoint(place): _stored_shape(row, model, vocab_size) for row, place in places}
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
     unlike = sorted(dict(needed.items() ^ found.items()))
     if unlike:
@@ -177,8 +175,7 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     }
     stacks, sizes = model.block == "gpt_oss", Counter[str]()
     for name, dtype in dtypes.items():
-        shape = full_shape(name, model, _vocab_size(model))
-        sizes[name_in_files(name, stacks)] += math.prod(shape) * dtype.itemsize
+        sizes[name_in_files(name, stacks)] += math.prod(full_shape(name, model, vocab_size)) * dtype.itemsize
     files = split(sizes, max_shard_bytes)
     with _new_folder(output) as folder:
         try:
@@ -188,18 +185,15 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         write_config(folder, model, run.length, next(iter(dtypes.values())), tokens)
         if tokens is not None:
             copy_files(tokens, folder)
-        joined = (
-            named
-            for row, place in places
-            for named in zip(
-                row.names(place),
-                unfuse(row, stored.read(row.checkpoint(place)), model, _vocab_size(model)),
-                strict=True,
-            )
-        )
+
+        def exported() -> Iterator[tuple[str, Tensor]]:
+            for row, place in places:
+                whole = stored.read(row.checkpoint(place))
+                yield from zip(row.names(place), unfuse(row, whole, model, vocab_size), strict=True)
+
         tensors = (
             stack(name, [tensor for _, tensor in same]) if is_stacked(name) else next(same)[1]
-            for name, same in groupby(joined, lambda named: name_in_files(named[0], stacks))
+            for name, same in groupby(exported(), lambda named: name_in_files(named[0], stacks))
         )
         for file, names in files.items():
             save_file({name: next(tensors) for name in names}, folder / file, metadata={"format": "pt"})

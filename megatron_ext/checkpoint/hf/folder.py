@@ -43,11 +43,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the entries of config.json.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """Read the entries of config.json; raise UserError if it is missing or damaged."""
     entries = read_object(folder / "config.json", "holds no JSON object; give a Hugging Face model folder")
     if entries is None:
         raise UserError(f"checkpoint: {folder} has no config.json; give a Hugging Face model folder")
@@ -97,20 +93,12 @@ class HuggingFaceTensors:
         self.names = {*self._experts, *(name for name in files if not is_stacked(name))}
 
     def open(self, name: str) -> Any:
-        """Return a safetensors slice, which reads only what it is indexed with; an expert's tensor is read whole.
-
-        Raises:
-            UserError: it is missing.
-        """
+        """Return a safetensors slice, which reads only what it is indexed with; an expert's tensor is read whole."""
         expert = self._experts.get(name)
         return self._entry(name) if expert is None else expert.read(self._entry(expert.stacked))
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape and the dtype of a tensor.
-
-        Raises:
-            UserError: it is missing, or its dtype is not a floating-point type of 16 to 64 bits.
-        """
+        """Return the shape and the dtype of a tensor; raise UserError if it is missing or quantized."""
         expert = self._experts.get(name)
         entry = self._entry(name if expert is None else expert.stacked)
         shape, word = tuple(entry.get_shape()), entry.get_dtype()

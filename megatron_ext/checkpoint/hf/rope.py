@@ -62,15 +62,7 @@ class Angles(_LayerAngles, total=False):
 
 
 def with_rope(model: ModelConfig, entries: dict[str, Any]) -> ModelConfig:
-    """Return the model with the rotary options of config.json.
-
-    Args:
-        model: the model without rotary options.
-        entries: the entries of config.json, of the right types.
-
-    Raises:
-        UserError: an entry is not supported; the message names it.
-    """
+    """Return the model with the rotary options of config.json; raise UserError naming one that is not supported."""
     base = _given({"rope_theta": entries.get("rope_theta")})
     scaling, parameters = _given(entries.get("rope_scaling")), _given(entries.get("rope_parameters"))
     if model.block not in ("gemma3", "olmo3"):
@@ -151,12 +143,7 @@ def _yarn(model: ModelConfig, factor: float, rope: dict[str, Any]) -> dict[str, 
 
 
 def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
-    """Return `rope_parameters`, `max_position_embeddings` and, in the old format, `rope_theta` and `rope_scaling`.
-
-    Args:
-        model: the run's model.
-        row_length: L, the length of its rows.
-    """
+    """Return the rotary entries, new and old, of a model that was trained on rows of `row_length` tokens."""
     if not follows_text(model, row_length):
         model = settled(model, row_length)
     scaling = model.rope_scaling
