@@ -40,6 +40,7 @@ from megatron_ext.arrays import Int32
 from megatron_ext.attention.backends import BACKENDS, select
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.device import moved
 from megatron_ext.layout import build_layout
 
 GOAL, FROM_WINDOW = 1.25, 256
@@ -114,7 +115,7 @@ def run(attend: Attend, case: Case, dtype: torch.dtype, given: list[Tensor]) -> 
     *leaves, grad = (x.to(dtype) for x in given)
     leaves = [x.requires_grad_() for x in leaves]
     query = torch.cat([leaves[0]] * 2, dim=1).chunk(2, dim=1)[1] if case.strided else leaves[0]
-    call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window).to(DEVICE)
+    call = moved(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), DEVICE)
     out = attend(Inputs(query, *leaves[1:]), call, case.head_size**-0.5)
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
@@ -183,7 +184,7 @@ def milliseconds(attend: Attend, case: Case) -> tuple[float, float]:
     """Time forward and backward separately: the median of as many calls as fit into `ENOUGH_SECONDS`, at least one."""
     *leaves, grad = inputs(case)
     leaves = [x.requires_grad_() for x in leaves]
-    call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window).to(DEVICE)
+    call = moved(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), DEVICE)
     scale = case.head_size**-0.5
     forwards: list[float] = []
     backwards: list[float] = []

@@ -6,7 +6,7 @@ Legend: t tokens on this rank: T / cp of the T = rows x L tokens, or all of them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.config import Config
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.device import tensors_moved
+from megatron_ext.device import moved
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import LayerMasks, MaskOptions
 
@@ -98,14 +98,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same batch with its tensors on `device`."""
-        return replace(
-            tensors_moved(self, device),
-            attention=self.attention.to(device),
-            local_attention=self.local_attention.to(device) if self.local_attention is not None else None,
-            places=tensors_moved(self.places, device) if self.places is not None else None,
-            scores=tensors_moved(self.scores, device) if self.scores is not None else None,
-            sampled=tensors_moved(self.sampled, device) if self.sampled is not None else None,
-        )
+        return moved(self, device)
 
 
 @dataclass(frozen=True)

@@ -8,27 +8,36 @@ nothing is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-Carrier = TypeVar("Carrier")
+T = TypeVar("T")
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to `device` without blocking the host; on a CPU, return the tensor itself."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+def moved(given: T, device: torch.device) -> T:
+    """Copy a tensor, or those in a tuple or dataclass, to `device` without blocking the host.
 
-
-def tensors_moved(carrier: Carrier, device: torch.device) -> Carrier:
-    """Return a dataclass with its tensors on `device`; nested dataclasses are not moved."""
-    tensors = {name: value for name, value in vars(carrier).items() if isinstance(value, Tensor)}
-    on_device: Any = {name: moved(tensor, device) for name, tensor in tensors.items()}
-    return replace(carrier, **on_device)  # type: ignore[type-var]
+    What needs no copy is returned itself.
+    """
+    result: Any = given
+    if isinstance(given, Tensor):
+        pinned = given.pin_memory() if device.type == "cuda" and given.device.type == "cpu" else given
+        result = pinned.to(device, non_blocking=True)
+    elif type(given) is tuple:
+        on_device = tuple(moved(value, device) for value in given)
+        if any(new is not old for new, old in zip(on_device, given, strict=True)):
+            result = on_device
+    elif is_dataclass(given):
+        old = {field.name: getattr(given, field.name) for field in fields(given) if field.init}
+        new = {name: moved(value, device) for name, value in old.items()}
+        changed: Any = {name: value for name, value in new.items() if value is not old[name]}
+        if changed:
+            result = replace(given, **changed)  # type: ignore[type-var]
+    moved_one: T = result
+    return moved_one
 
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -65,3 +69,14 @@ def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> N
         assert [len(batch.places.of_rank(other)) for other in range(size)] == list(batch.places.counts)
         held += own.tolist()
     assert sorted(held) == list(range(8))
+    on_device = list(tensors_of(assemble(tokens, masks, context, scores, sampled=np.arange(3)).to(torch.device("meta"))))
+    assert len(on_device) >= 20
+    assert {tensor.device.type for tensor in on_device} == {"meta"}
+
+
+def tensors_of(given: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in dataclasses and tuples."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    for value in given if type(given) is tuple else vars(given).values() if is_dataclass(given) else []:
+        yield from tensors_of(value)

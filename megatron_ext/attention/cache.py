@@ -11,7 +11,7 @@ text. In this example the first text has 3 tokens in the cache and gets its four
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -93,10 +93,6 @@ class Appended:
     read: Tensor
     cu_seqlens_q: Int64
     cu_seqlens_kv: Int64
-
-    def to(self, device: torch.device) -> Appended:
-        """Move the tensors to `device`."""
-        return replace(self, write=self.write.to(device), read=self.read.to(device))
 
     def call(self, left_window: int | None) -> AttentionCall:
         """Return the attention call, with a sliding window of `left_window` tokens or None."""

@@ -34,7 +34,6 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.arrays import Int64
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.context_parallel import CPPlan
-from megatron_ext.device import moved, tensors_moved
 
 LocalAttention = Callable[[Inputs], Tensor]  # returns [t, N, W], on this rank alone
 
@@ -203,11 +202,6 @@ class KeyExchange:
             context=context if plan.rows_moved.any() else None,
         )
 
-    def to(self, device: torch.device) -> KeyExchange:
-        """Move the indices to `device`."""
-        sends, kv_picks = (tensors_moved(picks, device) for picks in (self.sends, self.kv_picks))
-        return replace(self, sends=sends, kept_rows=moved(self.kept_rows, device), kv_picks=kv_picks)
-
     def attend(self, inputs: Inputs, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
         """Return the attention output of this rank's queries, [t, N, W].
 
@@ -266,10 +260,6 @@ class HeadExchange:
     def of_plan(cls, plan: CPPlan, context: ContextGroup) -> HeadExchange:
         """Build the exchange from the plan's assignment of tokens."""
         return cls(RowPicks.of(np.concatenate(plan.rows)), context)
-
-    def to(self, device: torch.device) -> HeadExchange:
-        """Move the indices to `device`."""
-        return replace(self, order=tensors_moved(self.order, device))
 
     def attend(self, inputs: Inputs, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""

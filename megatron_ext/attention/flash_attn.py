@@ -15,7 +15,6 @@ def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, H]."""
     from flash_attn import flash_attn_varlen_func
 
-    assert call.borders is not None
     assert inputs.sink_N is None
     out: Tensor = flash_attn_varlen_func(
         *inputs[:3],

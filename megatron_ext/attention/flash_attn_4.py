@@ -17,7 +17,6 @@ def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, W]."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    assert call.borders is not None
     (cu_seqlens_q, cu_seqlens_k), (max_q, max_k) = call.borders, call.max_seqlens
     # Pass arguments by name: their order differs from FlashAttention 2. No limit is None, not -1.
     out, _ = flash_attn_varlen_func(

@@ -16,7 +16,6 @@ from megatron_ext.arrays import Bool, Int32
 from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.context_parallel import CPPlan
-from megatron_ext.device import moved
 from megatron_ext.layout import PackedLayout
 
 T = TypeVar("T")
@@ -51,7 +50,7 @@ class AttentionCall:
         cu_seqlens_kv: int32 [S+1] on the host, the borders of the segments in the keys and values.
         left_window: the most tokens before itself that a query sees; None for its whole segment.
         exchange: how keys of other context-parallel ranks are fetched; None without context parallelism.
-        borders: `cu_seqlens_q` and `cu_seqlens_kv` on the device.
+        borders: `cu_seqlens_q` and `cu_seqlens_kv` as tensors, which `moved` copies to the device.
         made: cache of `once`.
         local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do; None
             if all pieces are of one kind, or if no keys are exchanged.
@@ -61,10 +60,16 @@ class AttentionCall:
     cu_seqlens_kv: Int32
     left_window: int | None = None
     exchange: KeyExchange | HeadExchange | None = None
-    borders: tuple[Tensor, Tensor] | None = None
+    borders: tuple[Tensor, Tensor] = field(default=None)  # type: ignore[assignment]  # never None
     made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
     local: AttentionCall | None = None
     remote: AttentionCall | None = None
+
+    def __post_init__(self) -> None:
+        """Make tensors of the borders."""
+        if self.borders is None:
+            borders = torch.from_numpy(self.cu_seqlens_q), torch.from_numpy(self.cu_seqlens_kv)
+            object.__setattr__(self, "borders", borders)
 
     @classmethod
     def of_layout(cls, layout: PackedLayout, left_window: int | None = None) -> AttentionCall:
@@ -89,13 +94,6 @@ class AttentionCall:
         counts = (np.diff(cu)[chosen] for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         q, kv = (np.concatenate([[0], np.cumsum(count)]).astype(np.int32) for count in counts)
         return AttentionCall(q, kv, self.left_window)
-
-    def to(self, device: torch.device) -> AttentionCall:
-        """Move the tensors to `device`."""
-        exchange = self.exchange.to(device) if self.exchange is not None else None
-        q, kv = (moved(torch.from_numpy(cu), device) for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
-        local, remote = (part.to(device) if part is not None else None for part in (self.local, self.remote))
-        return replace(self, exchange=exchange, borders=(q, kv), local=local, remote=remote)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
         """Return function(self, *arguments), cached because every layer needs the same result."""

@@ -30,6 +30,7 @@ from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Traffic
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.context_parallel import CPPlan, Policy, plan
+from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions, WindowMask
 
@@ -147,6 +148,6 @@ def share_rows(
         tokens=torch.from_numpy(tokens).to(there),
         positions=torch.from_numpy(mask.layout.positions()[tokens]).to(there),
         plan=made,
-        call=call.to(there),
+        call=moved(call, there),
         traffic=traffic,
     )

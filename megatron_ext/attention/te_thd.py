@@ -17,7 +17,6 @@ _MASK = "padding_causal_bottom_right"
 
 def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, H]."""
-    assert call.borders is not None
     query_tNH, key_uGH, value_uGW, sink_N = inputs
     assert sink_N is None
     (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens

@@ -24,7 +24,6 @@ def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, H]; a window of (left, 0) is causal and aligned to the bottom right."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    assert call.borders is not None
     query_tNH, key_uGH, value_uGW, sink_N = inputs
     borders, lengths = call.borders, call.max_seqlens
     # torch 2.11 needs no argument for grouped-query attention; 2.12 and newer need `enable_gqa`

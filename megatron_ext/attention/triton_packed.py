@@ -74,7 +74,6 @@ def ranges(call: AttentionCall, own_keys: int) -> tuple[Tensor, Tensor, list[Ten
         tiles_of_keys: int32, for each tile of `own_keys` keys: the first query that sees any of them, the end of these
             queries, the first query that sees all of them, the end of these.
     """
-    assert call.borders is not None
     borders_q, borders_kv = call.borders
     t, u = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
     lengths = borders_q.diff()

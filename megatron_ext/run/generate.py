@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_ext.attention.cache import KeyValueCache
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import ParallelConfig
+from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.sampling import Sampling, choose
@@ -265,7 +266,7 @@ class Generator:
             local_attention=None if local is None else appended.call(local - 1),
             wanted=torch.arange(total) if every else torch.from_numpy(borders[1:] - 1),
         ).to(device)
-        appended = appended.to(device)
+        appended = moved(appended, device)
         output: Tensor | None = None
         for chunk in self.model.chunks:  # several if the pipeline is interleaved
             if not chunk.pre_process:

@@ -19,7 +19,7 @@ Lengths = Sequence[tuple[int, int]]  # queries and keys of each segment
 def call_of(lengths: Lengths, left_window: int | None = None) -> AttentionCall:
     """Make the call of these segments, on the CPU."""
     cu_q, cu_kv = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32).T
-    return AttentionCall(np.ascontiguousarray(cu_q), np.ascontiguousarray(cu_kv), left_window).to(CPU)
+    return AttentionCall(np.ascontiguousarray(cu_q), np.ascontiguousarray(cu_kv), left_window)
 
 
 def inputs_of(

@@ -136,11 +136,3 @@ def test_kernels_for_equal_sizes_get_values_padded(
     monkeypatch.setitem(BACKENDS, "te_thd", Backend(name="te_thd", kernel=kernel, narrow_values=narrow_values))
     assert_right(PerCall(("te_thd",)), [query, key, value[..., :width], grad[..., :width]], call)
     assert widths == [given]
-
-
-def test_borders_go_to_the_device_as_int32() -> None:
-    call = AttentionCall(np.array([0, 2, 3], dtype=np.int32), np.array([0, 4, 7], dtype=np.int32)).to(CPU)
-    assert call.borders is not None
-    assert [border.tolist() for border in call.borders] == [[0, 2, 3], [0, 4, 7]]
-    assert {border.dtype for border in call.borders} == {torch.int32}
-    assert call.max_seqlens == (2, 4)

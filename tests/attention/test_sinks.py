@@ -164,7 +164,7 @@ def of_rank(rank: int, layout: PackedLayout, schemes: list[Scheme], parts: int) 
     context = ContextGroup(rank, dist.get_world_size(), dist.group.WORLD, Traffic(), parts)
     for scheme in schemes:
         share = plan(layout, context.size)
-        call = AttentionCall.of_plan(share, context, scheme).to(CPU)
+        call = AttentionCall.of_plan(share, context, scheme)
         *inputs, sinks = with_sinks(call_of([(24, 24)]))
         leaves = [x[share.rows[rank]].requires_grad_() for x in inputs[:3]] + [sinks.requires_grad_()]
         out = call.run(reference.attend, Inputs(*leaves), 0.25)

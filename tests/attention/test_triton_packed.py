@@ -68,7 +68,7 @@ def test_output_and_gradients(
 def test_its_own_tiles(size: int, window: int) -> None:
     """Several tiles and a bit, with and without some whose queries see all keys; heads of one part and of two."""
     borders = build_layout(270, [20, 31, 260], window).cu_seqlens
-    call = AttentionCall(borders, borders).to(CPU)
+    call = AttentionCall(borders, borders)
     assert_right(triton_packed.attend, inputs_of(call, 2, 1, size), call, 2e-5)
 
 
