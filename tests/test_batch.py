@@ -69,7 +69,8 @@ def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> N
         assert [len(batch.places.of_rank(other)) for other in range(size)] == list(batch.places.counts)
         held += own.tolist()
     assert sorted(held) == list(range(8))
-    on_device = list(tensors_of(assemble(tokens, masks, context, scores, sampled=np.arange(3)).to(torch.device("meta"))))
+    sampled = assemble(tokens, masks, context, scores, sampled=np.arange(3))
+    on_device = list(tensors_of(sampled.to(torch.device("meta"))))
     assert len(on_device) >= 20
     assert {tensor.device.type for tensor in on_device} == {"meta"}
 

@@ -1,7 +1,6 @@
 """Patches and replacements for parts of Megatron-Core 0.16.
 
 Each states its reason and when to remove it; tests/engine/test_compat.py fails when one is no longer needed.
-`install`, called when a process chooses its device, applies those that a run may always have.
 """
 
 from __future__ import annotations
@@ -36,38 +35,49 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_ext.errors import UserError
 
 SUPPORTED = "0.16"
-_COALESCING = ("group", "device", "async_ops")  # parameters of the context manager that `one_by_one` replaces
 
 
-def check_version() -> None:
-    """Raise UserError unless Megatron-Core is a version that this module was written for."""
+def install() -> None:
+    """Apply the patches that a run may always have, when a process chooses its device. Repeating it changes nothing.
+
+    Raises:
+        UserError: another version of Megatron-Core.
+    """
     version = megatron.core.__version__
     if not version.startswith(SUPPORTED + "."):
         raise UserError(
             f"megatron-core: got {version}, needs {SUPPORTED}.x; pip install 'megatron-core~={SUPPORTED}.1'"
         )
-
-
-def install() -> None:
-    """Apply the patches; doing it again changes nothing.
-
-    Raises:
-        UserError: another version of Megatron-Core.
-    """
-    check_version()
     install_optimizer()
-    install_one_by_one()
-    install_rotation()
-    install_recompute()
-    install_host_dispatch()
-    install_uneven_gathers()
-    install_router()
+    install_without_transformer_engine()
+    _replace(megatron_rotation, "_apply_rotary_pos_emb_bshd", rotate)
+    if not torch.cuda.is_available():
+        _replace(megatron_buffers, "_coalescing_manager", one_by_one)
+        _replace(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts_on_host)
+        MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # the dispatcher creates a stream if this is None
+        _replace(megatron_mappings, "_gather_along_first_dim", uneven_gather)
+        _replace(megatron_mappings, "_reduce_scatter_along_first_dim", uneven_reduce_scatter)
 
 
-def _check_parameters(replaced: Callable[..., Any], *names: str) -> None:
-    """Check that a function has the parameters that its replacement was written for."""
-    found = tuple(inspect.signature(replaced).parameters)
-    assert found == names, (replaced, found)
+def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function of Megatron by one that has parameters of the same names."""
+    theirs, ours = (list(inspect.signature(function).parameters) for function in (getattr(owner, name), replacement))
+    assert theirs == ours, (owner, name, theirs, ours)
+    setattr(owner, name, replacement)
+
+
+def install_without_transformer_engine() -> None:
+    """Define for Megatron what it would import from Transformer Engine; do nothing where it has been imported.
+
+    `--recompute-modules layernorm`: the default of CheckpointWithoutOutput for fp8 is False, with which it calls
+    Transformer Engine; None disables fp8. Remove when its default is None.
+
+    The router of experts refers to a function name that is undefined. Remove when the name is None, as it expects.
+    """
+    if not hasattr(megatron_random, "FP8GlobalStateManager"):
+        megatron_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    if not hasattr(megatron_experts, "te_general_gemm"):
+        megatron_experts.te_general_gemm = None
 
 
 class _MarkedNorm(torch.nn.Module):
@@ -200,9 +210,10 @@ def one_by_one(
 ) -> Iterator[Any]:
     """Run each collective of the block separately at its end; the handle waits for all of them.
 
-    torch's `_coalescing_manager` merges them into one call. With many such asynchronous all-gathers in flight, gloo in
-    torch 2.13 occasionally corrupts the heap (2 of 16 runs with 300 of them; none of 14 without merging; cause
-    unknown). Remove when torch is fixed (tests/engine/test_compat.py describes how to reproduce it).
+    Megatron uses it without CUDA, where it gathers parameters and reduces gradients. torch's `_coalescing_manager`
+    merges them into one call. With many such asynchronous all-gathers in flight, gloo in torch 2.13 occasionally
+    corrupts the heap (2 of 16 runs with 300 of them; none of 14 without merging; cause unknown). Remove when torch is
+    fixed (tests/engine/test_compat.py describes how to reproduce it).
     """
     assert device is None, device
     calls = torch_distributed._world.pg_coalesce_state.setdefault(group, [])  # torch records the calls here
@@ -215,13 +226,6 @@ def one_by_one(
         tensors = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
         reduction = {} if call.redop is None else {"op": call.redop}
         handle.append(call.op(*tensors, group=group, async_op=async_ops, **reduction))
-
-
-def install_one_by_one() -> None:
-    """Use `one_by_one` where Megatron gathers parameters and reduces gradients on a CPU; with CUDA do nothing."""
-    if not torch.cuda.is_available():
-        _check_parameters(megatron_buffers._coalescing_manager, *_COALESCING)
-        megatron_buffers._coalescing_manager = one_by_one
 
 
 class _Rotate(torch.autograd.Function):
@@ -258,20 +262,12 @@ def rotate(
 ) -> torch.Tensor:
     """Rotate the first R dimensions of each head, t [t, 1, N, H] by angles [t, 1, 1, R], in the half-split layout.
 
-    The names are Megatron's. The last three arguments must keep their defaults.
+    It equals Megatron's unfused rotation, which concatenates each head twice in forward and twice in backward. The last
+    three arguments must keep their defaults. Remove when Megatron rotates in place.
     """
     assert (rotary_interleaved, multi_latent_attention, mscale) == (False, False, 1.0)
     rotated: torch.Tensor = _Rotate.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
     return rotated
-
-
-def install_rotation() -> None:
-    """Replace Megatron's unfused rotation by rotary angles with an equal one that copies less.
-
-    Megatron's concatenates each head twice in forward and twice in backward. Remove when it rotates in place.
-    """
-    _check_parameters(megatron_rotation._apply_rotary_pos_emb_bshd, *inspect.signature(rotate).parameters)
-    megatron_rotation._apply_rotary_pos_emb_bshd = rotate
 
 
 def allow_gradient_accumulation_fusion() -> None:
@@ -283,34 +279,12 @@ def allow_gradient_accumulation_fusion() -> None:
     megatron_layers._grad_accum_fusion_available = True
 
 
-def install_recompute() -> None:
-    """Make `--recompute-modules layernorm` work without Transformer Engine; do nothing with it.
+def counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Convert the token counts of experts to arrays, once the dispatcher has computed them.
 
-    The default of Megatron's CheckpointWithoutOutput for fp8 is False, with which it calls Transformer Engine; None
-    disables fp8. Remove when its default is None.
+    Megatron's dispatcher copies them to the host on a separate CUDA stream; without CUDA they are there already. Remove
+    when it creates the stream only on CUDA.
     """
-    if hasattr(megatron_random, "FP8GlobalStateManager"):
-        return
-    initialiser = megatron_random.CheckpointWithoutOutput.__init__
-    _check_parameters(initialiser, "self", "fp8")
-    initialiser.__defaults__ = (None,)
-
-
-def install_host_dispatch() -> None:
-    """Make Megatron's token dispatcher for experts work on a CPU; do nothing if CUDA is available.
-
-    It copies the token counts to the host on a separate CUDA stream. Here they are already on the host and only need
-    conversion to arrays. Remove when it creates the stream only on CUDA.
-    """
-    if not torch.cuda.is_available():
-        dispatcher = MoEAlltoAllTokenDispatcher
-        _check_parameters(dispatcher._maybe_dtoh_and_synchronize, "self", "point", "tokens_per_expert")
-        dispatcher._maybe_dtoh_and_synchronize = _counts_on_host
-        dispatcher.cuda_dtoh_stream = "none"  # the dispatcher creates a stream if this is None
-
-
-def _counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Convert the counts to arrays, once the dispatcher has computed them."""
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             counts = getattr(self, name)
@@ -322,23 +296,14 @@ def _counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | Non
 _gather, _reduce_scatter = megatron_mappings._gather_along_first_dim, megatron_mappings._reduce_scatter_along_first_dim
 
 
-def install_uneven_gathers() -> None:
-    """Support different numbers of tokens on the tensor-parallel ranks of experts on a CPU.
-
-    Do nothing if CUDA is available. torch.distributed gathers and reduces tensors of different sizes over NCCL but not
-    over gloo, whose all-to-all supports them. Remove when gloo supports them.
-    """
-    if not torch.cuda.is_available():
-        _check_parameters(_gather, "input_", "group", "output_split_sizes", "use_global_buffer")
-        _check_parameters(_reduce_scatter, "input_", "group", "input_split_sizes", "use_global_buffer")
-        megatron_mappings._gather_along_first_dim = _uneven_gather
-        megatron_mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter
-
-
-def _uneven_gather(
+def uneven_gather(
     input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> torch.Tensor:
-    """Gather rows; `output_split_sizes` gives the number of rows of each rank."""
+    """Gather rows of the tensor-parallel ranks of experts; `output_split_sizes` gives the number of each rank's rows.
+
+    torch.distributed gathers and reduces tensors of different sizes over NCCL but not over gloo, whose all-to-all
+    supports them. Remove both functions when gloo supports them.
+    """
     if output_split_sizes is None or group.size() == 1:
         return _gather(input_, group, output_split_sizes, use_global_buffer)
     gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
@@ -347,7 +312,7 @@ def _uneven_gather(
     return gathered
 
 
-def _uneven_reduce_scatter(
+def uneven_reduce_scatter(
     input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> torch.Tensor:
     """Sum the ranks' rows and return those of this rank; `input_split_sizes` gives the number of rows of each."""
@@ -357,15 +322,6 @@ def _uneven_reduce_scatter(
     parts = input_.new_empty(group.size() * rows, *input_.shape[1:])
     dist.all_to_all_single(parts, input_.contiguous(), [rows] * group.size(), input_split_sizes, group=group)
     return parts.unflatten(0, (group.size(), rows)).sum(dim=0)
-
-
-def install_router() -> None:
-    """Make Megatron's router work without Transformer Engine; it refers to a function name that is undefined then.
-
-    Remove when that name is None without Transformer Engine, as the router expects.
-    """
-    if not hasattr(megatron_experts, "te_general_gemm"):
-        megatron_experts.te_general_gemm = None
 
 
 def install_offload() -> None:

@@ -32,17 +32,12 @@ RUN_WITHOUT = "tests/engine/run_without.py"
 PRETEND = Path(__file__).parent / "pretend"  # a Transformer Engine for machines without CUDA
 
 
-def test_this_version_is_supported() -> None:
-    compat.check_version()
-    assert megatron.core.__version__.startswith(compat.SUPPORTED + ".")
-
-
 @pytest.mark.parametrize("version", ["0.15.3", "0.160.1"])
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(megatron.core, "__version__", version)
     message = f"megatron-core: got {version}, needs 0.16.x; pip install 'megatron-core~=0.16.1'"
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        compat.check_version()
+        compat.install()
 
 
 def norm_config(sequence_parallel: bool) -> TransformerConfig:
@@ -151,7 +146,7 @@ def test_upstream_still_requires_apex_for_a_layer_that_is_not_run(monkeypatch: p
 
 
 def test_upstream_still_requires_transformer_engine_to_recompute_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this fails, CheckpointWithoutOutput takes no fp8 as it is: remove install_recompute."""
+    """Where this fails, CheckpointWithoutOutput takes no fp8 as it is: compat need not set its default."""
     checkpoint = compat.megatron_random.CheckpointWithoutOutput
     if hasattr(compat.megatron_random, "FP8GlobalStateManager"):
         pytest.skip("Transformer Engine is here, which it asks")
@@ -161,7 +156,7 @@ def test_upstream_still_requires_transformer_engine_to_recompute_a_norm(monkeypa
     try:
         with pytest.raises(NameError, match="FP8GlobalStateManager"):
             checkpoint().checkpoint(torch.square, x)
-        compat.install_recompute()
+        compat.install_without_transformer_engine()
         torch.testing.assert_close(checkpoint().checkpoint(torch.square, x), x.square())
     finally:
         platform.uninstall_cpu()
@@ -233,20 +228,20 @@ def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(
 
 
 def test_megatrons_router_still_lacks_a_name_without_transformer_engine() -> None:
-    """Where this fails, the name is there: remove compat.install_router."""
+    """Where this fails, the name is there: remove that part of compat.install_without_transformer_engine."""
     spec = importlib.util.find_spec("megatron.core.transformer.moe.moe_utils")
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     if fresh.HAVE_TE:
         pytest.skip("Transformer Engine has it")
     assert not hasattr(fresh, "te_general_gemm")
-    compat.install_router()
+    compat.install_without_transformer_engine()
     assert compat.megatron_experts.te_general_gemm is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it has a stream there")
 def test_megatrons_dispatcher_still_needs_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this fails, it makes its stream on CUDA alone: remove compat.install_host_dispatch."""
+    """Where this fails, it makes its stream on CUDA alone: remove compat.counts_on_host."""
     assert "torch.cuda.Stream()" in inspect.getsource(compat.MoEAlltoAllTokenDispatcher.__init__)
     with pytest.raises(RuntimeError, match="CUDA"):
         torch.cuda.Stream()
@@ -254,9 +249,9 @@ def test_megatrons_dispatcher_still_needs_a_stream(monkeypatch: pytest.MonkeyPat
     dispatcher = SimpleNamespace(
         cuda_dtoh_point="here", input_splits=counts, output_splits=None, output_splits_tp=counts
     )
-    assert compat._counts_on_host(dispatcher, "elsewhere", counts) is counts
+    assert compat.counts_on_host(dispatcher, "elsewhere", counts) is counts
     assert dispatcher.input_splits is counts
-    compat._counts_on_host(dispatcher, "here", counts)
+    compat.counts_on_host(dispatcher, "here", counts)
     assert dispatcher.input_splits.tolist() == [3, 1]
     assert dispatcher.output_splits is None
 
@@ -265,8 +260,8 @@ def share_unevenly(rank: int) -> dict[str, list[float] | bool]:
     """Gather 2 rows of rank 0 and 3 of rank 1; add up 5 rows of both, of which they keep as many."""
     group, sizes = torch.distributed.group.WORLD, [2, 3]
     mine = torch.full((sizes[rank], 1), float(rank + 1))
-    gathered = compat._uneven_gather(mine, group, sizes)
-    summed = compat._uneven_reduce_scatter(torch.arange(5.0)[:, None] * (rank + 1), group, sizes)
+    gathered = compat.uneven_gather(mine, group, sizes)
+    summed = compat.uneven_reduce_scatter(torch.arange(5.0)[:, None] * (rank + 1), group, sizes)
     try:
         torch.distributed.all_gather(list(torch.empty(5, 1).split(sizes)), mine, group=group)
         supported = True
@@ -277,7 +272,7 @@ def share_unevenly(rank: int) -> dict[str, list[float] | bool]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL takes them")
 def test_gloo_still_does_not_gather_uneven_rows() -> None:
-    """Where `supported` is true, gloo takes them: remove compat.install_uneven_gathers."""
+    """Where `supported` is true, gloo takes them: remove compat.uneven_gather and uneven_reduce_scatter."""
     first, second = call(share_unevenly, 2)
     assert first == {"gathered": [1, 1, 2, 2, 2], "summed": [0, 3], "supported": False}
     assert second == {"gathered": [1, 1, 2, 2, 2], "summed": [6, 9, 12], "supported": False}
@@ -295,14 +290,13 @@ def test_the_rotation_is_bit_equal_to_megatrons(dtype: torch.dtype, rotated: int
         out.backward(gradient)
         results.append((out, leaf.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert "torch.cat" in inspect.getsource(MEGATRONS_ROTATION), "it copies no more: compat.install_rotation can go"
+    assert "torch.cat" in inspect.getsource(MEGATRONS_ROTATION), "it copies no more: compat.rotate can go from install"
 
 
 def test_this_torch_still_needs_one_by_one() -> None:
     """Where this fails, gather and reduce 300 buckets asynchronously with torch's own _coalescing_manager, in two
-    processes: if none crashes in twenty runs, remove compat.install_one_by_one."""
+    processes: if none crashes in twenty runs, remove compat.one_by_one."""
     assert torch.__version__.startswith("2.13."), torch.__version__
-    assert tuple(inspect.signature(torch.distributed._coalescing_manager).parameters) == compat._COALESCING
 
 
 def test_the_private_names_of_upstream_are_still_called_in_this_way() -> None:

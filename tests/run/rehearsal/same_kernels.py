@@ -53,7 +53,7 @@ def main(request_file: str, result_file: str) -> None:
     model.cross_entropy = functools.partial(model.cross_entropy, fused=False)
     options = parse(request.argv).model
     if not request.fake and options.num_experts is not None:
-        compat.install_uneven_gathers = lambda: None
+        compat.uneven_gather, compat.uneven_reduce_scatter = compat._gather, compat._reduce_scatter
         compat.observe_routing(lambda chosen_tE: force_routing(chosen_tE, options.moe_router_topk))
     with sdpa_kernel(SDPBackend.MATH):
         run(request, result_file)
