@@ -14,30 +14,30 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+Carrier = TypeVar("Carrier")
 
 
-def moved(given: T, device: torch.device) -> T:
+def moved(carrier: Carrier, device: torch.device) -> Carrier:
     """Copy a tensor, or those in a tuple or dataclass, to `device` without blocking the host.
 
     What needs no copy is returned itself.
     """
-    result: Any = given
+    given: Any = carrier
     if isinstance(given, Tensor):
         pinned = given.pin_memory() if device.type == "cuda" and given.device.type == "cpu" else given
-        result = pinned.to(device, non_blocking=True)
+        given = pinned.to(device, non_blocking=True)
     elif type(given) is tuple:
         on_device = tuple(moved(value, device) for value in given)
         if any(new is not old for new, old in zip(on_device, given, strict=True)):
-            result = on_device
+            given = on_device
     elif is_dataclass(given):
-        old = {field.name: getattr(given, field.name) for field in fields(given) if field.init}
-        new = {name: moved(value, device) for name, value in old.items()}
-        changed: Any = {name: value for name, value in new.items() if value is not old[name]}
+        values = {field.name: getattr(given, field.name) for field in fields(given) if field.init}
+        copies = {name: moved(value, device) for name, value in values.items()}
+        changed: Any = {name: copy for name, copy in copies.items() if copy is not values[name]}
         if changed:
-            result = replace(given, **changed)  # type: ignore[type-var]
-    moved_one: T = result
-    return moved_one
+            given = replace(given, **changed)  # type: ignore[type-var]
+    result: Carrier = given
+    return result
 
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.attention import flash_attn, flash_attn_4, reference, te_thd, torch_varlen, triton_packed
+from megatron_ext.attention import adapters, reference, triton_packed
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.errors import UserError
@@ -112,22 +112,22 @@ _BACKENDS = (
     Backend(name="triton_packed", kernel=triton_packed.attend, sinks=True, missing=triton_packed.missing),
     Backend(
         name="flash_attn_4",
-        kernel=flash_attn_4.attend,
+        kernel=adapters.flash_attn_4,
         capability=(9, 0),
         sinks=True,
         narrow_values=True,
-        missing=flash_attn_4.missing,
-        sinks_missing=flash_attn_4.sinks_missing,
+        missing=adapters.flash_attn_4_missing,
+        sinks_missing=adapters.flash_attn_4_sinks_missing,
     ),
     Backend(
         name="torch_varlen",
-        kernel=torch_varlen.attend,
+        kernel=adapters.torch_varlen,
         flash_attention_2=True,
         sinks=True,
-        missing=torch_varlen.missing,
+        missing=adapters.torch_varlen_missing,
     ),
-    Backend(name="flash_attn", kernel=flash_attn.attend, flash_attention_2=True, missing=flash_attn.missing),
-    Backend(name="te_thd", kernel=te_thd.attend, missing=te_thd.missing),
+    Backend(name="flash_attn", kernel=adapters.flash_attn, flash_attention_2=True, missing=adapters.flash_attn_missing),
+    Backend(name="te_thd", kernel=adapters.te_thd, missing=adapters.te_thd_missing),
     Backend(
         name="reference",
         kernel=reference.attend,

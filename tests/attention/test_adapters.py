@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from attention.kernels import assert_right, call_of, inputs_of
-from megatron_ext.attention import backends, flash_attn_4, reference, te_thd, torch_varlen
+from megatron_ext.attention import adapters, backends, reference
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall
 
@@ -55,11 +55,11 @@ def torch_has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..
     """Gives torch another varlen_attn."""
 
     def put(function: Callable[..., Any]) -> None:
-        torch_varlen.parameters.cache_clear()
+        adapters.varlen_parameters.cache_clear()
         monkeypatch.setattr(varlen, "varlen_attn", function)
 
     yield put
-    torch_varlen.parameters.cache_clear()
+    adapters.varlen_parameters.cache_clear()
 
 
 @pytest.mark.parametrize("function", [of_2_11, of_2_12])
@@ -67,9 +67,9 @@ def torch_has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..
 @pytest.mark.parametrize("left_window", [None, 2])
 def test_torch_varlen_by_signature(torch_has: Any, function: Any, groups: int, left_window: int | None) -> None:
     torch_has(function)
-    assert torch_varlen.missing() is None
+    assert adapters.torch_varlen_missing() is None
     call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
-    assert_right(torch_varlen.attend, inputs_of(call, groups=groups), call)
+    assert_right(adapters.torch_varlen, inputs_of(call, groups=groups), call)
 
 
 def test_torch_varlen_of_2_10_is_refused(torch_has: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +111,9 @@ def dense_te(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module.DotProductAttention = Dense  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-    te_thd._attention.cache_clear()
+    adapters._te_attention.cache_clear()
     yield
-    te_thd._attention.cache_clear()
+    adapters._te_attention.cache_clear()
 
 
 @pytest.mark.usefixtures("dense_te")
@@ -124,7 +124,7 @@ def test_te_thd_with_heads_of_a_wider_tensor(part: int) -> None:
     wide = inputs_of(call, heads=8, groups=4)
     inputs = [x.chunk(2, dim=1)[part] for x in wide]
     assert not inputs[0].is_contiguous()
-    assert_right(te_thd.attend, inputs, call)
+    assert_right(adapters.te_thd, inputs, call)
 
 
 @pytest.mark.usefixtures("dense_te")
@@ -137,7 +137,7 @@ def test_te_may_not_fall_back(users: str | None, monkeypatch: pytest.MonkeyPatch
     seen: list[str | None] = []
     monkeypatch.setattr(Dense, "raw", lambda self, x: seen.append(os.environ.get("NVTE_UNFUSED_ATTN")) or x)
     call = call_of([(3, 3), (2, 5)])
-    te_thd.attend(Inputs(*inputs_of(call)[:3]), call, 1.0)
+    adapters.te_thd(Inputs(*inputs_of(call)[:3]), call, 1.0)
     assert set(seen) == {"0"}
 
 
@@ -167,7 +167,7 @@ def test_flash_attn_4_is_called_by_names(monkeypatch: pytest.MonkeyPatch, left_w
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
-    assert_right(flash_attn_4.attend, inputs_of(call), call)
+    assert_right(adapters.flash_attn_4, inputs_of(call), call)
 
 
 def install(folder: Path, *names: str) -> None:
@@ -199,7 +199,7 @@ def test_which_flash_attention_is_installed(
 ) -> None:
     install(tmp_path, *files)
     monkeypatch.syspath_prepend(tmp_path)
-    if flash_attn_4.missing() is None and fa4 is not None:
+    if adapters.flash_attn_4_missing() is None and fa4 is not None:
         pytest.skip("FlashAttention 4 is installed")
     reasons = backends.objections(CUDA, torch.bfloat16, 64)
     assert (reasons["flash_attn"] is None) == fa2

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.attention import flash_attn_4
+from megatron_ext.attention import adapters
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(flash_attn_4.missing() is not None, reason=f"flash-attn-4 {flash_attn_4.missing()}")
+@pytest.mark.skipif(adapters.flash_attn_4_missing() is not None, reason="FlashAttention 4 is not installed")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the mocked GPU needs a torch for CPUs")
 def test_it_compiles_for_hopper(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -18,7 +18,7 @@ from torch.nn.attention import varlen
 
 from attention.kernels import CPU, assert_right, call_of, inputs_of, results
 from attention.test_reference import bottom_right_mask
-from megatron_ext.attention import flash_attn_4, reference, torch_varlen, triton_packed
+from megatron_ext.attention import adapters, reference, triton_packed
 from megatron_ext.attention.backends import BACKENDS, select, suited
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.inputs import Inputs
@@ -113,14 +113,14 @@ def test_torch_varlen(monkeypatch: pytest.MonkeyPatch, left_window: int | None) 
         narrow = (x.unflatten(1, (groups, -1)).sum(2) for x in wide)
         return (torch.einsum("ntu,unh->tnh", scores_grad, keys), *narrow)
 
-    torch_varlen.parameters.cache_clear()
+    adapters.varlen_parameters.cache_clear()
     monkeypatch.setattr(varlen, "varlen_attn", attend)
     given = list(torch.ops.torch_attn._varlen_attn_backward.default._schema.arguments)
     assert [one.name for one in given][-3:] == ["rng_state", "scale", "window_size"]
     assert len(given) == 14
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
-    assert_right(torch_varlen.attend, with_sinks(call), call)
-    torch_varlen.parameters.cache_clear()
+    assert_right(adapters.torch_varlen, with_sinks(call), call)
+    adapters.varlen_parameters.cache_clear()
 
 
 def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatc
     assert "has no gradient of attention sinks in this version" in old[1]
     interface._flash_attn_bwd = lambda q, learnable_sink=None: None  # type: ignore[attr-defined]
     assert backend.objection(torch.device("cuda"), torch.bfloat16, 64, sinks=True) is None
-    assert_right(flash_attn_4.attend, with_sinks(call), call)
+    assert_right(adapters.flash_attn_4, with_sinks(call), call)
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "te_thd"])

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention.kernels import CPU, assert_right, call_of, exact, inputs_of, results
+from attention.kernels import assert_right, call_of, exact, inputs_of, results
 from megatron_ext.attention import reference, triton_packed
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall

@@ -256,10 +256,10 @@ def _packages() -> None:
 
     On fake tensors FlashAttention 4 compiles its kernels and allocates what they write. It keeps them in a cache.
     """
-    from megatron_ext.attention import flash_attn_4
+    from megatron_ext.attention import adapters
 
     hidden = ["transformer_engine", "transformer_engine_torch", "apex", "flash_attn_2_cuda"]
-    for package in hidden if flash_attn_4.missing() is None else [*hidden, "flash_attn"]:
+    for package in hidden if adapters.flash_attn_4_missing() is None else [*hidden, "flash_attn"]:
         sys.modules[package] = None  # type: ignore[assignment]
     for name, value in HOPPER.items():
         os.environ.setdefault(name, value)

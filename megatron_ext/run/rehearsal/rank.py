@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_ext.attention import flash_attn_4
+from megatron_ext.attention import adapters
 from megatron_ext.batch import PackedBatch, context_options
 from megatron_ext.config import Config
 from megatron_ext.data.text.tokenizer import vocabulary_size
@@ -151,7 +151,7 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
 
 def count_flash_attention_4(meter: Meter) -> None:
     """Count the FLOPs of FlashAttention 4's calls, which are no operators of torch."""
-    if flash_attn_4.missing() is not None:
+    if adapters.flash_attn_4_missing() is not None:
         return
     from flash_attn.cute import interface
 
