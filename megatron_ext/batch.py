@@ -51,45 +51,26 @@ class RowScores:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One micro-batch.
+    """One micro-batch."""
 
-    Attributes:
-        tokens_t: int64 [t].
-        labels_t: int64 [t], the token after each.
-        positions_t: int32 [t], counted from the segment's start (RoPE is relative; small positions keep bf16 exact).
-        weights_t: float32 [t], loss factors.
-        trained_t: bool [t], which labels count in the loss.
-        masks: segments of all T tokens, on the host.
-        attention: which keys each of this rank's queries sees, in layers that follow the window schedule.
-        total_trained: number of trained tokens among all T, on the host.
-        total_weight: sum of their weights; equals `total_trained` if the weights depend on losses.
-        local_attention: as `attention`, for local layers; None without local layers.
-        wanted: int64, this rank's tokens whose loss is requested; None for all.
-        places: positions of those losses, to gather them over ranks; None if they are not gathered.
-        scores: inputs of the weights, if these depend on losses.
-        rotary_base: RoPE base for the step's window; None for the model's own.
-        sampled: queries whose attention is measured; None for none.
-        probe: measures the sampled queries.
-        rows_t: int64 [t], the row of each token, from 0; None with a single row or if not requested.
-    """
-
-    tokens_t: Tensor
-    labels_t: Tensor
+    tokens_t: Tensor  # int64 [t]
+    labels_t: Tensor  # int64 [t], the token after each
+    # int32 [t], counted from the segment's start (RoPE is relative; small positions keep bf16 exact)
     positions_t: Tensor
-    weights_t: Tensor
-    trained_t: Tensor
-    masks: LayerMasks
-    attention: AttentionCall
-    total_trained: int
-    total_weight: float
-    local_attention: AttentionCall | None = None
-    wanted: Tensor | None = None
-    places: Places | None = None
-    scores: RowScores | None = None
-    rotary_base: float | None = None
-    sampled: SampledQueries | None = None
-    probe: Probe | None = None
-    rows_t: Tensor | None = None
+    weights_t: Tensor  # float32 [t], loss factors
+    trained_t: Tensor  # bool [t], which labels count in the loss
+    masks: LayerMasks  # segments of all T tokens, on the host
+    attention: AttentionCall  # which keys each of this rank's queries sees, in layers that follow the window schedule
+    total_trained: int  # number of trained tokens among all T, on the host
+    total_weight: float  # sum of their weights; equals `total_trained` if the weights depend on losses
+    local_attention: AttentionCall | None = None  # as `attention`, for local layers; None without local layers
+    wanted: Tensor | None = None  # int64, this rank's tokens whose loss is requested; None for all
+    places: Places | None = None  # positions of those losses, to gather them over ranks; None if they are not gathered
+    scores: RowScores | None = None  # inputs of the weights, if these depend on losses
+    rotary_base: float | None = None  # RoPE base for the step's window; None for the model's own
+    sampled: SampledQueries | None = None  # queries whose attention is measured; None for none
+    probe: Probe | None = None  # measures the sampled queries
+    rows_t: Tensor | None = None  # int64 [t], the row of each token, from 0; None with a single row or if not requested
 
     @property
     def layout(self) -> PackedLayout:

@@ -30,15 +30,10 @@ MOST_TOKENS = 2**31 - 1  # in one packed layout: attention kernels take cu_seqle
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """The segments of one row, or of several concatenated rows.
+    """The segments of one row, or of several concatenated rows."""
 
-    Attributes:
-        row_length: L, tokens per row; every multiple of it is a segment border.
-        cu_seqlens: int32 [S+1], the borders of the S segments, from 0 to the number of tokens T.
-    """
-
-    row_length: int
-    cu_seqlens: Int32
+    row_length: int  # L, tokens per row; every multiple of it is a segment border
+    cu_seqlens: Int32  # int32 [S+1], the borders of the S segments, from 0 to the number of tokens T
 
     @property
     def tokens(self) -> int:

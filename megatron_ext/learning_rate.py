@@ -11,26 +11,17 @@ DecayStyle = Literal["constant", "linear", "cosine", "WSD"]
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up, then a decay from `peak` to `minimum`.
+    """Linear warm-up, then a decay from `peak` to `minimum`."""
 
-    Attributes:
-        peak: the learning rate after warm-up.
-        minimum: the learning rate at and after `decay_steps`.
-        warmup_steps: W; step t < W has peak * (t + 1) / W, so that the first step trains.
-        decay_steps: the step at which `minimum` is reached, including warm-up.
-        style: `constant` never decays; `WSD` stays at the peak and falls linearly in the last `wsd_steps`.
-        wsd_steps: length of the WSD decay.
-        first_step: the schedule step that corresponds to the run's step 0.
-        from_zero: step t < W has peak * t / W instead, as in transformers and the papers' code: the first rate is 0.
-    """
-
-    peak: float
-    minimum: float
-    warmup_steps: int
-    decay_steps: int
+    peak: float  # the learning rate after warm-up
+    minimum: float  # the learning rate at and after `decay_steps`
+    warmup_steps: int  # W; step t < W has peak * (t + 1) / W, so that the first step trains
+    decay_steps: int  # the step at which `minimum` is reached, including warm-up
+    # `constant` never decays; `WSD` stays at the peak and falls linearly in the last `wsd_steps`
     style: DecayStyle = "cosine"
-    wsd_steps: int = 0
-    first_step: int = 0
+    wsd_steps: int = 0  # length of the WSD decay
+    first_step: int = 0  # the schedule step that corresponds to the run's step 0
+    # step t < W has peak * t / W instead, as in transformers and the papers' code: the first rate is 0
     from_zero: bool = False
 
     def at(self, step: int) -> float:

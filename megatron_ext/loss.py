@@ -40,17 +40,11 @@ _ADDS_IN_PLACE = TorchVersion(torch.__version__) >= "2.11.0a0"
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Describes which rows of the output matrix this rank holds.
+    """Describes which rows of the output matrix this rank holds."""
 
-    Attributes:
-        first: token id of the first row.
-        size: V, the vocabulary size without padding; padding rows never enter the softmax.
-        group: the tensor-parallel group that shares the rows; None if one rank has all.
-    """
-
-    first: int
-    size: int
-    group: dist.ProcessGroup | None = None
+    first: int  # token id of the first row
+    size: int  # V, the vocabulary size without padding; padding rows never enter the softmax
+    group: dist.ProcessGroup | None = None  # the tensor-parallel group that shares the rows; None if one rank has all
 
     def real(self, rows: int) -> int:
         """Return the number of this rank's rows that are not padding."""
@@ -59,40 +53,25 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Per-token results of the loss head; float32 [t] each, the same on every tensor-parallel rank.
+    """Per-token results of the loss head; float32 [t] each, the same on every tensor-parallel rank."""
 
-    Attributes:
-        cross_entropy_t: -log p(label), with gradient.
-        log_partition_t: log of the sum of the exponentiated logits, with gradient.
-        entropy_t: entropy of the predicted distribution, in nats, without gradient; None unless requested.
-    """
-
-    cross_entropy_t: Tensor
-    log_partition_t: Tensor
+    cross_entropy_t: Tensor  # -log p(label), with gradient
+    log_partition_t: Tensor  # log of the sum of the exponentiated logits, with gradient
+    # entropy of the predicted distribution, in nats, without gradient; None unless requested
     entropy_t: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LossTerms(Generic[Number]):
-    """Sums over tokens: float64 scalars of a micro-batch on one rank, or floats of the whole global batch.
+    """Sums over tokens: float64 scalars of a micro-batch on one rank, or floats of the whole global batch."""
 
-    Attributes:
-        weighted_sum: sum of weight * loss (and of the z-loss); its quotient by the denominator is minimized.
-        loss_sum: sum of the unweighted losses of the trained tokens.
-        token_count: number of trained tokens.
-        weight_sum: sum of their weights.
-        weight_square_sum: sum of the squares of their weights.
-        zero_count: number of trained tokens with weight 0.
-        score_sum: sum of the scores from which the weights were computed.
-    """
-
-    weighted_sum: Number
-    loss_sum: Number
-    token_count: Number
-    weight_sum: Number
-    weight_square_sum: Number
-    zero_count: Number
-    score_sum: Number
+    weighted_sum: Number  # sum of weight * loss (and of the z-loss); its quotient by the denominator is minimized
+    loss_sum: Number  # sum of the unweighted losses of the trained tokens
+    token_count: Number  # number of trained tokens
+    weight_sum: Number  # sum of their weights
+    weight_square_sum: Number  # sum of the squares of their weights
+    zero_count: Number  # number of trained tokens with weight 0
+    score_sum: Number  # sum of the scores from which the weights were computed
 
     def stacked(self: LossTerms[Tensor]) -> Tensor:
         """Return the attributes in order as float64 [7], for a single reduction."""

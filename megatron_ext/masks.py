@@ -29,18 +29,15 @@ from megatron_ext.arrays import Int64
 from megatron_ext.layout import PackedLayout, build_layout, concatenate, segment_pairs
 
 WindowMask = Literal["grid", "sliding", "sliding_w"]
+Bounds = tuple[int, int | None]  # the grid, and the most tokens before itself that a token sees
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Describes a causal mask inside segments, limited to `left_window` tokens back.
-
-    Attributes:
-        layout: the segments.
-        left_window: maximum number of tokens before itself that a token sees; None for all of its segment.
-    """
+    """Describes a causal mask inside segments, limited to `left_window` tokens back."""
 
     layout: PackedLayout
+    # maximum number of tokens before itself that a token sees; None for all of its segment
     left_window: int | None = None
 
     @property
@@ -62,17 +59,12 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class LayerMasks:
-    """Attention masks of all layers in one micro-batch.
+    """Attention masks of all layers in one micro-batch."""
 
-    Attributes:
-        scheduled: mask of the layers that follow the window schedule.
-        local: mask of local layers; None without local layers. Its segments contain those of `scheduled`.
-        is_local: one flag per layer of the model, in order.
-    """
-
-    scheduled: AttentionMask
+    scheduled: AttentionMask  # mask of the layers that follow the window schedule
+    # mask of local layers; None without local layers. Its segments contain those of `scheduled`.
     local: AttentionMask | None = None
-    is_local: tuple[bool, ...] = (False,)
+    is_local: tuple[bool, ...] = (False,)  # one flag per layer of the model, in order
 
     @property
     def layers(self) -> int:
@@ -117,79 +109,65 @@ class LayerMasks:
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """Mask options of a configuration.
+    """Mask options of a configuration."""
 
-    Attributes:
-        document_mask: attention stays inside a document.
-        window_mask: how the window bounds attention.
-        local_window: maximum number of tokens that a token of a local layer sees, including itself; None without local
-            layers.
-        global_every: every n-th layer is not local; None if all are local.
-        num_layers: number of layers of the model.
-        local_fixed: the window does not bound local layers.
-    """
-
-    document_mask: bool
-    window_mask: WindowMask = "grid"
+    document_mask: bool  # attention stays inside a document
+    window_mask: WindowMask = "grid"  # how the window bounds attention
+    # maximum number of tokens that a token of a local layer sees, including itself; None without local layers
     local_window: int | None = None
-    global_every: int | None = None
-    num_layers: int = 1
-    local_fixed: bool = False
+    global_every: int | None = None  # every n-th layer is not local; None if all are local
+    num_layers: int = 1  # number of layers of the model
+    local_fixed: bool = False  # the window does not bound local layers
 
     def is_local(self, layer_number: int) -> bool:
         """Return whether a layer, counted from 1, is local."""
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
-    def left_window(self, window: int) -> int | None:
-        """Return how many tokens before itself a token sees; None on the grid, where segments bound it."""
-        return {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
+    def bounds(self, row_length: int, window: int) -> tuple[Bounds, Bounds | None]:
+        """Return what bounds scheduled layers, and what bounds local layers if there are any."""
+        grid, left = row_length, {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
+        if self.window_mask == "grid":
+            grid = window
+        elif window >= row_length:  # it bounds nothing: without a left window, backends use their plain causal kernel
+            left = None
+        if self.local_window is None:
+            return (grid, left), None
+        local_left = self.local_window - 1
+        if self.local_fixed:
+            return (grid, left), (row_length, local_left)
+        if left is not None:
+            return (grid, left), (grid, min(local_left, left))
+        return (grid, left), (grid, None if window <= self.local_window else local_left)  # the grid may be narrower
 
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:
         """Build the masks of concatenated rows, each given by its documents' exclusive ends."""
-        documents = [ends if self.document_mask else () for ends in document_ends]
 
         def mask(grid: int, left_window: int | None) -> AttentionMask:
-            rows = [build_layout(row_length, ends, grid) for ends in documents]
-            return AttentionMask(concatenate(rows), left_window)
+            documents = [ends if self.document_mask else () for ends in document_ends]
+            return AttentionMask(concatenate([build_layout(row_length, ends, grid) for ends in documents]), left_window)
 
-        if self.window_mask == "grid":
-            scheduled = mask(window, None)
+        of_scheduled, of_local = self.bounds(row_length, window)
+        scheduled = mask(*of_scheduled)
+        if of_local is None or of_local == of_scheduled:
+            local = None if of_local is None else scheduled
+        elif of_local[0] == of_scheduled[0]:
+            local = replace(scheduled, left_window=of_local[1])
         else:
-            # A window of the whole row bounds nothing: without a left window, backends use their plain causal kernel.
-            scheduled = mask(row_length, self.left_window(window) if window < row_length else None)
-        if self.local_window is None:
-            return LayerMasks(scheduled, None, (False,) * self.num_layers)
-        is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
-        local_left = self.local_window - 1
-        if self.local_fixed:
-            return LayerMasks(scheduled, mask(row_length, local_left), is_local)
-        if scheduled.left_window is not None:
-            local = replace(scheduled, left_window=min(local_left, scheduled.left_window))
-        elif window <= self.local_window:  # the grid's blocks are narrower
-            local = scheduled
-        else:
-            local = replace(scheduled, left_window=local_left)
-        return LayerMasks(scheduled, local, is_local)
+            local = mask(*of_local)
+        return LayerMasks(scheduled, local, tuple(self.is_local(number) for number in range(1, self.num_layers + 1)))
 
     def whole_row_context(self, row_length: int, window: int) -> float:
         """Compute C, the mean over tokens and layers, of a row that is one document, without arrays."""
-        left_window = self.left_window(window)
-
-        def pairs_within(bound: int | None, *, grid: bool) -> int:
-            blocks, rest = divmod(row_length, window) if grid else (1, 0)
-            return blocks * segment_pairs(window if grid else row_length, bound) + segment_pairs(rest, bound)
-
-        grid = left_window is None
-        pairs = pairs_within(left_window, grid=grid)
+        total = 0
         local_layers = sum(self.is_local(number) for number in range(1, self.num_layers + 1))
-        local_pairs = 0
-        if self.local_window is not None:
-            local_left = self.local_window - 1
-            bound = local_left if left_window is None or self.local_fixed else min(local_left, left_window)
-            local_pairs = pairs_within(bound, grid=grid and not self.local_fixed)
-        all_pairs = (self.num_layers - local_layers) * pairs + local_layers * local_pairs
-        tokens = self.num_layers * row_length
-        return sum_of_contexts(all_pairs, tokens) / tokens
+        layers = (self.num_layers - local_layers, local_layers)
+        for count, bounds in zip(layers, self.bounds(row_length, window), strict=True):
+            if bounds is not None:
+                grid, left = bounds
+                blocks, rest = divmod(row_length, grid)
+                pairs = blocks * segment_pairs(grid, left) + segment_pairs(rest, left)
+                total += count * sum_of_contexts(pairs, row_length)
+        return total / (self.num_layers * row_length)
 
 
 def sum_of_contexts(pairs: int, tokens: int) -> int:

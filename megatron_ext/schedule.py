@@ -51,27 +51,16 @@ class ScheduleKind(StrEnum):
 
 @dataclass(frozen=True)
 class WindowSchedule:
-    """Computes the window of each step. Build it with `build_schedule`, which checks the values.
+    """Computes the window of each step. Build it with `build_schedule`, which checks the values."""
 
-    Attributes:
-        kind: the curve.
-        start: w_s, the smallest window, in tokens.
-        end: w_e, the window after the expansion, in tokens.
-        gain: a, the tokens of window gained per step, exactly.
-        round_to: `stepwise` rounds down to a multiple of this many tokens.
-        aligned: `stepwise` rounds down to end / 2^k instead.
-        switch_step: the first step of `continual` with the window `end`.
-        cycles: number of cycles of the cyclic schedules; for `cyclic_gradual` it ends in a half.
-    """
-
-    kind: ScheduleKind
-    start: int
-    end: int
-    gain: Fraction
-    round_to: int = 1024
-    aligned: bool = False
-    switch_step: int = 0
-    cycles: float = 1
+    kind: ScheduleKind  # the curve
+    start: int  # w_s, the smallest window, in tokens
+    end: int  # w_e, the window after the expansion, in tokens
+    gain: Fraction  # a, the tokens of window gained per step, exactly
+    round_to: int = 1024  # `stepwise` rounds down to a multiple of this many tokens
+    aligned: bool = False  # `stepwise` rounds down to end / 2^k instead
+    switch_step: int = 0  # the first step of `continual` with the window `end`
+    cycles: float = 1  # number of cycles of the cyclic schedules; for `cyclic_gradual` it ends in a half
 
     @cached_property
     def ramp_steps(self) -> Fraction:

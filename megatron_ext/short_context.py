@@ -28,17 +28,11 @@ from megatron_ext.layout import PackedLayout, check_tokens
 
 @dataclass(frozen=True)
 class ShortContext:
-    """Sizes of the chunks into which rows are unfolded.
+    """Sizes of the chunks into which rows are unfolded."""
 
-    Attributes:
-        length: n >= 1, tokens of a chunk.
-        stride: 1 <= s <= n, tokens that a chunk scores.
-        every_token: score all tokens (with a separate scorer), not only those whose contexts differ.
-    """
-
-    length: int
-    stride: int
-    every_token: bool = False
+    length: int  # n >= 1, tokens of a chunk
+    stride: int  # 1 <= s <= n, tokens that a chunk scores
+    every_token: bool = False  # score all tokens (with a separate scorer), not only those whose contexts differ
 
 
 @dataclass(frozen=True, eq=False)

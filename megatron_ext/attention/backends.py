@@ -42,33 +42,22 @@ FA2_GAP = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A kernel for packed attention and its limits.
+    """A kernel for packed attention and its limits."""
 
-    Attributes:
-        name: the value of `--attention-backend`.
-        devices: device types it runs on.
-        capability: the lowest CUDA compute capability.
-        dtypes: of queries, keys and values.
-        largest_head: the largest head size.
-        flash_attention_2: whether FlashAttention 2's limits apply; see `takes`.
-        sinks: whether it computes attention sinks, with exact gradients.
-        narrow_values: whether value heads may be smaller than key heads, if 8 divides their size; otherwise kernels get
-            values padded with zeros.
-        missing: returns what is not installed and how to get it; None if nothing is missing.
-        sinks_missing: the same of attention sinks.
-    """
-
-    name: str
+    name: str  # the value of `--attention-backend`
     kernel: Attend
     devices: tuple[str, ...] = ("cuda",)
-    capability: tuple[int, int] = (8, 0)
-    dtypes: tuple[torch.dtype, ...] = HALF
+    capability: tuple[int, int] = (8, 0)  # the lowest one of CUDA
+    dtypes: tuple[torch.dtype, ...] = HALF  # of queries, keys and values
     largest_head: int = 256
-    flash_attention_2: bool = False
-    sinks: bool = False
+    flash_attention_2: bool = False  # whether FlashAttention 2's limits apply; see `takes`
+    sinks: bool = False  # whether it computes attention sinks, with exact gradients
+    # whether value heads may be smaller than key heads, if 8 divides their size; otherwise kernels get values padded
+    # with zeros
     narrow_values: bool = False
+    # returns what is not installed and how to get it; None if nothing is missing
     missing: Callable[[], str | None] = lambda: None
-    sinks_missing: Callable[[], str | None] = lambda: None
+    sinks_missing: Callable[[], str | None] = lambda: None  # the same of attention sinks
 
     def takes(self, call: AttentionCall, heads: int, head_size: int) -> bool:
         """Return whether the call's segments and rows are within the kernel's index limits."""

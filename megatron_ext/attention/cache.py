@@ -77,20 +77,13 @@ class KeyValueCache:
 
 @dataclass(frozen=True, eq=False)
 class Appended:
-    """The cache rows of one call's tokens.
-
-    Attributes:
-        cache: the cache.
-        positions: int64 [t], the position of each new token within its text.
-        write: int64 [t], the cache rows of their keys and values.
-        read: int64 [u], the cache rows that the call reads, text by text.
-        cu_seqlens_q, cu_seqlens_kv: the borders of the texts in the queries and in the rows read.
-    """
+    """The cache rows of one call's tokens."""
 
     cache: KeyValueCache
-    positions: Int64
-    write: Tensor
-    read: Tensor
+    positions: Int64  # int64 [t], the position of each new token within its text
+    write: Tensor  # int64 [t], the cache rows of their keys and values
+    read: Tensor  # int64 [u], the cache rows that the call reads, text by text
+    # cu_seqlens_q, cu_seqlens_kv: the borders of the texts in the queries and in the rows read
     cu_seqlens_q: Int64
     cu_seqlens_kv: Int64
 

@@ -52,21 +52,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share the tokens of a row.
-
-    Attributes:
-        rank: rank of this process in the group.
-        size: number of ranks.
-        group: the process group; None if the size is 1.
-        traffic: counts the bytes that this process sends.
-        parts: key heads are exchanged in up to this many parts, to overlap with attention.
-    """
+    """The ranks that share the tokens of a row."""
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None
-    traffic: Traffic
-    parts: int = 1
+    group: dist.ProcessGroup | None  # None if the size is 1
+    traffic: Traffic  # counts the bytes that this process sends
+    parts: int = 1  # key heads are exchanged in up to this many parts, to overlap with attention
 
     def gather(self, values_t: Tensor, counts: Sequence[int]) -> Tensor:
         """Gather the values of all ranks in rank order; rank r has counts[r]. Not differentiable."""
@@ -121,21 +113,13 @@ class AsyncAllToAll:
 
 @dataclass(frozen=True, eq=False)
 class RowPicks:
-    """A gather of rows, possibly with repeats, whose backward adds gradients in a fixed order.
+    """A gather of rows, possibly with repeats, whose backward adds gradients in a fixed order."""
 
-    Attributes:
-        rows_u: int64 [u], the rows to gather.
-        order_u: int64 [u], a stable argsort of `rows_u`.
-        distinct_d: int64 [d], the distinct rows, ascending.
-        times_d: int64 [d], how often each occurs.
-        most: the largest of these; more than two gradients are added in fp32.
-    """
-
-    rows_u: Tensor
-    order_u: Tensor
-    distinct_d: Tensor
-    times_d: Tensor
-    most: int
+    rows_u: Tensor  # int64 [u], the rows to gather
+    order_u: Tensor  # int64 [u], a stable argsort of `rows_u`
+    distinct_d: Tensor  # int64 [d], the distinct rows, ascending
+    times_d: Tensor  # int64 [d], how often each occurs
+    most: int  # the largest of these; more than two gradients are added in fp32
 
     @classmethod
     def of(cls, rows: Int64) -> RowPicks:
@@ -158,25 +142,16 @@ class RowPicks:
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """One rank's part in exchanging the keys and values of a micro-batch.
+    """One rank's part in exchanging the keys and values of a micro-batch."""
 
-    Attributes:
-        sends: own rows to send, ordered by destination rank.
-        send_counts: rows to each rank.
-        receive_counts: rows from each rank.
-        kept_rows: int64, own rows that remote pieces see, ascending.
-        kv_picks: for each key row of the remote pieces, its index in (kept rows, received rows).
-        runs: lengths of the alternating runs of local and remote own rows, starting with local; the first and the last
-            may be 0.
-        context: the context-parallel ranks; None if no rank needs anything, so that there is no collective.
-    """
-
-    sends: RowPicks
-    send_counts: list[int]
-    receive_counts: list[int]
-    kept_rows: Tensor
-    kv_picks: RowPicks
+    sends: RowPicks  # own rows to send, ordered by destination rank
+    send_counts: list[int]  # rows to each rank
+    receive_counts: list[int]  # rows from each rank
+    kept_rows: Tensor  # int64, own rows that remote pieces see, ascending
+    kv_picks: RowPicks  # for each key row of the remote pieces, its index in (kept rows, received rows)
+    # lengths of the alternating runs of local and remote own rows, starting with local; the first and the last may be 0
     runs: list[int]
+    # the context-parallel ranks; None if no rank needs anything, so that there is no collective
     context: ContextGroup | None
 
     @classmethod
@@ -246,14 +221,9 @@ class KeyExchange:
 
 @dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """Ulysses (arXiv 2309.14509): every rank attends over all tokens with its share of the heads.
+    """Ulysses (arXiv 2309.14509): every rank attends over all tokens with its share of the heads."""
 
-    Attributes:
-        order: the tokens of rank 0, then of rank 1, ..., a permutation of all T.
-        context: the ranks.
-    """
-
-    order: RowPicks
+    order: RowPicks  # the tokens of rank 0, then of rank 1, ..., a permutation of all T
     context: ContextGroup
 
     @classmethod

@@ -54,23 +54,14 @@ def visible_from(mask: AttentionMask, queries: Int64) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SampledQueries:
-    """The sampled queries of a micro-batch, and those of one context-parallel rank.
+    """The sampled queries of a micro-batch, and those of one context-parallel rank."""
 
-    Attributes:
-        counts: number of queries on each rank.
-        rows_q: int64, this rank's queries, as indices into its own tokens.
-        tokens_Q: int64, the queries as indices into all T tokens, those of rank 0 first.
-        tokens_t: int64, this rank's tokens as indices into the T tokens.
-        scheduled_2Q: the keys visible in layers that follow the window schedule, as `visible_from` returns them.
-        local_2Q: the keys visible in local layers; None if there are none.
-    """
-
-    counts: tuple[int, ...]
-    rows_q: Tensor
-    tokens_Q: Tensor
-    tokens_t: Tensor
-    scheduled_2Q: Tensor
-    local_2Q: Tensor | None
+    counts: tuple[int, ...]  # number of queries on each rank
+    rows_q: Tensor  # int64, this rank's queries, as indices into its own tokens
+    tokens_Q: Tensor  # int64, the queries as indices into all T tokens, those of rank 0 first
+    tokens_t: Tensor  # int64, this rank's tokens as indices into the T tokens
+    scheduled_2Q: Tensor  # the keys visible in layers that follow the window schedule, as `visible_from` returns them
+    local_2Q: Tensor | None  # the keys visible in local layers; None if there are none
 
     @classmethod
     def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> SampledQueries:
@@ -87,22 +78,19 @@ class SampledQueries:
         )
 
 
-def merged(found_5CQN: Tensor, scale: Tensor | float) -> Tensor:
-    """Merge the statistics that `find` returns on each rank into those of all keys, [5, ..., Q, N]."""
-    largest, *sums = found_5CQN
-    of_all = largest.amax(dim=0)
-    shift = torch.where(largest == -torch.inf, 0.0, scale * (largest - of_all))
-    total, product, first, distance = (shift.exp() * one for one in sums)
-    return torch.stack([of_all, *(one.sum(dim=0) for one in (total, product + shift * total, first, distance))])
+def by_head(found_5CQN: Tensor, scale: Tensor | float) -> Tensor:
+    """Merge what `find` returns on each rank, and reduce all queries of a head; [6, ..., N].
 
-
-def by_head(found_5QN: Tensor, scale: Tensor | float) -> Tensor:
-    """Reduce all queries of a head to the statistics of `AttentionHealth`, in its order; [6, ..., N].
-
-    The second row is the mean attention on the first token; `of_layers` converts it to the share of sinks.
+    The order is that of `AttentionHealth`, but the second row is the mean attention on the first token, which
+    `of_layers` converts to the share of sinks.
     """
-    largest, total, product, first, distance = found_5QN
-    first = first / total
+    of_rank, *sums = found_5CQN
+    largest = of_rank.amax(dim=0)
+    shift = torch.where(of_rank == -torch.inf, 0.0, scale * (of_rank - largest))
+    total, product, first, distance = (shift.exp() * one for one in sums)
+    product = (product + shift * total).sum(dim=0)
+    total = total.sum(dim=0)
+    first = first.sum(dim=0) / total
     return torch.stack(
         [
             (total.log() - product / total).mean(dim=-2),
@@ -110,7 +98,7 @@ def by_head(found_5QN: Tensor, scale: Tensor | float) -> Tensor:
             (first > SINK).to(first.dtype).mean(dim=-2),
             largest.amax(dim=-2),
             (scale * largest).amax(dim=-2),
-            (distance / total).mean(dim=-2),
+            (distance.sum(dim=0) / total).mean(dim=-2),
         ]
     )
 
@@ -197,28 +185,20 @@ class Probe:
         by_rank = everyone.unflatten(0, (self.context.size, *found.shape)).transpose(0, 1).double()
         scales = [self._found[layer][1] for layer in layers]
         scale = moved(torch.tensor(scales, dtype=torch.float64), found.device)[:, None, None]
-        return layers, by_head(merged(by_rank, scale), scale)
+        return layers, by_head(by_rank, scale)
 
 
 class AttentionHealth(NamedTuple):
-    """Attention statistics of a step for each layer; means over sampled queries and heads.
+    """Attention statistics of a step for each layer; means over sampled queries and heads."""
 
-    Attributes:
-        entropy: entropy of attention, in nats.
-        sink_share: share of heads whose mean attention on the first token of a query's segment is above `SINK`, as
-            defined in arXiv 2410.10781.
-        sink_pairs: share of (head, query) pairs with more than `SINK` attention on that token.
-        s_max: the largest q . k (arXiv 2503.15450), a lower bound of the maximum over all queries.
-        s_max_scaled: the same times the softmax scale, 1/sqrt(H) by default.
-        distance: mean distance to the attended tokens.
-    """
-
-    entropy: list[float]
+    entropy: list[float]  # in nats
+    # share of heads whose mean attention on the first token of a query's segment is above `SINK`, as defined in arXiv
+    # 2410.10781
     sink_share: list[float]
-    sink_pairs: list[float]
-    s_max: list[float]
-    s_max_scaled: list[float]
-    distance: list[float]
+    sink_pairs: list[float]  # share of (head, query) pairs with more than `SINK` attention on that token
+    s_max: list[float]  # the largest q . k (arXiv 2503.15450), a lower bound of the maximum over all queries
+    s_max_scaled: list[float]  # the same times the softmax scale, 1/sqrt(H) by default
+    distance: list[float]  # to the attended tokens
 
     @classmethod
     def of(cls, values: Sequence[float]) -> AttentionHealth:

@@ -44,24 +44,18 @@ class AttentionCall:
                    query 1      x x x x
 
     With a sliding window, it sees only that key and the `left_window` keys before it.
-
-    Attributes:
-        cu_seqlens_q: int32 [S+1] on the host, the borders of the segments in the queries.
-        cu_seqlens_kv: int32 [S+1] on the host, the borders of the segments in the keys and values.
-        left_window: the most tokens before itself that a query sees; None for its whole segment.
-        exchange: how keys of other context-parallel ranks are fetched; None without context parallelism.
-        borders: `cu_seqlens_q` and `cu_seqlens_kv` as tensors, which `moved` copies to the device.
-        made: cache of `once`.
-        local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do; None
-            if all pieces are of one kind, or if no keys are exchanged.
     """
 
-    cu_seqlens_q: Int32
-    cu_seqlens_kv: Int32
-    left_window: int | None = None
+    cu_seqlens_q: Int32  # int32 [S+1] on the host, the borders of the segments in the queries
+    cu_seqlens_kv: Int32  # int32 [S+1] on the host, the borders of the segments in the keys and values
+    left_window: int | None = None  # the most tokens before itself that a query sees; None for its whole segment
+    # how keys of other context-parallel ranks are fetched; None without context parallelism
     exchange: KeyExchange | HeadExchange | None = None
+    # `cu_seqlens_q` and `cu_seqlens_kv` as tensors, which `moved` copies to the device
     borders: tuple[Tensor, Tensor] = field(default=None)  # type: ignore[assignment]  # never None
-    made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # cache of `once`
+    # local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do; None
+    # if all pieces are of one kind, or if no keys are exchanged
     local: AttentionCall | None = None
     remote: AttentionCall | None = None
 

@@ -39,21 +39,13 @@ _select = cache(select)  # selects and logs a backend once for each kind of tens
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """One rank's share of packed rows; created by `share_rows`.
+    """One rank's share of packed rows; created by `share_rows`."""
 
-    Attributes:
-        tokens: int64 [t], the tokens of this rank, as indices into the T tokens of all rows concatenated.
-        positions: int32 [t], each token's position within its segment, for rotary embedding.
-        plan: the assignment of tokens to ranks and the keys that each rank fetches.
-        call: the attention call of this rank.
-        traffic: counts the bytes that this rank has sent.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    plan: CPPlan
-    call: AttentionCall
-    traffic: Traffic
+    tokens: Tensor  # int64 [t], the tokens of this rank, as indices into the T tokens of all rows concatenated
+    positions: Tensor  # int32 [t], each token's position within its segment, for rotary embedding
+    plan: CPPlan  # the assignment of tokens to ranks and the keys that each rank fetches
+    call: AttentionCall  # of this rank
+    traffic: Traffic  # of this rank
 
     def attend(
         self,

@@ -22,18 +22,13 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """P pieces that cover every token once, by position; neighbouring pieces of a segment are on different ranks.
+    """P pieces that cover every token once, by position; neighbouring pieces of a segment are on different ranks."""
 
-    Attributes:
-        segment: int64 [P], the segment of each piece.
-        start, end: int64 [P], its tokens [start, end).
-        rank: int64 [P], the rank that holds it.
-    """
-
-    segment: Int64
+    segment: Int64  # int64 [P], the segment of each piece
+    # start, end: int64 [P], its tokens [start, end)
     start: Int64
     end: Int64
-    rank: Int64
+    rank: Int64  # int64 [P], the rank that holds it
 
 
 def contiguous(layout: PackedLayout, cp_size: int) -> Pieces:

@@ -44,21 +44,16 @@ FEW = 200  # a contiguous plan that is even and moves up to T/200 rows is not co
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The part of one rank: t = T/cp rows of its own, one uneven all-to-all, one local attention call.
+    """The part of one rank: t = T/cp rows of its own, one uneven all-to-all, one local attention call."""
 
-    Attributes:
-        cu_seqlens_q: int32 [pieces+1], borders of its pieces among its rows, which are `CPPlan.rows[rank]`.
-        cu_seqlens_kv: int32 [pieces+1], borders of their key ranges among `kv_rows`.
-        send: for each rank q, int64, the indices of the rows that this rank sends to q, ascending; empty for itself.
-        receive: for each rank q, int64, the tokens that this rank receives from q, ascending; empty for itself.
-        kv_rows: int64 [u], for each key row of the local call, its index into the concatenation of the rank's own rows
-            and those received from rank 0, 1, ... A row needed by two pieces is received once and occurs here twice.
-    """
-
-    cu_seqlens_q: Int32
-    cu_seqlens_kv: Int32
+    cu_seqlens_q: Int32  # int32 [pieces+1], borders of its pieces among its rows, which are `CPPlan.rows[rank]`
+    cu_seqlens_kv: Int32  # int32 [pieces+1], borders of their key ranges among `kv_rows`
+    # for each rank q, int64, the indices of the rows that this rank sends to q, ascending; empty for itself
     send: tuple[Int64, ...]
+    # for each rank q, int64, the tokens that this rank receives from q, ascending; empty for itself
     receive: tuple[Int64, ...]
+    # int64 [u], for each key row of the local call, its index into the concatenation of the rank's own rows and those
+    # received from rank 0, 1, ... A row needed by two pieces is received once and occurs here twice.
     kv_rows: Int64
 
     @property
@@ -82,23 +77,14 @@ class _Transfers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CPPlan:
-    """An assignment of tokens to ranks and the keys that each rank needs; created by `plan`.
+    """An assignment of tokens to ranks and the keys that each rank needs; created by `plan`."""
 
-    Attributes:
-        layout: the segments of the T tokens.
-        cp_size: the number of ranks; each holds T/cp tokens.
-        policy: the assignment that was chosen (never "auto").
-        left_window: the most tokens before itself that a token sees; None for its whole segment.
-        pieces: the tokens of each rank.
-        row_cost: cost of moving a row, in attention pairs.
-    """
-
-    layout: PackedLayout
-    cp_size: int
-    policy: Policy
-    left_window: int | None
-    pieces: Pieces
-    row_cost: float = PAIRS_PER_ROW
+    layout: PackedLayout  # the segments of the T tokens
+    cp_size: int  # the number of ranks; each holds T/cp tokens
+    policy: Policy  # the assignment that was chosen (never "auto")
+    left_window: int | None  # the most tokens before itself that a token sees; None for its whole segment
+    pieces: Pieces  # the tokens of each rank
+    row_cost: float = PAIRS_PER_ROW  # cost of moving a row, in attention pairs
     _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)  # computed on demand
 
     @cached_property

@@ -100,17 +100,11 @@ def balance_losses(
 
 
 class BalancedRouter(TopKRouter):
-    """Adds the load-balancing loss to Megatron's router, and counts the tokens of its experts in float32.
+    """Adds the load-balancing loss to Megatron's router, and counts the tokens of its experts in float32."""
 
-    Attributes:
-        rows_t: the row of each token in the next call, as in `PackedBatch`.
-        expert_bias: float32 [E].
-        local_tokens_per_expert: float32 [E], since the last step.
-    """
-
-    rows_t: Tensor | None = None
-    expert_bias: Tensor | None
-    local_tokens_per_expert: Tensor | None
+    rows_t: Tensor | None = None  # the row of each token in the next call, as in `PackedBatch`
+    expert_bias: Tensor | None  # float32 [E]
+    local_tokens_per_expert: Tensor | None  # float32 [E], since the last step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -34,22 +34,12 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of this process, and its process groups.
+    """The ranks of this process, and its process groups."""
 
-    Attributes:
-        world: global rank of this process, among `world_size`.
-        tensor, pipeline, data, context, expert: its rank in each kind of group. Expert-parallel ranks hold different
-            experts; for all other weights they are data- and context-parallel ranks.
-        context_group: the processes that share the tokens of each row.
-        data_context_group: the processes that hold different tokens of one global batch.
-        tensor_group: the processes that share each matrix.
-        expert_group: the processes that together hold all experts.
-        expert_tensor_group: the processes that together hold all parts of all experts.
-        expert_copy: its rank among the processes that hold the same experts.
-    """
-
-    world: int
+    world: int  # global rank of this process, among `world_size`
     world_size: int
+    # tensor, pipeline, data, context, expert: its rank in each kind of group. Expert-parallel ranks hold different
+    # experts; for all other weights they are data- and context-parallel ranks.
     tensor: int
     tensor_size: int
     pipeline: int
@@ -60,12 +50,12 @@ class Ranks:
     context_size: int
     expert: int
     expert_size: int
-    expert_copy: int
-    context_group: dist.ProcessGroup
-    data_context_group: dist.ProcessGroup
-    tensor_group: dist.ProcessGroup
-    expert_group: dist.ProcessGroup
-    expert_tensor_group: dist.ProcessGroup
+    expert_copy: int  # its rank among the processes that hold the same experts
+    context_group: dist.ProcessGroup  # the processes that share the tokens of each row
+    data_context_group: dist.ProcessGroup  # the processes that hold different tokens of one global batch
+    tensor_group: dist.ProcessGroup  # the processes that share each matrix
+    expert_group: dist.ProcessGroup  # the processes that together hold all experts
+    expert_tensor_group: dist.ProcessGroup  # the processes that together hold all parts of all experts
 
     @property
     def last_stage(self) -> bool:

@@ -45,34 +45,21 @@ from megatron_ext.token_weighting.weigher import Weigher
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step, the same on every rank.
+    """The result of one optimizer step, the same on every rank."""
 
-    Attributes:
-        terms: summed over all ranks and micro-batches, before the update.
-        denominator: divisor of the weighted sum.
-        segments: number in the global batch.
-        grad_norm: before clipping; 0 if there was nothing to train.
-        effective_context: twice the mean number of keys that a token may see, over tokens and layers.
-        skipped: whether no weight was changed.
-        refused: whether this is because the step was not accepted; otherwise there was no trained token.
-        score_seconds: duration of the short-context pass.
-        weight_max: largest weight of a token.
-        attention: attention statistics; None if not measured.
-        moe_aux_loss: load-balancing loss of experts, without its coefficient: the mean over rows, or over
-            micro-batches, of its sum over layers.
-    """
-
-    terms: LossTerms[float]
-    denominator: float
-    grad_norm: float
-    segments: int
-    effective_context: float
-    skipped: bool
-    score_seconds: float
-    weight_max: float
+    terms: LossTerms[float]  # summed over all ranks and micro-batches, before the update
+    denominator: float  # divisor of the weighted sum
+    grad_norm: float  # before clipping; 0 if there was nothing to train
+    segments: int  # number in the global batch
+    effective_context: float  # twice the mean number of keys that a token may see, over tokens and layers
+    skipped: bool  # whether no weight was changed
+    score_seconds: float  # duration of the short-context pass
+    weight_max: float  # largest weight of a token
+    # load-balancing loss of experts, without its coefficient: the mean over rows, or over micro-batches, of its sum
+    # over layers
     moe_aux_loss: float
-    attention: AttentionHealth | None = None
-    refused: bool = False
+    attention: AttentionHealth | None = None  # None if not measured
+    refused: bool = False  # skipped because the step was not accepted; otherwise there was no trained token
 
     @property
     def train_loss(self) -> float:

@@ -24,22 +24,15 @@ _RESIDUAL = ("o_proj", "down_proj", "dense", "fc2", "w2")
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or expert bias of this process, as stored in a checkpoint.
+    """A parameter or expert bias of this process, as stored in a checkpoint."""
 
-    Attributes:
-        row, place: its row of the name table, and its place in the model.
-        parameter: Megatron's tensor.
-        shards: its parts, consecutive rows: usually one; gate and up for a SwiGLU matrix.
-        original: whether this copy is saved, among equal parameters on other tensor-parallel ranks and stages.
-        first_copy: whether it is also the first of its data-parallel copies.
-    """
-
+    # row, place: its row of the name table, and its place in the model
     row: Parameter
     place: Place
     parameter: Tensor
-    shards: list[Shard]
-    original: bool
-    first_copy: bool
+    shards: list[Shard]  # its parts, consecutive rows: usually one; gate and up for a SwiGLU matrix
+    original: bool  # whether this copy is saved, among equal parameters on other tensor-parallel ranks and stages
+    first_copy: bool  # whether it is also the first of its data-parallel copies
 
 
 def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> Iterator[Weight]:

@@ -15,7 +15,6 @@ from megatron_ext.attention.health import (
     SampledQueries,
     by_head,
     find,
-    merged,
     of_layers,
     sample_queries,
 )
@@ -133,7 +132,7 @@ def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
         assert sampled.tokens_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
         tokens = sampled.tokens_Q, sampled.tokens_t
         parts.append(find(query[tokens[0]], key[tokens[1]], *tokens, sampled.scheduled_2Q, SCALE))
-    heads = by_head(merged(torch.stack(parts, dim=1).double(), SCALE), SCALE)
+    heads = by_head(torch.stack(parts, dim=1).double(), SCALE)
     health = AttentionHealth.of(of_layers(heads[:, None]).flatten().tolist())
     assert_close(health, dense(query, key, masks, local=False, queries=queries.tolist()))
 
