@@ -197,14 +197,10 @@ def assemble(
     sampled: Int64 | None = None,
     number_rows: bool = False,
 ) -> PackedBatch:
-    """Build this rank's share of a micro-batch: its tokens, and the keys that its queries see.
+    """Build this rank's share of a micro-batch, whose tokens and masks are given: all of it without `context`.
 
-    Args:
-        tokens, masks: of the whole micro-batch.
-        context: how tokens are split over ranks; None if this process has all of them.
-        scores: inputs of the weights, if these depend on losses.
-        sampled: queries to measure, among the T tokens; None for none.
-        number_rows: return the row of each token if there are several rows.
+    `sampled` has the queries to measure, among the T tokens. With `number_rows`, each token's row is returned if there
+    are several.
     """
     total = masks.widest.tokens
     if context is None:

@@ -68,14 +68,11 @@ class PackedLayout:
 def segment_pairs(tokens: Count, left_window: int | None = None) -> Count:
     """Count the (query, visible key) pairs of the first tokens of a segment.
 
-    All counts of attention work use this function. With a left window of 2 the first 5 tokens have 12 pairs:
+    All counts of attention work use this function, for an integer or an int64 array of any shape. With a left window of
+    2 the first 5 tokens have 12 pairs:
 
         token    0  1  2  3  4
         keys     1  2  3  3  3      15 of the triangle, minus the 1 + 2 pairs beyond the left window
-
-    Args:
-        tokens: number of tokens, an integer or int64 array of any shape.
-        left_window: maximum number of tokens before itself that a token sees; None for all of them.
     """
     pairs = tokens * (tokens + 1) // 2
     if left_window is None:
@@ -89,7 +86,6 @@ def build_layout(row_length: int, document_ends: Sequence[int] | npt.NDArray[np.
     """Split one row into segments (arXiv 2503.15450: block-diagonal causal mask on a grid, united with IntraDoc).
 
     Args:
-        row_length: L >= 1.
         document_ends: exclusive ends in 0..L, in any order: a document ends *after* its EOD, so the token
             at `end` is the first of the next one. Empty if documents do not bound attention.
         window: w >= 1; the grid is {w, 2w, ...}. A window of L or more adds no border.

@@ -84,7 +84,6 @@ def loss_terms(
     """Sum per-token losses.
 
     Args:
-        losses: per-token losses.
         weights_t: float32 [t], multiplied with the cross-entropies; never a mask.
         trained_t: bool [t]; other tokens count in no sum, whatever their loss (including NaN).
         scores_t: float [t], the scores of the weights; only summed for the records.
@@ -136,11 +135,9 @@ def cross_entropy(
 
     Args:
         hidden_tD: the last layer's output, the same on every rank of `shard.group`.
-        weight_vD: this rank's rows of the output matrix.
+        weight_vD: this rank's rows of the output matrix, described by `shard`.
         labels_t: int64 [t], 0 <= label < shard.size.
-        shard: describes these rows.
         block_tokens: b, number of tokens whose logits exist at one time.
-        entropy: whether to compute the entropy.
         weight_grad_vD: float32 buffer to which backward adds the weight's gradient; autograd then gets none, because
             it would copy even expanded zeros to a tensor [v, D]. None: autograd gets the gradient.
         fused: whether to use the kernels of megatron_ext/loss_kernels.py; None: on CUDA.

@@ -36,12 +36,8 @@ def inverse_frequencies(head_size: int, base: float) -> Tensor:
 def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
     """Compute angles in the half-split layout: dimensions k and k + head_size/2 share an angle.
 
-    Args:
-        positions_t: int [t], the position of each token of this rank.
-        inverse_frequencies_h: float64 [head_size / 2].
-
-    Returns:
-        float32 [t, head_size], position * frequency modulo 2 pi, in -pi .. pi, repeated twice.
+    From positions, int [t], and frequencies, float64 [head_size / 2]; float32 [t, head_size], position * frequency
+    modulo 2 pi, in -pi .. pi, repeated twice.
     """
     angles_th = positions_t.to(torch.float64)[:, None] * inverse_frequencies_h[None]
     # reduced modulo 2 pi in float64, because float32 has too few digits
@@ -53,10 +49,7 @@ def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
 def model_frequencies(model: ModelConfig, row_length: int, base: float | None = None) -> Tensor:
     """Compute the model's scaled frequencies; float64 [rotary_size / 2].
 
-    Args:
-        model: the base and the scaling.
-        row_length: L in tokens; dynamic scaling extends up to it.
-        base: overrides `rotary_base` if the base follows the window.
+    Dynamic scaling extends up to the row's length. `base` overrides `rotary_base` if the base follows the window.
     """
     if model.rope_scaling == "dynamic":
         base = dynamic_base(model, row_length)

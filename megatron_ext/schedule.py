@@ -141,7 +141,6 @@ def build_schedule(
     """Check the values and build the schedule.
 
     Args:
-        kind: a name of `ScheduleKind`.
         start: w_s in tokens, 1..end.
         end: w_e in tokens, usually the row length.
         rate: a, tokens of window per optimizer step, so that T_x = (end - start) / rate.

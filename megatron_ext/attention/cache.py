@@ -23,12 +23,7 @@ from megatron_ext.context_parallel.intervals import ranges
 
 
 class KeyValueCache:
-    """Stores the keys and values of every layer for several texts.
-
-    Args:
-        slots: maximum number of texts.
-        capacity: maximum number of tokens per slot.
-    """
+    """Stores the keys and values of every layer for up to `slots` texts of up to `capacity` tokens."""
 
     def __init__(self, slots: int, capacity: int) -> None:
         self.capacity = capacity
@@ -45,11 +40,9 @@ class KeyValueCache:
         self.lengths[slot] = tokens
 
     def append(self, slots: Sequence[int], counts: Sequence[int]) -> Appended:
-        """Reserve rows for new tokens; return these rows and the rows of the keys that they see.
+        """Reserve rows for new tokens of the texts in `slots` (no repeats), at least one for each.
 
-        Args:
-            slots: the slot of each text; no repeats.
-            counts: the number of new tokens of each text, at least one.
+        Return these rows and the rows of the keys that they see.
         """
         where, new = np.asarray(slots, dtype=np.int64), np.asarray(counts, dtype=np.int64)
         before = self.lengths[where]

@@ -178,12 +178,7 @@ class KeyExchange:
         )
 
     def attend(self, inputs: Inputs, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
-        """Return the attention output of this rank's queries, [t, N, W].
-
-        Args:
-            inputs: of this rank's tokens.
-            attend_local, attend_remote: attention over the local and the remote pieces.
-        """
+        """Return the attention output of this rank's queries, [t, N, W], from that of local and of remote pieces."""
         if self.context is None:  # every rank holds whole segments
             return attend_local(inputs)
         query_tNH, key_tGH, value_tGW, sink_N = inputs

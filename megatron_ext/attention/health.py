@@ -106,14 +106,9 @@ def by_head(found_5CQN: Tensor, scale: Tensor | float) -> Tensor:
 def find(
     query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, tokens_t: Tensor, visible_2Q: Tensor, scale: float
 ) -> Tensor:
-    """Compute the statistics of the sampled queries over the keys of this rank, a block of queries at a time.
+    """Compute the statistics of the sampled queries (float32) over this rank's keys, a block of queries at a time.
 
-    Args:
-        query_QNH: the sampled queries, float32.
-        key_tGH: the keys of this rank's tokens; G divides N.
-        tokens_Q, tokens_t: the token indices of the queries and of the keys.
-        visible_2Q: the keys that the queries see, as `visible_from` returns them.
-        scale: multiplies the scores before the softmax.
+    `tokens_Q` and `tokens_t` are the token indices of queries and keys, `visible_2Q` is that of `visible_from`.
 
     Returns:
         [5, Q, N]. With x_ij = scale * (s_ij - largest_i) and e_ij = exp(x_ij), which is at most 1: the largest
@@ -154,13 +149,9 @@ class Probe:
 
     @torch.no_grad()
     def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
-        """Measure a layer at its first forward pass; recomputation in backward is ignored.
+        """Measure a layer (counted from 1) at its first forward pass; recomputation in backward is ignored.
 
-        Args:
-            layer_number: index in the whole model, from 1.
-            local: whether it is a local layer.
-            query_tNH, key_tGH: of this rank's tokens, after rotary embedding.
-            scale: multiplies the scores before the softmax.
+        Queries and keys are those of this rank's tokens, after rotary embedding.
         """
         if layer_number in self._found:
             return

@@ -111,7 +111,6 @@ def share_rows(
         policy: a name of `context_parallel.Policy`.
         scheme: `exchange` moves keys and values; `ulysses` exchanges tokens for heads and needs numbers of heads
             divisible by the number of ranks.
-        device: device of the tensors.
 
     Raises:
         UserError: no rows, a window or document end out of range, T not divisible by the ranks, or an unknown name.

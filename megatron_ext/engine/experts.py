@@ -81,8 +81,7 @@ def balance_losses(
 
     Args:
         scores_tE: float32, the scores of this rank's tokens, of sum 1 for each.
-        chosen_tE: bool, the experts of each token that f counts.
-        choices: k, the number of experts per token.
+        chosen_tE: bool, the experts of each token that f counts; there are k `choices` per token.
         group_tokens: tokens of each group, on all ranks.
         shared: the ranks that share the tokens.
         rows_t: int64, the group of each of these tokens, from 0; None if there is one group.

@@ -95,7 +95,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """A step in flight: launched, results not yet read; `result` returns its `StepResult`."""
+    """A step in flight: launched, results not yet read."""
 
     values: Tensor  # float64 [V] on the device, the same on every process
     stepper: Stepper
@@ -104,12 +104,13 @@ class PendingStep:
     skipped: bool = False
     refused: bool = False
 
-    def result(self, values: Sequence[float]) -> StepResult:
-        """Return the result of the step, given its values on the host.
+    def result(self, values: Sequence[float] | None = None) -> StepResult:
+        """Return the result of the step, given its values on the host; without them, wait for the device.
 
         The weights have already been changed, whatever the loss: check `StepResult.divergence` before saving or
         validating.
         """
+        values = AsyncHostCopy(self.values).values() if values is None else values
         of_attention = len(values) - self.attention_values
         *sums, balance, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
         terms: LossTerms[float] = LossTerms(*sums)
@@ -171,19 +172,6 @@ class Stepper:
         if model[0].ddp_config.overlap_grad_reduce:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
 
-    def train(self, step: StepBatches) -> StepResult:
-        """Run `launch`, and wait for the result.
-
-        Raises:
-            DivergedError: the loss or the gradient norm is not finite.
-        """
-        launched = self.launch(step)
-        result = launched.result(AsyncHostCopy(launched.values).values())
-        divergence = result.divergence()
-        if divergence is not None:
-            raise divergence
-        return result
-
     def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> PendingStep:
         """Launch forward, backward and update of this rank's micro-batches.
 
@@ -218,7 +206,7 @@ class Stepper:
         values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
         launched = PendingStep(values, self, score_times, len(attention), skipped)
         if not skipped and accepts is not None:
-            refusals = to_device([float(not accepts(launched.result(AsyncHostCopy(values).values())))], device)
+            refusals = to_device([float(not accepts(launched.result()))], device)
             dist.all_reduce(refusals)
             if refusals.item():
                 launched = replace(launched, skipped=True, refused=True)

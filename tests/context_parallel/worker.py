@@ -121,7 +121,7 @@ class Worker:
         for step in range(STEPS):
             batches = maker.train(case.row_at, step, step * case.rows, case.window)
             with self.collectives if step == 0 else contextlib.nullcontext():  # it slows the step down
-                results.append(stepper.train(batches))
+                results.append(stepper.launch(batches).result())
             counted.append(group.traffic.take())
             weighed.append(recorder.take())
         calls = self.collectives.take()

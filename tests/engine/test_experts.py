@@ -99,7 +99,7 @@ def batches_of(config: Config, trained: float = 1.0, seed: int = 3) -> StepBatch
 def gradients(ranks: parallel.Ranks, config: Config, trained: float = 1.0) -> tuple[StepResult, torch.Tensor]:
     """One step's result and the routers' gradients before the update."""
     stepper = stepper_of(ranks, config)
-    result = stepper.train(batches_of(config, trained))
+    result = stepper.launch(batches_of(config, trained)).result()
     routers = [p.main_grad.clone() for c in stepper.model for n, p in c.named_parameters() if "router" in n]
     return result, torch.cat(routers)
 
@@ -204,7 +204,7 @@ def test_the_loss_of_sigmoid_scores_is_deepseeks(alone: parallel.Ranks) -> None:
     router.expert_bias.copy_(torch.arange(8.0))
     logits = []
     router.register_forward_hook(lambda module, inputs, _: logits.append(module.gating(inputs[0]).detach()))
-    result = stepper.train(batches_of(config))
+    result = stepper.launch(batches_of(config)).result()
     expected = 0.0
     for row in logits[0].view(4, LENGTH, 8).sigmoid():
         normalized = row / row.sum(dim=1, keepdim=True)  # 19
@@ -239,14 +239,14 @@ def test_the_bias_follows_the_counts_of_accepted_steps(
     expected = torch.zeros(8)
     for seed in range(3):
         counts.zero_()
-        assert not stepper.train(batches_of(config, seed=seed)).skipped
+        assert not stepper.launch(batches_of(config, seed=seed)).result().skipped
         expected += 2.0**-7 * torch.sign(counts.mean() - counts)
         assert torch.equal(router.expert_bias, expected)
         assert counts.sum() == 4 * LENGTH * 4
 
         stepper.evaluate(batches_of(config).train)
         assert stepper.launch(batches_of(config), accepts=lambda result: False).refused
-        assert stepper.train(batches_of(config, trained=0.0)).without_tokens
+        assert stepper.launch(batches_of(config, trained=0.0)).result().without_tokens
         assert torch.equal(router.expert_bias, expected)
     assert len(expected.unique()) > 1
 
@@ -256,7 +256,7 @@ def test_bias_and_counts_stay_in_float32(alone: parallel.Ranks) -> None:
     config = replace(CONFIG, model=DEEPSEEK, training=TrainingConfig(bf16=True, moe_router_bias_update_rate=1e-3))
     stepper = stepper_of(alone, config)
     router: Any = next(unwrap(stepper.model)).decoder.layers[1].mlp.router
-    stepper.train(batches_of(config))
+    stepper.launch(batches_of(config)).result()
     assert router.weight.dtype == torch.bfloat16
     assert router.expert_bias.dtype == router.local_tokens_per_expert.dtype == torch.float32
     steps = (router.expert_bias / torch.tensor(1e-3)).abs()
