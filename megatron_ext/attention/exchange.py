@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.arrays import Int64
 from megatron_ext.attention.inputs import Inputs
-from megatron_ext.context_parallel import CPPlan
+from megatron_ext.context_parallel import RankPlan
 
 LocalAttention = Callable[[Inputs], Tensor]  # returns [t, N, W], on this rank alone
 
@@ -155,9 +155,8 @@ class KeyExchange:
     context: ContextGroup | None
 
     @classmethod
-    def of_plan(cls, plan: CPPlan, context: ContextGroup) -> KeyExchange:
-        """Build the exchange of this rank from the plan."""
-        mine = plan.rank(context.rank)
+    def of_rank(cls, mine: RankPlan, context: ContextGroup | None) -> KeyExchange:
+        """Build the exchange from the plan of this rank."""
         lengths, key_counts = np.diff(mine.cu_seqlens_q), np.diff(mine.cu_seqlens_kv)
         local = mine.is_local
         changes = np.flatnonzero(np.diff(np.concatenate([[True], local, [not local[-1]]])))
@@ -174,7 +173,7 @@ class KeyExchange:
             kept_rows=torch.from_numpy(kept),
             kv_picks=RowPicks.of(places),
             runs=runs + [0] * (len(runs) % 2),
-            context=context if plan.rows_moved.any() else None,
+            context=context,
         )
 
     def attend(self, inputs: Inputs, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
@@ -220,11 +219,6 @@ class HeadExchange:
 
     order: RowPicks  # the tokens of rank 0, then of rank 1, ..., a permutation of all T
     context: ContextGroup
-
-    @classmethod
-    def of_plan(cls, plan: CPPlan, context: ContextGroup) -> HeadExchange:
-        """Build the exchange from the plan's assignment of tokens."""
-        return cls(RowPicks.of(np.concatenate(plan.rows)), context)
 
     def attend(self, inputs: Inputs, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import Bool, Int32
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention
+from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention, RowPicks
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.layout import PackedLayout
@@ -75,9 +75,11 @@ class AttentionCall:
         """Return the call of one context-parallel rank."""
         if scheme is Scheme.ULYSSES:
             borders = plan.layout.cu_seqlens
-            return cls(borders, borders, plan.left_window, HeadExchange.of_plan(plan, context))
+            exchange = HeadExchange(RowPicks.of(np.concatenate(plan.rows)), context)
+            return cls(borders, borders, plan.left_window, exchange)
         mine = plan.rank(context.rank)
-        whole = cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.left_window, KeyExchange.of_plan(plan, context))
+        keys = KeyExchange.of_rank(mine, context if plan.rows_moved.any() else None)
+        whole = cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.left_window, keys)
         local = mine.is_local
         if local.all() or not local.any():
             return whole

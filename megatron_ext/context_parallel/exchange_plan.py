@@ -20,7 +20,7 @@ With a sliding window of `left_window` tokens a piece needs only [max(s, a - lef
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -85,7 +85,6 @@ class CPPlan:
     left_window: int | None  # the most tokens before itself that a token sees; None for its whole segment
     pieces: Pieces  # the tokens of each rank
     row_cost: float = PAIRS_PER_ROW  # cost of moving a row, in attention pairs
-    _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)  # computed on demand
 
     @cached_property
     def rows(self) -> tuple[Int64, ...]:
@@ -132,12 +131,6 @@ class CPPlan:
         """Return the indices of the pieces of one rank, int64, by position."""
         return np.flatnonzero(self.pieces.rank == rank)
 
-    def rank(self, rank: int) -> RankPlan:
-        """Return the plan of one rank, computed on first access and cached."""
-        if rank not in self._ranks:
-            self._ranks[rank] = self._list(rank)
-        return self._ranks[rank]
-
     @cached_property
     def _segment_start(self) -> Int64:
         return self.layout.cu_seqlens[self.pieces.segment].astype(np.int64)
@@ -173,8 +166,8 @@ class CPPlan:
         query, piece, start, end = overlaps(low[wanted], high[wanted], self.pieces.start, self.pieces.end)
         return _Transfers(piece, self.pieces.rank[piece], rank[wanted[query]], start, end)
 
-    def _list(self, rank: int) -> RankPlan:
-        """Return the rows that a rank sends, receives and attends to."""
+    def rank(self, rank: int) -> RankPlan:
+        """Compute the rows that a rank sends, receives and attends to."""
         own = self.pieces_of(rank)
         start, end, key_start = self.pieces.start[own], self.pieces.end[own], self.key_start[own]
         cu_seqlens_q = np.concatenate([[0], np.cumsum(end - start)])

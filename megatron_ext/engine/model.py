@@ -234,34 +234,24 @@ def _gradient_buffer(weight: Tensor) -> Tensor | None:
     """Return the fp32 buffer of a weight's gradient, and mark the gradient as added to it.
 
     Megatron then does not add autograd's gradient again, except where a tied embedding on the same stage contributes
-    (`zero_out_wgrad`). Return None if the model is not wrapped for training, or if gradients are accumulated in bf16,
-    which would round the sum after every block of tokens instead of every micro-batch.
+    (`zero_out_wgrad`). Its hook asserts that there is a gradient, so zeros are put where backward computes none. Return
+    None if the model is not wrapped for training, or if gradients are accumulated in bf16, which would round the sum
+    after every block of tokens instead of every micro-batch.
     """
     buffer: Tensor | None = getattr(weight, "main_grad", None)
     if buffer is None or buffer.dtype != torch.float32:
         return None
     if not hasattr(weight, "grad_added_to_main_grad_by_loss"):
         weight.grad_added_to_main_grad_by_loss = True  # type: ignore[attr-defined]
-        _put_zeros_for_no_gradient(weight)
+
+        def put_zeros(gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients[0] is None:  # autograd itself would copy expanded zeros to a tensor of the weight's size
+                weight.grad = weight.new_zeros(()).expand_as(weight)
+
+        node: Any = weight.expand_as(weight).grad_fn
+        node.next_functions[0][0].register_prehook(put_zeros)  # Megatron's DDP keeps this node
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return buffer
-
-
-def _put_zeros_for_no_gradient(weight: Tensor) -> None:
-    """Set a weight's `grad` to expanded zeros where backward computes none: Megatron's hook asserts that there is one.
-
-    Autograd itself would copy the zeros to a tensor of the weight's size.
-    """
-
-    def put_zeros(gradients: tuple[Tensor | None, ...]) -> None:
-        if gradients[0] is None:
-            weight.grad = weight.new_zeros(()).expand_as(weight)
-
-    node = weight.expand_as(weight).grad_fn
-    assert node is not None
-    accumulator = node.next_functions[0][0]
-    assert accumulator is not None
-    accumulator.register_prehook(put_zeros)  # Megatron's DDP keeps this node
 
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from launcher import call
 from torch import Tensor
 
-from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, KeyExchange, RowPicks, Traffic
+from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, RowPicks, Traffic
 from megatron_ext.attention.inputs import Inputs
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.reference import attend
@@ -28,10 +28,9 @@ def test_without_moved_rows_no_process_group_is_needed() -> None:
     share = plan(build_layout(12, [3], 6), 2, "contiguous")
     assert not share.rows_moved.any()
     for rank in range(2):
-        exchange = KeyExchange.of_plan(share, ContextGroup(rank, 2, None, Traffic()))
-        assert exchange.context is None
         query, key = torch.randn(6, 2, HEAD_SIZE), torch.randn(6, 1, HEAD_SIZE)
         call = AttentionCall.of_plan(share, ContextGroup(rank, 2, None, Traffic()), Scheme.EXCHANGE)
+        assert call.exchange.context is None
         inputs = Inputs(query, key, key)
         out = call.run(attend, inputs, SCALE)
         assert torch.equal(out, attend(inputs, call, SCALE))
