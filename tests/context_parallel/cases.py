@@ -1,4 +1,4 @@
-"""What the parity tests of context parallelism train on: cases, their rows, and the processes that run them."""
+"""What the parity tests of context parallelism share: cases, their rows, layouts of processes, and comparisons."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from launcher import call
+from runs import weight_error
 
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.batch import ContextOptions
@@ -37,44 +38,35 @@ Parallel = dict[str, Any]  # fields of ParallelConfig
 
 @dataclass(frozen=True)
 class Case:
-    """One short training run on rows that these fields alone decide.
+    """One short training run on rows that these fields alone decide."""
 
-    Attributes:
-        window, document_mask: what is attended to.
-        policy, scheme: how the rows are shared out; of no meaning to one process.
-        documents: "mixed" (ends anywhere, others in each row), "one" per row, or one per "token".
-        trained: "all" tokens, "uneven" along the row, all but those of a "rank", all but those of the first
-            "micro-batch", or "none".
-        masked: for trained="rank", the (cp_size, policy, rank) whose tokens are not trained.
-        micro_batch, rows, length: rows of a micro-batch, rows of a step, tokens of a row.
-        recompute: activations in backward, "full" or "selective".
-        overlaps: a distributed optimizer that overlaps its communication.
-        bf16: precision.
-        parts: of the key heads, whose exchange overlaps with attention.
-        weighting, z_loss: weights of the loss.
-        window_mask, local_window: the window's mask; a window for the first of the two layers of its own.
-        local_window_fixed: the schedule does not narrow it.
-    """
-
+    # window, document_mask: what is attended to
     window: int
     document_mask: bool = True
+    # policy, scheme: how the rows are shared out; of no meaning to one process
     policy: str = "auto"
     scheme: str = "exchange"
-    documents: str = "mixed"
+    documents: str = "mixed"  # "mixed" (ends anywhere, others in each row), "one" per row, or one per "token"
+    # "all" tokens, "uneven" along the row, all but those of a "rank", all but those of the first "micro-batch", or
+    # "none"
     trained: str = "all"
+    # for trained="rank", the (cp_size, policy, rank) whose tokens are not trained
     masked: tuple[int, str, int] | None = None
+    # micro_batch, rows, length: rows of a micro-batch, rows of a step, tokens of a row
     micro_batch: int = 1
     rows: int = 2
     length: int = 132
-    recompute: str | None = None
-    overlaps: bool = False
-    bf16: bool = False
-    parts: int | None = None
+    recompute: str | None = None  # activations in backward, "full" or "selective"
+    overlaps: bool = False  # a distributed optimizer that overlaps its communication
+    bf16: bool = False  # precision
+    parts: int | None = None  # of the key heads, whose exchange overlaps with attention
+    # weighting, z_loss: weights of the loss
     weighting: WeightingConfig = UNIFORM
     z_loss: float = 0.0
+    # window_mask, local_window: the window's mask; a window for the first of the two layers of its own
     window_mask: str = "grid"
     local_window: int | None = None
-    local_window_fixed: bool = False
+    local_window_fixed: bool = False  # the schedule does not narrow it
 
     @property
     def alone(self) -> Case:
@@ -178,46 +170,31 @@ class Case:
 
 @dataclass(frozen=True)
 class Probe:
-    """Losses of one micro-batch, and of the same with one token replaced, for each of `places`.
+    """Losses of one micro-batch, and of the same with one token replaced, for each of `places`."""
 
-    Attributes:
-        case: the micro-batch that begins at sample 0.
-        places: (row, index into its L+1 tokens).
-    """
-
-    case: Case
-    places: tuple[tuple[int, int], ...]
+    case: Case  # the micro-batch that begins at sample 0
+    places: tuple[tuple[int, int], ...]  # (row, index into its L+1 tokens)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one process saw of a case.
+    """What one process saw of a case."""
 
-    Attributes:
-        coordinates: (tensor, pipeline) place; processes that share it hold the same weights.
-        lm_loss, train_loss, grad_norm, denominator: of each step.
-        valid_loss: mean loss of other rows after the last step.
-        digest: of this process's weights after the last step.
-        weights: the whole model, by Hugging Face names; on process 0 alone.
-        calls: (operation, bytes sent to others) of every collective on the context-parallel group in the first step.
-        evaluation_calls: those of the evaluation.
-        counted: of each step, what this process's Traffic counted.
-        weighed: of each step, what this process weighed; empty but on the last pipeline stage.
-        weight_metrics: of each step (weight_std, weight_max, zero_count, score_sum).
-    """
-
-    coordinates: tuple[int, int]
+    coordinates: tuple[int, int]  # (tensor, pipeline) place; processes that share it hold the same weights
+    # lm_loss, train_loss, grad_norm, denominator: of each step
     lm_loss: list[float]
     train_loss: list[float]
     grad_norm: list[float]
     denominator: list[float]
-    valid_loss: float
-    digest: str
-    weights: dict[str, np.ndarray] | None
+    valid_loss: float  # mean loss of other rows after the last step
+    digest: str  # of this process's weights after the last step
+    weights: dict[str, np.ndarray] | None  # the whole model, by Hugging Face names; on process 0 alone
+    # (operation, bytes sent to others) of every collective on the context-parallel group in the first step
     calls: list[tuple[str, int]]
-    evaluation_calls: list[tuple[str, int]]
-    counted: list[int]
-    weighed: list[list[Weighed]]
+    evaluation_calls: list[tuple[str, int]]  # those of the evaluation
+    counted: list[int]  # of each step, what this process's Traffic counted
+    weighed: list[list[Weighed]]  # of each step, what this process weighed; empty but on the last pipeline stage
+    # of each step (weight_std, weight_max, zero_count, score_sum)
     weight_metrics: list[tuple[float, float, float, float]]
 
 
@@ -233,15 +210,10 @@ class Weighed:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """What one process saw of a probe.
+    """What one process saw of a probe."""
 
-    Attributes:
-        held: int64 [t], its tokens.
-        losses: float32 [1 + places, t], as the rows are and with each place replaced.
-    """
-
-    held: np.ndarray
-    losses: np.ndarray
+    held: np.ndarray  # int64 [t], its tokens
+    losses: np.ndarray  # float32 [1 + places, t], as the rows are and with each place replaced
 
 
 def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> list[list[Any]]:
@@ -258,3 +230,43 @@ def _work(rank: int, parallel: Parallel, jobs: list[Case | Probe]) -> list[Any]:
     from context_parallel.worker import work  # imports Megatron
 
     return work(parallel, jobs)
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    processes: int
+    cp: int
+    others: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def parallel(self) -> Parallel:
+        """Fields of ParallelConfig."""
+        return {"context_parallel_size": self.cp, **dict(self.others)}
+
+
+_TP2, _PP2 = ("tensor_model_parallel_size", 2), ("pipeline_model_parallel_size", 2)
+_SEQUENCE = ("sequence_parallel", True)
+CP2, CP4 = Layout("cp2", 2, 2), Layout("cp4", 4, 4)
+TP2, PP2, DP2 = Layout("tp2 sp", 2, 1, (_TP2, _SEQUENCE)), Layout("pp2", 2, 1, (_PP2,)), Layout("dp2", 2, 1)
+CP2_TP2 = Layout("cp2 tp2 sp", 4, 2, (_TP2, _SEQUENCE))
+CP2_PP2 = Layout("cp2 pp2", 4, 2, (_PP2,))
+CP2_DP2 = Layout("cp2 dp2", 4, 2)
+
+
+def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """max |a - b| / |b|; what is 0 must be 0."""
+    a, b = np.array(ours), np.array(theirs)
+    assert np.isfinite(a).all()
+    assert not a[b == 0].any()
+    return float(np.max(np.abs(a - b) / np.where(b == 0, 1, np.abs(b))))
+
+
+def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
+    found = {
+        name: relative(getattr(ours, name), getattr(theirs, name))
+        for name in ("lm_loss", "train_loss", "grad_norm", "denominator")
+    }
+    found["valid_loss"] = relative([ours.valid_loss], [theirs.valid_loss])
+    found["weights"] = weight_error(ours.weights, theirs.weights)[0]
+    return found

@@ -12,18 +12,24 @@ import pytest
 from conftest import slow_but
 
 from context_parallel.cases import (
+    CP2,
+    CP2_DP2,
+    CP2_PP2,
+    CP2_TP2,
+    CP4,
     HEAD_SIZE,
     HEADS,
     KEY_HEADS,
     STEPS,
     VALIDATION,
     Case,
+    Layout,
     Outcome,
     Probe,
     ProbeOutcome,
+    errors,
     run,
 )
-from context_parallel.layouts import CP2, CP2_DP2, CP2_PP2, CP2_TP2, CP4, Layout, errors
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions

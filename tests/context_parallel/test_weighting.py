@@ -9,8 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from context_parallel.cases import STEPS, Case, Outcome, Weighed, run
-from context_parallel.layouts import CP2, CP2_DP2, CP2_PP2, CP2_TP2, CP4, DP2, PP2, TP2, Layout, errors
+from context_parallel.cases import (
+    CP2,
+    CP2_DP2,
+    CP2_PP2,
+    CP2_TP2,
+    CP4,
+    DP2,
+    PP2,
+    STEPS,
+    TP2,
+    Case,
+    Layout,
+    Outcome,
+    Weighed,
+    errors,
+    run,
+)
 from megatron_ext.config import WeightingConfig
 
 TOLERANCE, DENSE_UNFROZEN = 1e-5, 2e-5
