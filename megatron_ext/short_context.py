@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.arrays import Bool, Int64
-from megatron_ext.context_parallel.intervals import ranges
+from megatron_ext.arrays import Bool, Int64, ranges
 from megatron_ext.layout import PackedLayout, check_tokens
 
 

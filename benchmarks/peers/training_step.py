@@ -78,7 +78,7 @@ def main() -> None:
 
     cases: dict[str, Callable[[], object]] = {}
     for window in (length, *chosen.windows):
-        cases[f"ours, window {window}"] = partial(training.stepper.train, training.batches(0, window))
+        cases[f"ours, window {window}"] = partial(training.seconds, training.batches(0, window))
     cases["transformers"] = Loop(theirs, rows).step
     for window in chosen.windows:
         positions = (torch.arange(length) % window)[None]

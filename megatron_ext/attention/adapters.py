@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.sinks import attend_with_sink
 from megatron_ext.errors import installed_version

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.arrays import Int64
+from megatron_ext.arrays import Int64, ranges
 from megatron_ext.attention.interface import AttentionCall
-from megatron_ext.context_parallel.intervals import ranges
 
 
 class KeyValueCache:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.arrays import Int64
-from megatron_ext.attention.inputs import Inputs
 from megatron_ext.context_parallel import RankPlan
+
+
+class Inputs(NamedTuple):
+    """Queries, keys and values of packed rows; G divides N."""
+
+    query_tNH: Tensor
+    key_uGH: Tensor
+    value_uGW: Tensor  # W is at most H; `PerCall` makes it equal for kernels that need it
+    # for each query head, the logit of one more softmax entry, which adds nothing to the output; None for a plain
+    # softmax
+    sink_N: Tensor | None = None
+
 
 LocalAttention = Callable[[Inputs], Tensor]  # returns [t, N, W], on this rank alone
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import Bool, Int32
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention, RowPicks
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Inputs, KeyExchange, LocalAttention, RowPicks
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.layout import PackedLayout
 

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.attention.backends import select
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Traffic
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Inputs, Traffic
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.context_parallel import CPPlan, Policy, plan
 from megatron_ext.device import moved

@@ -26,10 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ext.arrays import Bool, Int32, Int64
+from megatron_ext.arrays import Bool, Int32, Int64, overlaps, ranges
 from megatron_ext.context_parallel.assignment import Pieces, Policy, contiguous, cut_at_segments, zigzag
 from megatron_ext.context_parallel.balanced import TOLERANCES, balanced
-from megatron_ext.context_parallel.intervals import overlaps, ranges
 from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, check_tokens, segment_pairs
 

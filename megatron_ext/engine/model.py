@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.attention.cache import Appended
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Expand
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config, ModelConfig

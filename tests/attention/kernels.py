@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention import reference
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.attention.cache import KeyValueCache
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from launcher import call
 from torch import Tensor
 
-from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, RowPicks, Traffic
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, Inputs, RowPicks, Traffic
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.reference import attend
 from megatron_ext.context_parallel import plan

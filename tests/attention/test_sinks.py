@@ -20,8 +20,7 @@ from attention.kernels import CPU, assert_right, call_of, inputs_of, results
 from attention.test_reference import bottom_right_mask
 from megatron_ext.attention import adapters, reference, triton_packed
 from megatron_ext.attention.backends import BACKENDS, select, suited
-from megatron_ext.attention.exchange import ContextGroup, Traffic
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import ContextGroup, Inputs, Traffic
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.triton_packed import Tile, Tiles
 from megatron_ext.context_parallel import plan

@@ -19,7 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from megatron_ext import rope
 from megatron_ext.attention.cache import KeyValueCache
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, pack
 from megatron_ext.config import Config, ModelConfig, ParallelConfig

@@ -16,7 +16,7 @@ import torch
 from one_process import one_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.attention.inputs import Inputs
+from megatron_ext.attention.exchange import Inputs
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, WeightingConfig
 from megatron_ext.data.rows.dataset import TokenRow
