@@ -19,6 +19,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -220,9 +221,11 @@ class _StepRunner:
         meter = self.meter
         step = self._batches(window, microbatches)
         if meter.device == "cpu":  # its batches are made on the device
-            for tensor in (value for batch in step.train for value in vars(batch).values()):
-                if isinstance(tensor, Tensor):
-                    meter.allocations.add(tensor.untyped_storage(), Part.OTHER, "batches")
+            for batch in step.train:
+                borders = [call.borders for call in (batch.attention, batch.local_attention) if call is not None]
+                for tensor in chain(vars(batch).values(), *borders):
+                    if isinstance(tensor, Tensor):
+                        meter.allocations.add(tensor.untyped_storage(), Part.OTHER, "batches")
         fault = None
         gc.collect()
         gc.disable()  # garbage in reference cycles counts until the end of the step
