@@ -78,7 +78,6 @@ class PackedBatch:
         return self.masks.scheduled.layout
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the same batch with its tensors on `device`."""
         return moved(self, device)
 
 

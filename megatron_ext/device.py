@@ -58,7 +58,6 @@ class AsyncHostCopy:
         self._landed.record()
 
     def values(self) -> list[float]:
-        """Return the numbers, after waiting for the copy."""
         if self._landed is not None:
             self._landed.synchronize()
         values: list[float] = self._host.tolist()

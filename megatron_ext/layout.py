@@ -52,7 +52,6 @@ class PackedLayout:
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest segment."""
         return int(self.lengths.max())
 
     def attention_pairs(self, left_window: int | None = None) -> int:

@@ -216,7 +216,6 @@ class _BlockedCrossEntropy(torch.autograd.Function):
 
 
 def _blocks(hidden_tD: Tensor, block: int) -> list[slice]:
-    """Return the tokens of each block."""
     tokens = len(hidden_tD)
     return [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
 

@@ -68,7 +68,6 @@ class LayerMasks:
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model."""
         return len(self.is_local)
 
     @property

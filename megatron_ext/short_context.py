@@ -48,7 +48,6 @@ class Chunks:
         return self.end - self.start
 
     def chosen(self, index: Int64 | Bool) -> Chunks:
-        """Select some of the chunks."""
         return Chunks(self.start[index], self.end[index], self.scored[index])
 
     def tokens(self) -> Int64:

@@ -56,7 +56,6 @@ def flash_attn_4_missing() -> str | None:
 
 
 def flash_attn_4_sinks_missing() -> str | None:
-    """Look for the gradient of `learnable_sink` in the backward pass."""
     from flash_attn.cute import interface
 
     if "learnable_sink" in inspect.signature(interface._flash_attn_bwd).parameters:
@@ -96,7 +95,6 @@ def torch_varlen(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
 
 
 def torch_varlen_missing() -> str | None:
-    """Look for the parameters that the adapter needs."""
     if varlen_parameters() >= _VARLEN_NEEDS:
         return None
     return f"needs torch 2.11 or newer, this is {torch.__version__}; pip install 'torch>=2.11'"
@@ -163,7 +161,6 @@ def te_thd(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
 
 
 def te_thd_missing() -> str | None:
-    """Look for the package."""
     if find_spec("transformer_engine") is not None:
         return None
     return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"

@@ -161,7 +161,6 @@ class PerCall:
     logged: set[str] = field(default_factory=set)
 
     def __call__(self, inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
-        """Return the attention output, [t, N, W]."""
         name = call.once(self.choose, *inputs.query_tNH.shape[1:])
         if name not in self.logged:
             self.logged.add(name)

@@ -30,7 +30,6 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def free(self, slot: int) -> None:
-        """Empty a slot."""
         self.lengths[slot] = 0
 
     def keep(self, slot: int, tokens: int) -> None:

@@ -134,7 +134,6 @@ class RowPicks:
 
     @classmethod
     def of(cls, rows: Int64) -> RowPicks:
-        """Build from the rows to gather."""
         order = np.argsort(rows, kind="stable")
         first = np.flatnonzero(np.diff(rows[order], prepend=-1))  # of each distinct row in the sorted ones
         times = np.diff(first, append=len(rows))
@@ -167,7 +166,6 @@ class KeyExchange:
 
     @classmethod
     def of_rank(cls, mine: RankPlan, context: ContextGroup | None) -> KeyExchange:
-        """Build the exchange from the plan of this rank."""
         lengths, key_counts = np.diff(mine.cu_seqlens_q), np.diff(mine.cu_seqlens_kv)
         local = mine.is_local
         changes = np.flatnonzero(np.diff(np.concatenate([[True], local, [not local[-1]]])))

@@ -59,7 +59,6 @@ class AttentionCall:
     remote: AttentionCall | None = None
 
     def __post_init__(self) -> None:
-        """Make tensors of the borders."""
         if self.borders is None:
             borders = torch.from_numpy(self.cu_seqlens_q), torch.from_numpy(self.cu_seqlens_kv)
             object.__setattr__(self, "borders", borders)

@@ -44,7 +44,6 @@ def _load(head, rows, distance, real, H: tl.constexpr, LEFT: tl.constexpr, RIGHT
 
 @triton.jit
 def _store(head, rows, distance, real, left, right, H: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Store the two parts of rows of one head."""
     number = head.dtype.element_ty
     tl.store(head + _places(rows, distance, 0, LEFT), left.to(number), mask=_columns(real, 0, LEFT, H))
     if RIGHT:

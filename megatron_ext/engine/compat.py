@@ -421,7 +421,6 @@ def adam_steps(inner: torch.optim.Optimizer) -> int:
 
 
 def set_adam_steps(inner: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step count of an Adam."""
     parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
     for part in parts:
         for group in part.param_groups:

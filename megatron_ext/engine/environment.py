@@ -45,7 +45,6 @@ class Environment:
     versions: Mapping[str, str | None]  # of a package; None if missing
 
     def summary(self) -> list[str]:
-        """Return the lines for the log of every run."""
         return [
             f"on {self.host}: {', '.join(f'{name} {version}' for name, version in self.versions.items() if version)}",
             f"{self.devices}; layers of {self.layers}",

@@ -152,7 +152,6 @@ class ExpertOutput(tensor_parallel.RowParallelLinear):
     """Copies its output: Megatron adds an expert's bias to it in place, which torch refuses for a view."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output without the bias, and the bias."""
         output, bias = super().forward(input_)
         return output.clone(), bias
 

@@ -33,7 +33,6 @@ _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 
 
 def gradient_sharing(config: Config) -> GradientSharing:
-    """Return how the processes share gradients and optimizer state."""
     return config.gradient_sharing(torch.cuda.is_available(), dist.get_world_size())
 
 
@@ -49,7 +48,6 @@ def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataPar
 
 
 def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
-    """Return the chunk, converted to bfloat16 if the run uses it."""
     return Float16Module(chunk.config, chunk) if config.training.bf16 else chunk
 
 
@@ -149,7 +147,6 @@ def sync_params(model: Sequence[DistributedDataParallel]) -> None:
 
 
 def unwrap(model: Sequence[DistributedDataParallel]) -> Iterator[PackedGPT]:
-    """Yield the chunks inside their wrappers."""
     for module in model:
         inner: Any = module.module
         while not isinstance(inner, PackedGPT):

@@ -64,7 +64,6 @@ class Ranks:
 
     @property
     def layout(self) -> str:
-        """A description of the parallel layout."""
         shared = f"TP {self.tensor_size} x PP {self.pipeline_size} x CP {self.context_size} x DP {self.data_size}"
         return shared + (f", experts over {self.expert_size} ranks" if self.expert_size > 1 else "")
 

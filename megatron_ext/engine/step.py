@@ -80,7 +80,6 @@ class StepResult:
 
     @property
     def without_tokens(self) -> bool:
-        """Whether there was no trained token."""
         return self.skipped and not self.refused
 
     def divergence(self) -> DivergedError | None:

@@ -36,7 +36,6 @@ class Weight:
 
 
 def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> Iterator[Weight]:
-    """Yield the parameters and expert biases of this process."""
     first_expert = ranks.expert * (model.num_experts or 0) // ranks.expert_size
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
