@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import ContextOptions, Places, RowScores, assemble, lay_end_to_end, pack
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.masks import MaskOptions
@@ -61,7 +61,7 @@ def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> N
     )
     held = []
     for rank in range(size):
-        group = ContextGroup(rank, size, None, Traffic())
+        group = ContextGroup(rank, size, None)
         context = ContextOptions(group=group, policy="balanced", scheme=None, heads=4, key_heads=2)
         batch = assemble(tokens, masks, context, scores)
         own = batch.places.of_rank(rank)

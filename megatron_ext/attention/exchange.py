@@ -49,27 +49,19 @@ class Inputs(NamedTuple):
 LocalAttention = Callable[[Inputs], Tensor]  # returns [t, N, W], on this rank alone
 
 
-class Traffic:
-    """Counts the bytes that this process sends through its context-parallel group."""
-
-    def __init__(self) -> None:
-        self.sent_bytes = 0
-
-    def take(self) -> int:
-        """Return the bytes sent since the last call."""
-        sent, self.sent_bytes = self.sent_bytes, 0
-        return sent
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ContextGroup:
     """The ranks that share the tokens of a row."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None  # None if the size is 1
-    traffic: Traffic  # counts the bytes that this process sends
     parts: int = 1  # key heads are exchanged in up to this many parts, to overlap with attention
+    sent_bytes: int = 0  # by this process, since `take_sent_bytes` was last called
+
+    def take_sent_bytes(self) -> int:
+        sent, self.sent_bytes = self.sent_bytes, 0
+        return sent
 
     def gather(self, values_t: Tensor, counts: Sequence[int]) -> Tensor:
         """Gather the values of all ranks in rank order; rank r has counts[r]. Not differentiable."""
@@ -80,7 +72,7 @@ class ContextGroup:
         mine[: len(values_t)] = values_t
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
-        self.traffic.sent_bytes += (self.size - 1) * longest * values_t.element_size()
+        self.sent_bytes += (self.size - 1) * longest * values_t.element_size()
         return torch.cat([values[:count] for values, count in zip(everyone, counts, strict=True)])
 
 
@@ -112,7 +104,7 @@ class AsyncAllToAll:
             received, rows.contiguous(), receive_counts, send_counts, group=context.group, async_op=True
         )
         to_others = len(rows) - send_counts[context.rank]
-        context.traffic.sent_bytes += to_others * rows[:1].numel() * rows.element_size() if to_others else 0
+        context.sent_bytes += to_others * rows[:1].numel() * rows.element_size() if to_others else 0
         return received
 
     def finish(self) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.attention.backends import select
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Inputs, Traffic
+from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Inputs
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.context_parallel import CPPlan, Policy, plan
 from megatron_ext.device import moved
@@ -44,7 +44,7 @@ class SharedRows:
     positions: Tensor  # int32 [t], each token's position within its segment, for rotary embedding
     plan: CPPlan  # the assignment of tokens to ranks and the keys that each rank fetches
     call: AttentionCall  # of this rank
-    traffic: Traffic  # of this rank
+    context: ContextGroup  # the ranks; counts the bytes that this one sends
 
     def attend(
         self,
@@ -124,20 +124,19 @@ def share_rows(
     options = MaskOptions(document_mask=True, window_mask=window_mask if window is not None else "grid")
     ends = [np.asarray(row, dtype=np.int64) for row in document_ends]
     mask = options.at(row_length, ends, row_length if window is None else window).scheduled
-    traffic = Traffic()
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    context = ContextGroup(rank, size, group)
+    made = plan(mask.layout, size, policy, left_window=mask.left_window)
     if group is None:
-        made = plan(mask.layout, 1, policy, left_window=mask.left_window)
-        context, call = None, AttentionCall.of_layout(mask.layout, mask.left_window)
+        call = AttentionCall.of_layout(mask.layout, mask.left_window)
     else:
-        context = ContextGroup(dist.get_rank(group), dist.get_world_size(group), group, traffic)
-        made = plan(mask.layout, context.size, policy, left_window=mask.left_window)
         call = AttentionCall.of_plan(made, context, Scheme(scheme))
-    tokens = made.rows[context.rank if context is not None else 0]
+    tokens = made.rows[rank]
     there = torch.device(device)
     return SharedRows(
         tokens=torch.from_numpy(tokens).to(there),
         positions=torch.from_numpy(mask.layout.positions()[tokens]).to(there),
         plan=made,
         call=moved(call, there),
-        traffic=traffic,
+        context=context,
     )

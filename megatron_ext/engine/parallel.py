@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_ext import heartbeat
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.checkpoint.damage import together
 from megatron_ext.config import Config, ParallelConfig
 from megatron_ext.engine import compat
@@ -202,7 +202,6 @@ def context_group(config: ParallelConfig, ranks: Ranks, platform: Platform) -> C
         rank=ranks.context,
         size=ranks.context_size,
         group=ranks.context_group,
-        traffic=Traffic(),
         parts=config.overlap_parts(platform.device.type == "cuda"),
     )
 

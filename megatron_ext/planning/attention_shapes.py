@@ -14,7 +14,7 @@ import torch
 
 from megatron_ext.arrays import Bool
 from megatron_ext.attention.backends import by_keys, suited
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, context_options
 from megatron_ext.config import Config
@@ -67,7 +67,7 @@ def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], .
 @cache
 def planned_group(size: int) -> ContextGroup:
     """Return a group without processes, the same object for each size."""
-    return ContextGroup(0, size, None, Traffic())
+    return ContextGroup(0, size, None)
 
 
 @lru_cache(maxsize=1024)

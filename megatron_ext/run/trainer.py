@@ -178,7 +178,7 @@ class Trainer:
         self.window = config.window_schedule()
         self.learning_rate = config.learning_rate_schedule()
         context = parallel.context_group(config.parallel, ranks, platform)
-        self.traffic = context.traffic
+        self.context = context
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         self.stepper = Stepper(
@@ -286,7 +286,7 @@ class Trainer:
         waited, step = time.perf_counter() - began, self.step
         learning_rate = self.learning_rate.at(step)
         set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
-        self.traffic.take()  # exclude the traffic of validations
+        self.context.take_sent_bytes()  # exclude those of validations
         result = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
         results = AsyncHostCopy(torch.cat([result.values, self._of_all_ranks(request.signal)]))
         save_stall, threads = self.checkpointer.take_stall(), self.checkpointer.threads
@@ -342,7 +342,9 @@ class Trainer:
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        mine = to_device([stop_signal, *self.checkpointer.status(), peak, self.traffic.take()], self.platform.device)
+        mine = to_device(
+            [stop_signal, *self.checkpointer.status(), peak, self.context.take_sent_bytes()], self.platform.device
+        )
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)
         of_all = torch.stack(everyone)

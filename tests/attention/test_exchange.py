@@ -11,7 +11,7 @@ import torch.distributed as dist
 from launcher import call
 from torch import Tensor
 
-from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, Inputs, RowPicks, Traffic
+from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, Inputs, RowPicks
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.reference import attend
 from megatron_ext.context_parallel import plan
@@ -28,7 +28,7 @@ def test_without_moved_rows_no_process_group_is_needed() -> None:
     assert not share.rows_moved.any()
     for rank in range(2):
         query, key = torch.randn(6, 2, HEAD_SIZE), torch.randn(6, 1, HEAD_SIZE)
-        call = AttentionCall.of_plan(share, ContextGroup(rank, 2, None, Traffic()), Scheme.EXCHANGE)
+        call = AttentionCall.of_plan(share, ContextGroup(rank, 2, None), Scheme.EXCHANGE)
         assert call.exchange.context is None
         inputs = Inputs(query, key, key)
         out = call.run(attend, inputs, SCALE)
@@ -50,7 +50,7 @@ def events_of(rank: int) -> list[str]:
 
     AsyncAllToAll.move, AsyncAllToAll.finish = moving, landing  # type: ignore[method-assign]
     share = plan(build_layout(24, [1, 5, 6, 20, 24], 24), 2, "contiguous")
-    call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, Traffic(), parts=2), Scheme.EXCHANGE)
+    call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, parts=2), Scheme.EXCHANGE)
 
     def logged_attend(inputs: Inputs, part: AttentionCall, scale: float) -> Tensor:
         seen.append(f"attend {len(inputs.query_tNH)}")

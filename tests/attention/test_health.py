@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import (
     SINK,
     AttentionHealth,
@@ -24,7 +24,7 @@ from megatron_ext.masks import LayerMasks, MaskOptions
 LENGTH, HEADS, GROUPS, SIZE = 24, 4, 2, 8
 ENDS = [np.array([5, 6, 19]), np.array([], dtype=np.int64)]  # of the documents of two rows
 SCALE = SIZE**-0.5 * 1.3
-ALONE = ContextGroup(rank=0, size=1, group=None, traffic=Traffic())
+ALONE = ContextGroup(rank=0, size=1, group=None)
 MASKS = {
     "grid": MaskOptions(document_mask=True),
     "whole rows": MaskOptions(document_mask=False),

@@ -67,7 +67,7 @@ def of_rank(rank: int, seeds: list[int], alone: bool) -> list[tuple[Any, ...]]:
         out = rows.attend(*leaves)
         out.backward(gradient)
         made = [rows.tokens, rows.positions, out.detach(), *[leaf.grad for leaf in leaves]]
-        results.append((*[x.numpy() for x in made], rows.traffic.sent_bytes))
+        results.append((*[x.numpy() for x in made], rows.context.sent_bytes))
     return results
 
 

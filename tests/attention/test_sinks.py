@@ -20,7 +20,7 @@ from attention.kernels import CPU, assert_right, call_of, inputs_of, results
 from attention.test_reference import bottom_right_mask
 from megatron_ext.attention import adapters, reference, triton_packed
 from megatron_ext.attention.backends import BACKENDS, select, suited
-from megatron_ext.attention.exchange import ContextGroup, Inputs, Traffic
+from megatron_ext.attention.exchange import ContextGroup, Inputs
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.triton_packed import Tile, Tiles
 from megatron_ext.context_parallel import plan
@@ -160,7 +160,7 @@ LAYOUT = build_layout(24, [9, 10], 24)
 
 def of_rank(rank: int, layout: PackedLayout, schemes: list[Scheme], parts: int) -> list[list[Any]]:
     found = []
-    context = ContextGroup(rank, dist.get_world_size(), dist.group.WORLD, Traffic(), parts)
+    context = ContextGroup(rank, dist.get_world_size(), dist.group.WORLD, parts)
     for scheme in schemes:
         share = plan(layout, context.size)
         call = AttentionCall.of_plan(share, context, scheme)

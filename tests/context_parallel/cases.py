@@ -10,7 +10,7 @@ import numpy as np
 from launcher import call
 from runs import weight_error
 
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import ContextOptions
 from megatron_ext.config import (
     Config,
@@ -130,7 +130,7 @@ class Case:
 
     def plans(self, cp_size: int, step: int) -> list[list[tuple[int, CPPlan]]]:
         """Of all micro-batches of a step, those of every data-parallel rank: layers and the plan that they follow."""
-        options = ContextOptions(ContextGroup(0, cp_size, None, Traffic()), self.policy, None, HEADS, KEY_HEADS)
+        options = ContextOptions(ContextGroup(0, cp_size, None), self.policy, None, HEADS, KEY_HEADS)
         all_masks = [self.masks(first) for first in range(step * self.rows, (step + 1) * self.rows, self.micro_batch)]
         return [
             [(layers, made) for (layers, _), made in zip(masks.by_layers(), options.plans(masks), strict=True)]
@@ -192,7 +192,7 @@ class Outcome:
     # (operation, bytes sent to others) of every collective on the context-parallel group in the first step
     calls: list[tuple[str, int]]
     evaluation_calls: list[tuple[str, int]]  # those of the evaluation
-    counted: list[int]  # of each step, what this process's Traffic counted
+    counted: list[int]  # of each step, what this process's ContextGroup counted
     weighed: list[list[Weighed]]  # of each step, what this process weighed; empty but on the last pipeline stage
     # of each step (weight_std, weight_max, zero_count, score_sum)
     weight_metrics: list[tuple[float, float, float, float]]

@@ -30,7 +30,7 @@ from context_parallel.cases import (
     errors,
     run,
 )
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions
 from megatron_ext.context_parallel import plan
@@ -287,7 +287,7 @@ def test_the_scheme_auto_trains_the_same_model(runs: Runs, layout: Layout) -> No
     ],
 )
 def test_auto_takes_the_scheme_that_moves_fewer_bytes(heads: int, key_heads: int, window: int, chosen: Scheme) -> None:
-    options = ContextOptions(ContextGroup(0, 4, None, Traffic()), "zigzag", None, heads, key_heads)
+    options = ContextOptions(ContextGroup(0, 4, None), "zigzag", None, heads, key_heads)
     made = plan(build_layout(4 * LENGTH, [], 4 * LENGTH if window == LENGTH else window), 4, "zigzag")
     assert options.choose(made) is chosen
     assert replace(options, exchanged_heads=0.5).choose(made) is Scheme.EXCHANGE  # a latent
@@ -360,7 +360,7 @@ def expected_traffic(layout: Layout, case: Case, step: int, passes: int) -> tupl
 
 @ALL_LAYOUTS
 def test_the_bytes_of_all_collectives_are_the_plans(runs: Runs, layout: Layout) -> None:
-    """Seen at torch.distributed's operations on the context-parallel group, and counted by Traffic."""
+    """Seen at torch.distributed's operations on the context-parallel group, and counted by ContextGroup."""
     silent = 0
     for case in cases(layout, "fast"):
         outcomes = completed(runs, layout, case)

@@ -122,7 +122,7 @@ class Worker:
             batches = maker.train(case.row_at, step, step * case.rows, case.window)
             with self.collectives if step == 0 else contextlib.nullcontext():  # it slows the step down
                 results.append(stepper.launch(batches).result())
-            counted.append(group.traffic.take())
+            counted.append(group.take_sent_bytes())
             weighed.append(recorder.take())
         calls = self.collectives.take()
         with self.collectives:

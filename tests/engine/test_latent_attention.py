@@ -124,7 +124,7 @@ def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
                 dist.all_reduce(weight.grad, group=ranks.tensor_group)
             if layout.cp > 1:
                 dist.all_reduce(weight.grad, group=ranks.context_group)
-        results.append({"tokens": local, "out": out.detach(), **gradients, "bytes": group.traffic.take()})
+        results.append({"tokens": local, "out": out.detach(), **gradients, "bytes": group.take_sent_bytes()})
     return results
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, Tokens
 from megatron_ext.layout import PackedLayout
@@ -151,7 +151,7 @@ def filling(batch: PackedBatch) -> int:
 
 
 def everyone(case: Case, division: Division, size: int, policy: str, scheme: Scheme | None) -> list[ShortPass]:
-    groups = [ContextGroup(rank, size, None, Traffic()) for rank in range(size)]
+    groups = [ContextGroup(rank, size, None) for rank in range(size)]
     return [case.run(division, ContextOptions(group, policy, scheme, heads=6, key_heads=6)) for group in groups]
 
 
