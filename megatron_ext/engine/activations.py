@@ -17,6 +17,7 @@ Megatron's `offload_modules` is not used for the reasons in docs/planning.md.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,21 +112,15 @@ class HostCopies:
         return self._stream.record_event()
 
 
+@dataclass(eq=False)
 class _Input:
-    """The input of a layer, [t / s, 1, D].
+    """The input of a layer, [t / s, 1, D]."""
 
-    Attributes:
-        x: on the device, or None.
-        host: its buffer on the host, or None.
-        copied: the event that ends the last copy.
-        before: the input before it, until that returns to the device.
-    """
-
-    def __init__(self, x: Tensor, before: _Input | None) -> None:
-        self.x: Tensor | None = x
-        self.before, self.device = before, x.device
-        self.host: Tensor | None = None
-        self.copied: Any = None
+    x: Tensor | None  # on the device, or None
+    device: torch.device
+    before: _Input | None  # the input before it, until that returns to the device
+    host: Tensor | None = None  # its buffer on the host, or None
+    copied: Any = None  # the event that ends the last copy
 
     def leave_device(self) -> None:
         """Free the device's memory when the copy on the host is complete."""
@@ -162,7 +157,7 @@ def keep_inputs_on_host(decoder: TransformerBlock, copies: HostCopies, group: in
                 return x
             if inputs:
                 inputs[-1].leave_device()
-            kept = _Input(x, inputs[-1] if inputs else None)
+            kept = _Input(x, x.device, inputs[-1] if inputs else None)
             if int(received) <= len(inputs) < count - 1:
                 kept.host, kept.copied = copies.to_host(x)
             inputs.append(kept)

@@ -26,6 +26,7 @@ and subtracts it from those with more. `Stepper` undoes this if the step changes
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,19 +39,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class LoadBalance:
-    """The factor of a step's balancing losses, and their sum.
+    """The factor of a step's balancing losses, and their sum."""
 
-    Attributes:
-        coefficient: of the loss; 0 disables it.
-        by_row: whether a group is a row of `row_length` tokens; otherwise it is a micro-batch.
-        total: float64 [], this process's part of the sum over layers and groups, without the coefficient.
-    """
-
-    def __init__(self, coefficient: float, *, by_row: bool, row_length: int) -> None:
-        self.coefficient, self.by_row, self.row_length = coefficient, by_row, row_length
-        self.total: Tensor | None = None
-        self._factor: Tensor | None = None
+    coefficient: float  # of the loss; 0 disables it
+    by_row: bool  # whether a group is a row of `row_length` tokens; otherwise it is a micro-batch
+    row_length: int
+    # float64 [], this process's part of the sum over layers and groups, without the coefficient
+    total: Tensor | None = None
+    factor: Tensor | None = None  # float32 []
 
     def begin(self, denominator: Tensor, groups: int) -> None:
         """Begin a step, whose global batch has a number of groups.
@@ -58,14 +56,14 @@ class LoadBalance:
         All gradients are divided by the denominator, float64 [] on the device, at the end of the step.
         """
         self.total = torch.zeros_like(denominator)
-        self._factor = (self.coefficient * denominator / groups).float()
+        self.factor = (self.coefficient * denominator / groups).float()
 
     def attach(self, probabilities_tE: Tensor, losses: Tensor) -> Tensor:
         """Return the router's probabilities; their backward pass also starts the backward pass of the losses []."""
         assert self.total is not None
-        assert self._factor is not None
+        assert self.factor is not None
         self.total += losses.detach()
-        attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities_tE, losses * self._factor)
+        attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities_tE, losses * self.factor)
         return attached
 
 

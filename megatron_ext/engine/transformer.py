@@ -142,9 +142,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         ),
         packed_masks=masks,
         packed_two_bases=two_bases,
-        packed_balance=LoadBalance(
-            config.training.moe_aux_loss_coeff, by_row=config.balances_rows, row_length=config.data.seq_length
-        ),
+        packed_balance=LoadBalance(config.training.moe_aux_loss_coeff, config.balances_rows, config.data.seq_length),
         # YaRN multiplies rotated queries and keys by a factor each, so its square multiplies the scores
         packed_score_factors=tuple(
             rope.attention_factor(model) ** 2 if rotated_layer else 1.0 for rotated_layer in scaled
