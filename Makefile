@@ -35,8 +35,8 @@ demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sour
 test: setup      ## the tests, about 6 minutes on 2 cores
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m 'not slow'
 
-test-all: setup  ## the slow tests as well
-	$(BIN)/python -m pytest -rs -n 2 --dist loadfile
+test-all: test   ## the slow tests as well, about 40 minutes more
+	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m slow
 
 test-eval: setup ## lm-eval on a trained model and on its export, after installing it with its forty packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'

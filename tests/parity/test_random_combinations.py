@@ -20,7 +20,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml
 from parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, prepare, write_data
 
-QUICK, ALL = 4, 260
+QUICK, ALL = 4, 100
 TIMEOUT_S = 120
 TRAINER = "tests/parity/small_buckets.py"
 EXACT = (
