@@ -29,22 +29,11 @@ BUILD_DATA = "_sysconfigdata"  # generated when Python was built, so it differs 
 def gather_corpus(
     target: Path, max_bytes: int | None = None, *, stdlib: Path | None = None, overwrite: bool = False
 ) -> tuple[int, int]:
-    """Write the standard library's sources to `target`, a .jsonl file with the fields "name" and "text".
+    """Write the library's sources to `target`, a .jsonl file with the fields "name" and "text", until `max_bytes`.
 
     Each top-level module is a document, and so is each top-level package: its files in sorted order, each after a line
     `# file: name`. Documents are ordered by a hash of their names, so that any contiguous part is a fair sample.
-
-    Args:
-        target: the .jsonl file.
-        max_bytes: stop before the document that would exceed this file size.
-        stdlib: the library's folder; None for that of the running Python.
-        overwrite: replace an existing file.
-
-    Returns:
-        The number of documents written, and of those omitted because of `max_bytes`.
-
-    Raises:
-        UserError: `target` exists or is not named .jsonl, this machine has no sources, or the limit is too small.
+    Returns the number of documents written, and of those omitted because of `max_bytes`.
     """
     if target.suffix != ".jsonl":
         raise UserError(f"output: {target} must end in .jsonl, the format that tools/preprocess_data.py reads")

@@ -47,7 +47,6 @@ Share = Annotated[PositiveFloat, Le(1)]
 Decay = Annotated[NonNegativeFloat, Lt(1)]
 Folder = Annotated[str, MinLen(1)]
 Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
-ALONE_S = 1800.0  # time limit of a step in a run of one process
 
 if TYPE_CHECKING:
     Preset = str
@@ -339,7 +338,7 @@ class ParallelConfig(_Section):
         """Return the seconds without progress after which a run ends: as given, or less than the timeout; 0: none."""
         if self.watchdog_timeout is not None:
             return self.watchdog_timeout
-        return 0.9 * 60 * self.distributed_timeout_minutes if processes > 1 else ALONE_S
+        return 0.9 * 60 * self.distributed_timeout_minutes if processes > 1 else 1800.0
 
     def overlap_parts(self, on_cuda: bool) -> int:
         """Return the parts of the key heads: as given, or 2 if a second stream can overlap them with attention."""
@@ -387,11 +386,8 @@ class DataConfig(_Section):
 
     @property
     def _packing_options(self) -> tuple[str, ...]:
-        return (
-            self.packing_options
-            if self.long_share is None
-            else (*self.packing_options, f"long_share={self.long_share}")
-        )
+        share = () if self.long_share is None else (f"long_share={self.long_share}",)
+        return self.packing_options + share
 
     @property
     def valid_parts(self) -> tuple[MixturePart, ...]:

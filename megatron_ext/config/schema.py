@@ -29,7 +29,7 @@ class Option:
     hint: Any
     default: Any
     help: str
-    shown: str | None
+    shown: str | None = None
 
     @property
     def is_switch(self) -> bool:
@@ -38,13 +38,7 @@ class Option:
 
 
 FIELDS: dict[str, Option] = {
-    field.name: Option(
-        section,
-        get_type_hints(options)[field.name],
-        field.default,
-        field.metadata["help"],
-        field.metadata.get("shown"),
-    )
+    field.name: Option(section, get_type_hints(options)[field.name], field.default, **field.metadata)
     for section, options in SECTIONS.items()
     for field in fields(options)
 }

@@ -63,7 +63,7 @@ class ScoreStore:
     def __init__(self, path: Path, mode: Any) -> None:
         """Open an existing store; raise UserError if there is none, or its description is damaged."""
         if not (path / "zarr.json").is_file():
-            raise UserError(f"score store {path}: there is no store; score the rows first, or check the path")
+            raise UserError(f"score store {path}: there is no store here; score the rows first, or check the path")
         self.path = path
         try:
             self._array = zarr.open_array(path, mode=mode, zarr_format=3)  # format 2 can contain pickles
@@ -97,8 +97,6 @@ class ScoreStore:
                     dimension_names=("row", "token"),
                     attributes={"kind": KIND, **asdict(identity)},
                 )
-        if not (path / "zarr.json").is_file():
-            raise UserError(f"score store {path}: the path holds something else; give another folder")
         store = cls(path, "r+")
         store._compare("these rows have", "give another folder", asdict(identity))
         return store

@@ -73,11 +73,6 @@ class PackingPlan:
         return int(self.pieces[:, 2].sum())
 
     @property
-    def ordered(self) -> bool:
-        """Whether every epoch reads the rows in the plan's order, as a curriculum."""
-        return self.key.policy == "decomposition"
-
-    @property
     def joined(self) -> bool:
         """Whether the documents of a row are joined into one text without borders."""
         return bool(self.key.options.get("join_sources"))

@@ -36,13 +36,9 @@ class PackedRows:
     def __init__(
         self, source: TokenSource, plan: PackingPlan, seed: int, *, mask_eod: bool = False, pad_id: int = 0
     ) -> None:
-        self.source = source
-        self.plan = plan
-        self.row_length = plan.row_length
-        self.row_tokens = plan.tokens / plan.rows
-        self.seed = int(seed)
-        self.mask_eod = mask_eod
-        self.pad_id = pad_id
+        self.source, self.plan, self.seed = source, plan, int(seed)
+        self.mask_eod, self.pad_id = mask_eod, pad_id
+        self.row_length, self.row_tokens = plan.row_length, plan.tokens / plan.rows
         self._order = lru_cache(EPOCHS_KEPT)(lambda epoch: permutation(plan.rows, self.seed, epoch, Purpose.ROWS))
 
     def row(self, sample: int) -> TokenRow:
@@ -53,7 +49,8 @@ class PackedRows:
         """Return the plan's row for `sample`; each row occurs once in every `plan.rows` samples."""
         assert sample >= 0, sample
         epoch, number = divmod(sample, self.plan.rows)
-        return number if self.plan.ordered else int(self._order(epoch)[number])
+        is_curriculum = self.plan.key.policy == "decomposition"
+        return number if is_curriculum else int(self._order(epoch)[number])
 
     def plan_row(self, row: int) -> TokenRow:
         length, source, joined = self.row_length, self.source, self.plan.joined

@@ -133,11 +133,8 @@ class RowDataset:
         *,
         mask_eod: bool = False,
     ) -> None:
-        self.source = source
-        self.row_length = int(row_length)
-        self.row_tokens = float(row_length)
-        self.seed = int(seed)
-        self.mask_eod = mask_eod
+        self.source, self.seed, self.mask_eod = source, int(seed), mask_eod
+        self.row_length, self.row_tokens = int(row_length), float(row_length)
         self._documents, self._lengths = nonempty(source, documents)
         self.tokens_per_epoch = int(self._lengths.sum())
         self._document_order = lru_cache(EPOCHS_KEPT)(self._draw_document_order)
