@@ -40,7 +40,7 @@ class Shape:
     """A model and its rows.
 
     Attributes:
-        preset: of megatron_ext.config.presets.
+        preset: one of megatron_ext.config.options.PRESETS.
         length: tokens of a row.
         rows: of a step, in micro-batches of `micro`.
         rate: tokens by which the window grows in each of the paper's steps.

@@ -11,7 +11,7 @@ from record import timed
 from megatron_ext.batch import StepBatches, context_options
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
-from megatron_ext.config.presets import PRESETS
+from megatron_ext.config.options import PRESETS
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks

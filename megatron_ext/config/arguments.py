@@ -19,7 +19,7 @@ import yaml
 
 from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
-from megatron_ext.config.presets import PRESETS
+from megatron_ext.config.options import PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture

@@ -7,12 +7,13 @@ the rules across fields.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import yaml
 from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_ext.config.presets import PRESETS
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
 from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
@@ -48,6 +49,12 @@ Decay = Annotated[NonNegativeFloat, Lt(1)]
 Folder = Annotated[str, MinLen(1)]
 Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
 
+_PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
+PRESETS: dict[str, dict[str, Any]] = {  # model sizes by name; lists become tuples, as in ModelConfig
+    name: {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+    for name, options in _PRESETS.items()
+    if not name.startswith(".")
+}
 if TYPE_CHECKING:
     Preset = str
 else:  # --help and the JSON schema list the names

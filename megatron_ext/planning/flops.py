@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.checkpoint.hf.names import count_active_parameters
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.presets import PRESETS
+from megatron_ext.config.options import PRESETS
 from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions
 from megatron_ext.schedule import WindowSchedule, build_schedule

@@ -22,7 +22,7 @@ from megatron_ext.checkpoint.hf.names import (
 )
 from megatron_ext.checkpoint.hf.stacked import expert_tensors
 from megatron_ext.config import ModelConfig
-from megatron_ext.config.presets import PRESETS
+from megatron_ext.config.options import PRESETS
 
 
 def transformers_model(model: ModelConfig, vocab_size: int) -> Any:
