@@ -127,8 +127,7 @@ def _experts(traits: str, module: str, router: str, gate_up: str, down: str) -> 
     )
 
 
-@cache
-def _traits(model: ModelConfig) -> frozenset[str]:
+def _traits(model: ModelConfig) -> set[str]:
     """Return the words of the table that describe a model."""
     block, latent, low_rank = model.block, model.multi_latent_attention, model.q_lora_rank is not None
     apart = model.qk_layernorm or model.moe_router_score_function == "sigmoid"
@@ -152,7 +151,7 @@ def _traits(model: ModelConfig) -> frozenset[str]:
         "shared_experts": model.moe_shared_expert_intermediate_size is not None,
         "untied": model.untie_embeddings_and_output_weights,
     }
-    return frozenset(word for word, holds in words.items() if holds)
+    return {word for word, holds in words.items() if holds}
 
 
 _QKV = "self_attention.linear_qkv"
@@ -238,15 +237,6 @@ _LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+")
 _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
 
-@cache
-def _by_megatron_name(model: ModelConfig) -> dict[str, list[Parameter]]:
-    rows: dict[str, list[Parameter]] = {}
-    for parameter in parameters_of(model):
-        for name in parameter.megatron:
-            rows.setdefault(name, []).append(parameter)
-    return rows
-
-
 def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert: int = 0) -> tuple[Parameter, Place]:
     """Find the row of a Megatron parameter, and its place in the whole model.
 
@@ -266,8 +256,10 @@ def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert:
         if match:
             place.append(int(match.group()) + first)
             pattern = f"{pattern[: match.start()]}{{{letter}}}{pattern[match.end() :]}"
-    rows = _by_megatron_name(model)[pattern]
-    return next(row for row in rows if not place or row.in_layer(model, place[0])), tuple(place)
+    for row in parameters_of(model):
+        if pattern in row.megatron and (not place or row.in_layer(model, place[0])):
+            return row, tuple(place)
+    raise KeyError(megatron_name)
 
 
 def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
@@ -320,9 +312,11 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
     return [Rows(part, 0, count) for part, count in enumerate(counts)]
 
 
-def parameters_of(model: ModelConfig) -> list[Parameter]:
+@cache
+def parameters_of(model: ModelConfig) -> tuple[Parameter, ...]:
     """Return the rows of the table that apply to this model."""
-    return [row for row in TABLE if row.traits <= _traits(model)]
+    traits = _traits(model)
+    return tuple(row for row in TABLE if row.traits <= traits)
 
 
 def fuse_into(
