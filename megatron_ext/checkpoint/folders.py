@@ -71,27 +71,22 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
     `path` is a checkpoint folder, or a run folder, whose newest checkpoint is named by the pointer; without a pointer
     (the run was killed before the first one was written), it is that of the highest step. Only its manifest is checked.
 
-    Args:
-        path: the folder named by the user.
-        past_damaged: load the checkpoint before a damaged one instead, with a warning.
+    With `past_damaged` the checkpoint before a damaged one is taken, with a warning.
 
     Raises:
-        UserError: the pointer is unreadable, or the manifest is damaged or missing; the message names the file, and
-            the newest complete checkpoint before it.
+        UserError: the pointer holds no step, or the manifest is damaged or missing; the message names the file, and in
+            the second case the newest complete checkpoint before it.
     """
-    fallback: Iterator[Checkpoint] = iter(())
+    folder = path
+    if not path.is_dir() or (step_of(path) is None and not (path / MANIFEST).is_file()):
+        newest = _newest_step(path)
+        if newest is None:
+            return None
+        folder = path / "checkpoints" / folder_name(newest)
     try:
-        folder = path
-        if not path.is_dir() or (step_of(path) is None and not (path / MANIFEST).is_file()):
-            fallback = _complete(path, before=None)
-            newest = _newest_step(path)
-            if newest is None:
-                return None
-            folder = path / "checkpoints" / folder_name(newest)
-        fallback = older(folder)
         return read_checkpoint(folder)
     except UserError as error:
-        complete = next(fallback, None)
+        complete = next(older(folder), None)
         if complete is None or not past_damaged:
             raise with_offer(error, complete) from None
         logger.warning("%s\nload_latest_complete: taking %s", error, complete.folder)
@@ -115,24 +110,21 @@ def older(folder: Path) -> Iterator[Checkpoint]:
 
     Sizes are checked too, so that no damaged checkpoint is offered as a replacement.
     """
-    step = step_of(folder)
-    return iter(()) if step is None else _complete(folder.parent.parent, before=step)
+    step, run = step_of(folder), folder.parent.parent
+    for other in reversed(saved_steps(run)):
+        if step is None or other >= step:
+            continue
+        try:
+            checkpoint = read_checkpoint(run / "checkpoints" / folder_name(other))
+            checkpoint.manifest.check_files(checkpoint.folder, checkpoint.manifest.files, content=False)
+        except UserError:
+            continue
+        yield checkpoint
 
 
 def with_offer(error: UserError, complete: Checkpoint | None) -> UserError:
     """Return the error of a damaged checkpoint, extended by the complete one before it, if any."""
     return error if complete is None else UserError(f"{error}; {complete.folder} is complete: name that folder instead")
-
-
-def _complete(run: Path, *, before: int | None) -> Iterator[Checkpoint]:
-    for step in reversed(saved_steps(run)):
-        if before is None or step < before:
-            try:
-                checkpoint = read_checkpoint(run / "checkpoints" / folder_name(step))
-                checkpoint.manifest.check_files(checkpoint.folder, checkpoint.manifest.files, content=False)
-            except UserError:
-                continue
-            yield checkpoint
 
 
 def _newest_step(run: Path) -> int | None:

@@ -60,15 +60,15 @@ def test_without_a_pointer_it_is_the_newest(tmp_path: Path) -> None:
     ("content", "text"),
     [
         (b"\xff4", f"{POINTER} holds "),
-        (b"-4", f"{POINTER} holds "),
-        (b"5", "iter_0000005/manifest.json "),
+        (b"-4", f"{POINTER} holds '-4', needs the number of a step"),
+        (b"5", "iter_0000005/manifest.json .*iter_0000003"),
     ],
 )
 def test_a_pointer_that_leads_nowhere_is_named(tmp_path: Path, content: bytes, text: str) -> None:
     write(tmp_path, 3)
     pointer = tmp_path / "checkpoints" / POINTER
     pointer.write_bytes(content)
-    with pytest.raises(UserError, match=rf"^load: {pointer.parent}/{text}.*iter_0000003"):
+    with pytest.raises(UserError, match=rf"^load: {pointer.parent}/{text}"):
         located(tmp_path)
 
 
