@@ -90,8 +90,7 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
         for name, value in entries.items():
             if (section, name) in written and was[section][name] != now[section][name]:
                 # the written value, or the effective one if the option was omitted
-                left_out = old[section][name] is None and was[section][name] != now[section][name]
-                then = was[section][name] if left_out else old[section][name]
+                then = was[section][name] if old[section][name] is None else old[section][name]
                 changes.append(Change(name, section, then, now[section][name] if value is None else value))
     return changes
 
