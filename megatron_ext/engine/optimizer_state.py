@@ -2,7 +2,7 @@
 
     optimizer.state.exp_avg.<weight>, .exp_avg_sq.<weight>     the moments, float32, sharded like the weight itself
     optimizer.state.fp32_param.<weight>                        the master weight, only with bf16
-    Manifest.optimizer                                         {"step": Adam's count, "grad_scaler": ... if any}
+    Manifest.optimizer                                         {"step": Adam's count}
 
 Learning rate and weight decay are functions of the step, the betas are options: none of them is saved. A distributed
 optimizer holds a contiguous range of each flattened weight; each process saves and loads its range as rectangles of the
@@ -37,10 +37,7 @@ class OptimizerState:
 
     def counters(self) -> dict[str, Any]:
         """Return the state other than tensors; the same on every process that holds a parameter."""
-        scaler = getattr(self.parts[0], "grad_scaler", None)
-        return {"step": compat.adam_steps(self.parts[0].optimizer)} | (
-            {"grad_scaler": scaler.state_dict()} if scaler else {}
-        )
+        return {"step": compat.adam_steps(self.parts[0].optimizer)}
 
     def shards(self, weights: Sequence[Weight]) -> list[Shard]:
         """Return this process's part of the state as shards; data read into them takes effect with `load`."""
@@ -64,9 +61,6 @@ class OptimizerState:
         for part in self.parts:
             if counters["step"]:
                 compat.set_adam_steps(part.optimizer, counters["step"])
-            scaler = getattr(part, "grad_scaler", None)
-            if scaler and "grad_scaler" in counters:
-                scaler.load_state_dict(counters["grad_scaler"])
 
     def _runs(self, part: Any) -> Iterator[Run]:
         if isinstance(part, DistributedOptimizer):
