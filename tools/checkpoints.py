@@ -35,10 +35,7 @@ def show(run: Path, *, verify: bool) -> bool:
     checkpoints = run / "checkpoints"
     if not (steps := saved_steps(run)):
         raise UserError(f"run: got {run}, which holds no checkpoint, needs the --save of training")
-    training, validation = (
-        {record["step"]: record for record in read_by_step(run / name)} if (run / name).is_file() else {}
-        for name in (METRICS_FILE, EVALUATION_FILE)
-    )
+    training, validation = (read_by_step(run / name) for name in (METRICS_FILE, EVALUATION_FILE))
     print(run)
     print(f"{'step':>10}  {'rows':>12}  {'size':>10}  {'loss':>8}  {'valid':>8}  layout")
     damaged = False

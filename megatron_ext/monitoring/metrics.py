@@ -44,10 +44,14 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     return [record for _, record in _read_lines(Path(path))]
 
 
-def read_by_step(path: Path) -> tuple[dict[str, Any], ...]:
-    """Read the last record of each step, by increasing step. Raises what `read_jsonl` raises."""
-    latest = {record["step"]: record for _, record in _read_lines(path)}
-    return tuple(latest[step] for step in sorted(latest))
+def read_by_step(path: Path) -> dict[int, dict[str, Any]]:
+    """Read the last record of each step, by increasing step; {} without such a file.
+
+    Raises:
+        UserError: as `read_jsonl`.
+    """
+    records = read_jsonl(path) if path.is_file() else []
+    return dict(sorted({record["step"]: record for record in records}.items()))
 
 
 def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
@@ -107,10 +111,8 @@ class MetricsWriter:
         logging: LoggingConfig,
         config: dict[str, Any] | None = None,
     ) -> None:
-        assert resume_step >= 0, resume_step
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._next_step = resume_step
         self._views = open_views(self.folder, logging, config, resume_step)  # first: a package may be missing
         metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
         if resume_step:
@@ -123,24 +125,8 @@ class MetricsWriter:
             if record["step"] == resume_step:
                 self._show("validation", record)
 
-    def step(self, record: Record) -> None:
-        """Write the record of one optimizer step; `step` is 0-based and increases from call to call."""
-        assert record["step"] >= self._next_step, f"step {record['step']} after {self._next_step - 1}"
-        self._next_step = record["step"] + 1
-        self._write("train", record)
-
-    def evaluation(self, record: Record) -> None:
-        """Write the record of one evaluation; `step` counts the optimizer steps completed before it."""
-        self._write("validation", record)
-
-    def close(self) -> None:
-        """Close every file and view."""
-        for file in self._files.values():
-            file.close()
-        for view in self._views:
-            view.close()
-
-    def _write(self, group: str, record: Record) -> None:
+    def write(self, group: str, record: Record) -> None:
+        """Write the record of a step ("train"), or of an evaluation ("validation")."""
         file, line = self._files[group], json.dumps(_plain(record), allow_nan=False)
         try:
             file.write(line.encode() + b"\n")
@@ -148,6 +134,13 @@ class MetricsWriter:
         except OSError as error:  # a write does not tell which file it is
             raise OSError(error.errno, error.strerror, file.name) from None
         self._show(group, record)
+
+    def close(self) -> None:
+        """Close every file and view."""
+        for file in self._files.values():
+            file.close()
+        for view in self._views:
+            view.close()
 
     def _show(self, group: str, record: Record) -> None:
         named = {f"{group}/{name}": value for name, value in scalars(record)}

@@ -65,19 +65,19 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{path}: not found; give the folder that training was started with as --save")
-    records = read_by_step(path)
+    records = list(read_by_step(path).values())
     if not records:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
     for record in records:
         if record.get("denominator") == 0:
             record |= {"lm_loss": None, "train_loss": None}
-    evaluation, config = folder / EVALUATION_FILE, folder / "config.yaml"
+    config = folder / "config.yaml"
     return Run(
         name=name if name is not None else folder.resolve().name,
         folder=folder,
         steps=records[-1]["step"] + 1,
         train=_curves(records),
-        validation=_curves(read_by_step(evaluation) if evaluation.is_file() else ()),
+        validation=_curves(read_by_step(folder / EVALUATION_FILE).values()),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         passage=Passage.read(folder) if (folder / PASSAGE_FILE).is_file() else None,
         history=read_history(folder),
@@ -107,8 +107,8 @@ def stage_folders(run: Path) -> list[Path]:
         return []
     started = {}
     for path in run.glob(f"*/{METRICS_FILE}"):
-        records = read_by_step(path)
-        started[path.parent] = records[0]["time"] if records else math.inf
+        first = next(iter(read_by_step(path).values()), {"time": math.inf})
+        started[path.parent] = first["time"]
     return sorted(started, key=lambda folder: (started[folder], folder.name))
 
 

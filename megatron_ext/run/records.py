@@ -120,7 +120,7 @@ class RunRecords:
             nothing = f"step {done.step} has no trained token: no weight changed (logged once; see `skipped`)"
             self.note(nothing, once="skipped")
         if self.metrics is not None:
-            self.metrics.step(record)
+            self.metrics.write("train", record)
 
     def evaluation(self, step: int, sums: Mapping[int, Tensor]) -> None:
         """Record a validation after `step` steps: its `sums_by_position` by context length."""
@@ -146,7 +146,7 @@ class RunRecords:
                 once="no validation loss",
             )
         if self.metrics is not None:
-            self.metrics.evaluation(record)
+            self.metrics.write("validation", record)
 
     def note(self, text: str, *, once: str | None = None) -> None:
         """Print a line above the progress bar; only the first one of each kind `once`."""

@@ -33,8 +33,8 @@ def read_losses(run: Path, step: int) -> dict[int, float | None]:
 
     They are not in a checkpoint, which is saved before the validation of the same step.
     """
-    records = read_by_step(run / EVALUATION_FILE) if (run / EVALUATION_FILE).exists() else ()
-    return {record["step"]: record["valid_loss"] for record in records if record["step"] <= step}
+    records = read_by_step(run / EVALUATION_FILE)
+    return {after: record["valid_loss"] for after, record in records.items() if after <= step}
 
 
 def stop_reason(losses: Losses, training: TrainingConfig) -> str | None:

@@ -82,6 +82,6 @@ def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int =
     with closing(MetricsWriter(folder, resume_step=first, logging=QUIET)) as writer:
         for step in range(first, steps):
             if evaluate_every and step % evaluate_every == 0:
-                writer.evaluation(evaluation_record(step, 6.0 / (1 + step)))
-            writer.step(step_record(step, **(weighting(step) if weighted else {})))
+                writer.write("validation", evaluation_record(step, 6.0 / (1 + step)))
+            writer.write("train", step_record(step, **(weighting(step) if weighted else {})))
     return folder

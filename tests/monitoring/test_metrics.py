@@ -40,7 +40,7 @@ def _scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_the_last_record_of_each_step_counts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(_lines([{"step": 2, "x": 1}, {"step": 0}, {"step": 2, "x": 2}]) + b'{"step": 3')
-    assert read_by_step(path) == ({"step": 0}, {"step": 2, "x": 2})
+    assert list(read_by_step(path).items()) == [(0, {"step": 0}), (2, {"step": 2, "x": 2})]
     path.write_bytes(_lines([{"step": 2}, {"step": True}]))
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .* needs one JSON object with an integer step"):
         read_by_step(path)
@@ -102,9 +102,9 @@ class TestCutBack:
 class TestMetricsWriter:
     def test_each_line_is_in_the_file_before_the_call_returns(self, tmp_path):
         with closing(MetricsWriter(tmp_path, resume_step=0, logging=QUIET)) as writer:
-            writer.step(step_record(0, bad=np.float32("nan"), some=np.int64(7)))
+            writer.write("train", step_record(0, bad=np.float32("nan"), some=np.int64(7)))
             assert read_jsonl(tmp_path / "metrics.jsonl") == [step_record(0, bad=None, some=7)]
-            writer.evaluation(evaluation_record(1, 3.0, by_length={128: 3.25, 512: 3.0}))
+            writer.write("validation", evaluation_record(1, 3.0, by_length={128: 3.25, 512: 3.0}))
             (evaluation,) = read_jsonl(tmp_path / "evaluation.jsonl")
         assert evaluation == evaluation_record(1, 3.0, by_length={"128": 3.25, "512": 3.0})
 
@@ -137,18 +137,18 @@ class TestTensorBoard:
             MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={"model": {"layers": 2}})
         ) as writer:
             for step in range(4):
-                writer.step({"step": step, "lm_loss": 9.0 - step})
-            writer.evaluation({"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
-            writer.evaluation({"step": 4, "valid_loss": 4.0})
+                writer.write("train", {"step": step, "lm_loss": 9.0 - step})
+            writer.write("validation", {"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
+            writer.write("validation", {"step": 4, "valid_loss": 4.0})
         with closing(MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig())) as writer:
-            writer.step({"step": 2, "lm_loss": 1.0})
+            writer.write("train", {"step": 2, "lm_loss": 1.0})
         assert _scalars(tmp_path, "train/lm_loss") == [(0, 9.0), (1, 8.0), (2, 1.0)]
         assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
 
     def test_a_list_has_a_scalar_for_each_layer(self, tmp_path):
         with closing(MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig())) as writer:
-            writer.step({"step": 4, "attention_entropy": [1.5, float("nan")]})
+            writer.write("train", {"step": 4, "attention_entropy": [1.5, float("nan")]})
         assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 4, "attention_entropy": [1.5, None]}]
         assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]
         ((_, second),) = _scalars(tmp_path, "train/attention_entropy/layer_2")
@@ -176,8 +176,8 @@ class TestWandb:
                 )
             ) as writer:
                 for step in range(resume_step, resume_step + 3):
-                    writer.step(step_record(step))
-                writer.evaluation(evaluation_record(resume_step + 3, 3.0))
+                    writer.write("train", step_record(step))
+                writer.write("validation", evaluation_record(resume_step + 3, 3.0))
             names.append((tmp_path / "wandb_id.txt").read_text())
         assert names[0] == names[1] != ""
         assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{names[0].strip()}"))) >= 1

@@ -54,8 +54,8 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run_with_names_that_it_takes(
     logging = LoggingConfig(tensorboard=False, mlflow_experiment="windows")
     for first in (0, 2):
         with closing(MetricsWriter(tmp_path, resume_step=first, logging=logging, config={"a": {"b": 1}})) as writer:
-            writer.step(step_record(first, source_rows=SOURCES))
-            writer.evaluation(evaluation_record(first + 1, 3.0, by_length={64: 3.5}))
+            writer.write("train", step_record(first, source_rows=SOURCES))
+            writer.write("validation", evaluation_record(first + 1, 3.0, by_length={64: 3.5}))
     assert (mlflow.experiment, mlflow.runs, mlflow.ended) == ("windows", [None, "new"], 2)
     assert mlflow.artifacts == ["config.yaml"]
     steps = [step for step, _ in mlflow.metrics]
