@@ -10,7 +10,6 @@ the run's layout.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from pathlib import Path
@@ -20,20 +19,14 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Read the flags."""
+@command
+def main(argv: list[str]) -> int:
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="what training got as --save; of stages, one's folder")
     parser.add_argument("step", type=int, metavar="STEP", help="counted from 0, as in metrics.jsonl")
     parser.add_argument("--characters", type=int, default=100, metavar="N", help="of each document's text [100]")
-    return parser.parse_args(argv)
-
-
-@command
-def main(argv: list[str]) -> int:
-    """Print a line for each document, the largest loss first."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    options = parse_options(argv)
+    options = parser.parse_args(argv)
     written = options.run / "config.yaml"
     if not written.is_file():
         raise UserError(f"{written}: not found, needs the folder of a run; give what training got as --save")
