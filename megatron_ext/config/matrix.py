@@ -84,7 +84,6 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(content: Any, words: Mapping[str, Any]) -> Any:
-    """Replace {AXIS} in every text by the choice."""
     if isinstance(content, dict):
         return {name: _filled(value, words) for name, value in content.items()}
     if isinstance(content, list):

@@ -175,9 +175,7 @@ def weigh_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute weights as `weigh` does, from valid arguments and without reading anything on the host.
 
-    Args:
-        losses: what the score reads, by its name in `weigh`, [R, L] each.
-        seeds: one for each row.
+    `losses` is what the score reads, by its name in `weigh`, [R, L] each; `seeds` has one for each row.
 
     Returns:
         weights: float32 [R, L]; all NaN if the score of a trained token is not finite.

@@ -30,9 +30,7 @@ from megatron_ext.files.atomic import atomic_write
 class PreprocessOptions:
     """The flags of tools/preprocess_data.py, whose --help describes them.
 
-    Attributes:
-        append_eod: append an EOD to each document (None: for texts, not for conversations).
-        shard_bytes: input per shard, the unit of work and of resuming (None: depends on the size of the inputs).
+    `append_eod` None: for texts, not for conversations; `shard_bytes` None: it depends on the size of the inputs.
     """
 
     inputs: Sequence[str]

@@ -33,7 +33,6 @@ def order_by_similarity(
 
 
 def _walk(texts: list[np.ndarray]) -> Int64:
-    """Return an order of the texts, starting with the first."""
     try:
         from bm25s import BM25
     except ImportError:

@@ -24,13 +24,8 @@ def assign_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int
     long as that reduces the cost of the most expensive rank. A rank's micro-batches are ordered by decreasing cost, so
     that ranks compute similar ones at the same time.
 
-    Args:
-        costs: cost of each of the B rows of a global batch, in any unit.
-        ranks: number of data-parallel ranks.
-        micro_batches: micro-batches per rank; B must be a multiple of ranks x micro_batches.
-
-    Returns:
-        int64 [ranks, micro_batches, rows of each]: the rows of each micro-batch of each rank; every row occurs once.
+    `costs` are those of the B rows of a global batch, in any unit; B is a multiple of `ranks` x `micro_batches` (of
+    each rank). Returns int64 [ranks, micro_batches, rows of each], in which every row occurs once.
     """
     cost = np.asarray(costs, dtype=np.float64)
     assert len(cost) % (ranks * micro_batches) == 0, (len(cost), ranks, micro_batches)

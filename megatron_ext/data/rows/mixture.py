@@ -120,12 +120,9 @@ class _Entry(BaseModel, extra="allow"):
 
 
 def read_mixture(path: Path, share: float | None = None, outer: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Read the parts of a YAML file, including those of nested files, as plain values.
+    """Read the parts of a YAML file, including those of nested files, relative to its folder, as plain values.
 
-    Args:
-        path: the file; nested files are relative to its folder.
-        share: the sum to which weights are scaled; None: unscaled.
-        outer: the files that this one is nested in.
+    `share` is the sum to which weights are scaled (None: unscaled), `outer` are the files that this one is nested in.
     """
     if path.resolve() in outer:
         raise UserError(f"mixture: {path} includes itself; leave one of these parts out")

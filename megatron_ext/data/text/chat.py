@@ -42,12 +42,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template and its variables.
+    """A Jinja template, and the names and texts of tokens (bos_token, ...) that are its variables.
 
-    Attributes:
-        source: the template.
-        variables: names and texts of tokens (bos_token, ...), for the template.
-        special: texts of all special tokens, which neither messages nor tools may contain.
+    `special` are the texts of all special tokens, which neither messages nor tools may contain.
     """
 
     source: str
@@ -191,7 +188,6 @@ def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
 
 
 def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
-    """Raise ChatError if any text in the value contains a special token."""
     whole = json.dumps(value, ensure_ascii=False)
     spelled = next((token for token in special if token in whole), None)
     if spelled is not None:

@@ -78,7 +78,6 @@ class ChunkEncoder:
         self._memory = 0
 
     def __call__(self, text: str) -> list[int]:
-        """Encode a text."""
         if any(token in text for token in self._added):
             return self._encode([text])[0]
         return list(chain.from_iterable(map(self._ids, pieces(text))))

@@ -37,11 +37,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a line, or columns of a table, for text, group and source; and the limit of a document.
+    """The fields of a line, or columns of a table, for text, group and source.
 
-    Attributes:
-        limit: maximum bytes of a line, of a .txt file, or of a text in a .parquet file.
-        chat: renders the field's messages as text; None: the field is a text.
+    `limit` is the maximum bytes of a line, of a .txt file, or of a text in a .parquet file. `chat` renders the messages
+    of the field `text`; None: it holds a text.
     """
 
     text: str = "text"

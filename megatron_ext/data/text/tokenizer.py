@@ -108,7 +108,6 @@ class Tokenizer:
 
     @cached_property
     def _spelled(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, which encodes a special token's text as that token."""
         assert self._library is not None
         spelled = tokenizers.Tokenizer.from_str(self._library.to_str())
         spelled.encode_special_tokens = False
