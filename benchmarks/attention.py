@@ -32,7 +32,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from record import CUDA, DEVICE, Records, parser_of, run_apart, timed
+from clock import CUDA, DEVICE, timed
+from record import Records, parser_of, run_apart
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

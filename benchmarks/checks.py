@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import CUDA, DEVICE, ROOT, Records, parser_of
+from clock import CUDA, DEVICE
+from record import ROOT, Records, parser_of
 
 from megatron_ext.monitoring import read_jsonl
 

@@ -27,7 +27,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from record import CUDA, DEVICE, Records, parser_of, timed
+from clock import CUDA, DEVICE, timed
+from record import Records, parser_of
 from torch import Tensor
 
 from megatron_ext.loss import VocabularyShard, add_product, cross_entropy, operand, product_into

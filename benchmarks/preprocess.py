@@ -5,12 +5,12 @@
         python -m venv DIR && DIR/bin/pip install datatrove orjson tokenizers
 
 All tools run as commands with the same tokenizer, documents and number of workers; their .bin must be equal. Each is
-timed on all documents and on the first quarter of them: "tokens_per_s" is for all documents, including start-up,
-"steady" is computed from the difference of the two, without start-up; "per_cpu_s" counts CPU seconds, which are less
-sensitive to other load. The fastest of several alternating rounds counts. "peak_mb" is the largest process's, for both
-inputs. "after_kill" is the share of the CPU time that a second run takes after the first was killed with half of the
-tokens on disk, with --datatrove (Megatron-LM starts again). Without --input: the sources of Python's standard library,
-in documents of at most --document-bytes. The tokenizer is trained on the input.
+timed on all documents and on the first quarter of them: "tokens_per_cpu_s" is for all documents, including start-up,
+"steady" is computed from the difference of the two, without start-up. The fastest of several alternating rounds counts.
+"peak_mb" is the largest process's, for both inputs. "after_kill" is the share of the CPU time that a second run takes
+after the first was killed with half of the tokens on disk, with --datatrove (Megatron-LM starts again). Without
+--input: the sources of Python's standard library, in documents of at most --document-bytes. The tokenizer is trained on
+the input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from record import ROOT, Records, parser_of
 
@@ -47,11 +47,9 @@ if __name__ == "__main__":
 """
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Resources of a run: wall seconds, CPU seconds, megabytes of the largest process."""
+class Spent(NamedTuple):
+    """Resources of a run: CPU seconds, megabytes of the largest process."""
 
-    wall: float
     cpu: float
     peak_mb: float
 
@@ -80,7 +78,6 @@ class Tool:
         path = os.pathsep.join(filter(None, [self.path, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
         with (self.folder.parent / "log").open("w+") as log:
-            began = time.perf_counter()
             options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
             process = subprocess.Popen(self.command.split(), start_new_session=True, **options)
             if kill_at is not None:
@@ -89,12 +86,11 @@ class Tool:
                     time.sleep(0.001)
                 os.killpg(process.pid, signal.SIGKILL)
             _, status, used = os.wait4(process.pid, 0)
-            wall = time.perf_counter() - began
             process.returncode = os.waitstatus_to_exitcode(status)
             if kill_at is None and (status or not (self.folder / f"{self.dataset}.idx").exists()):
                 log.seek(0)
                 raise SystemExit(f"{self.name} failed:\n{log.read()[-2000:]}")
-        return Spent(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+        return Spent(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
     def written(self) -> int:
         """Return the bytes of tokens on disk."""
@@ -171,14 +167,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def rates(small: list[Spent], large: list[Spent], tokens: list[int]) -> dict[str, float]:
-    """Compute the tokens per second of the large input, and of its difference from the small one."""
-    wall, cpu, more = min(run.wall for run in large), min(run.cpu for run in large), tokens[1] - tokens[0]
-    return {
-        "tokens_per_s": tokens[1] / wall,
-        "steady_tokens_per_s": more / (wall - min(run.wall for run in small)),
-        "tokens_per_cpu_s": tokens[1] / cpu,
-        "steady_tokens_per_cpu_s": more / (cpu - min(run.cpu for run in small)),
-    }
+    """Compute the tokens per CPU second of the large input, and of its difference from the small one."""
+    less, more = (min(run.cpu for run in runs) for runs in (small, large))
+    return {"tokens_per_cpu_s": tokens[1] / more, "steady_tokens_per_cpu_s": (tokens[1] - tokens[0]) / (more - less)}
 
 
 def main() -> None:

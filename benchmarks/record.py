@@ -1,4 +1,4 @@
-"""What benchmarks share: the command line, the results with their context, the clock, and processes of their own."""
+"""What benchmarks share: the command line, the results with their context, and processes of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 PACKAGES = ["torch", "triton", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4", "liger-kernel"]
 
 
@@ -31,9 +27,11 @@ def machine() -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    device = torch.cuda.get_device_name() if CUDA else f"{os.cpu_count()} cores {platform.machine()}"
+    device = f"{os.cpu_count()} cores {platform.machine()}"
     facts: dict[str, Any] = {"device": device, "python": platform.python_version(), "versions": versions}
-    if CUDA:
+    torch = sys.modules.get("torch")  # not imported here: a process started from a large one never seems smaller
+    if torch and torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name()
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         facts["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -87,22 +85,6 @@ class Records:
             return False
         self.add(**facts, **found)
         return True
-
-
-@contextlib.contextmanager
-def timed(seconds: list[float]) -> Iterator[None]:
-    """Append the time of the block: by CUDA's events, or processor time, which excludes other processes."""
-    if not CUDA:
-        began = time.process_time()
-        yield
-        seconds.append(time.process_time() - began)
-        return
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    yield
-    end.record()
-    end.synchronize()
-    seconds.append(start.elapsed_time(end) / 1e3)
 
 
 def processor_seconds(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ import numpy as np
 from context_parallel import K
 from record import Records, parser_of, processor_seconds
 
-from benchmarks.peers.checkouts import absent, commits, package
+from benchmarks.peers import absent, commits, package
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 
 Packer = Callable[[np.ndarray, int], int]  # sizes and capacity to bins

@@ -37,7 +37,7 @@ import torch
 from context_parallel import ONE_DOCUMENT, K, log_normal_rows
 from record import Records, parser_of, processor_seconds
 
-from benchmarks.peers.checkouts import absent, commits, package
+from benchmarks.peers import absent, commits, package
 from megatron_ext.context_parallel import plan
 from megatron_ext.layout import PackedLayout, build_layout, segment_pairs
 

@@ -25,7 +25,7 @@ import torch
 from context_parallel import K, log_normal_rows
 from record import Records, parser_of, processor_seconds
 
-from benchmarks.peers.checkouts import commits, package
+from benchmarks.peers import commits, package
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.layout import build_layout
 

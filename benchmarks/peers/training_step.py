@@ -17,8 +17,8 @@ from functools import partial
 
 import torch
 from record import Records, parser_of, processor_seconds
+from step import Training, configure
 from torch import Tensor, nn
-from training import Training, configure
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
