@@ -45,12 +45,9 @@ def undamaged(checkpoint: Checkpoint, *, content: bool = True, past_damaged: boo
 
 
 def agree(checkpoint: Checkpoint | None) -> None:
-    """Check that all processes have found the same checkpoint, or none. Collective.
+    """Raise RuntimeError unless all processes have found the same checkpoint, or none. Collective.
 
     Each process searches by itself, and a shared file system may show an outdated state to some nodes.
-
-    Raises:
-        RuntimeError: they differ; starting again may succeed.
     """
     mine = "none"
     if checkpoint is not None:

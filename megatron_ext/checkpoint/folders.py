@@ -33,12 +33,7 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder and its manifest, which is read once.
-
-    Attributes:
-        folder: RUN/checkpoints/iter_0000040, or another name chosen by the user.
-        manifest: the content of the checkpoint except tensors.
-    """
+    """A checkpoint folder, RUN/checkpoints/iter_0000040 or another name, and its manifest, which is read once."""
 
     folder: Path
     manifest: Manifest
@@ -166,13 +161,10 @@ def point(checkpoints: Path, step: int) -> None:
 
 
 def rewind(folder: Path) -> list[Path]:
-    """Make `folder`, from which the run resumes, its newest checkpoint, and rename later ones.
+    """Make `folder`, from which the run resumes, its newest checkpoint; rename later ones, and return their new names.
 
     Renamed checkpoints are ignored by all functions. The pointer is updated first: if the process is killed before the
     renaming is complete, the next start resumes from `folder` again and renames the rest.
-
-    Returns:
-        The new names.
     """
     step = step_of(folder)
     assert step is not None

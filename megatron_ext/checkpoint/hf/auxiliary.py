@@ -59,13 +59,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def tokenizer_folder(name: str | None) -> Path | None:
-    """Return the folder of an export's tokenizer; None for an export without one.
-
-    Args:
-        name: the folder or a file in it, "none", or None if the run's configuration names no tokenizer.
+    """Return the folder of an export's tokenizer; None for an export without one, if `name` is "none".
 
     Raises:
-        UserError: there is no tokenizer that transformers can load.
+        UserError: `name` is neither a folder with a tokenizer that transformers can load nor a file in one.
     """
     if name == "none":
         return None

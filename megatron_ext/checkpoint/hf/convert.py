@@ -72,10 +72,7 @@ def _new_folder(output: Path) -> Iterator[Path]:
 def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> None:
     """Write a run folder for `--init-from` and `--config OUTPUT/config.yaml`, usable with every parallel layout.
 
-    Args:
-        source: a Hugging Face model folder.
-        output: the run folder to create.
-        divisible_by: the embedding is padded to a multiple of this.
+    The embedding is padded to a multiple of `divisible_by`.
 
     Raises:
         UserError: the model is not supported exactly, the folder is damaged, or `output` exists.
@@ -146,7 +143,7 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
 
     Args:
         source: a run folder (its newest checkpoint) or a checkpoint folder.
-        output: the model folder to create.
+        output: the model folder.
         max_shard_bytes: size limit of a safetensors file, which is held in memory.
         tokenizer: a folder, "none", or None for the run's own.
 

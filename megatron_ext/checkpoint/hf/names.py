@@ -238,16 +238,9 @@ _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.
 
 
 def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert: int = 0) -> tuple[Parameter, Place]:
-    """Find the row of a Megatron parameter, and its place in the whole model.
+    """Find the row of a parameter of a model chunk, and its place in the whole model; KeyError if there is none.
 
-    Args:
-        megatron_name: as in `named_parameters()` of one model chunk.
-        first_layer: the chunk's first layer in the whole model, from 0.
-        model: the whole model's shapes.
-        first_expert: the first of this process's experts, from 0.
-
-    Raises:
-        KeyError: no row of this model has this name.
+    `first_layer` and `first_expert` are the numbers, from 0, of the chunk's first layer and this process's first expert.
     """
     place = []
     pattern = megatron_name
