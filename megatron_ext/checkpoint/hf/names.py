@@ -240,7 +240,7 @@ _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.
 def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert: int = 0) -> tuple[Parameter, Place]:
     """Find the row of a parameter of a model chunk, and its place in the whole model; KeyError if there is none.
 
-    `first_layer` and `first_expert` are the numbers, from 0, of the chunk's first layer and this process's first expert.
+    `first_layer` and `first_expert`: the numbers, from 0, of the chunk's first layer and this process's first expert.
     """
     place = []
     pattern = megatron_name
