@@ -135,7 +135,7 @@ class Training:
         """Time one optimizer step, including the host's work but not that of making its rows."""
         found: list[float] = []
         with timed(found):
-            self.stepper.train(batches)
+            self.stepper.launch(batches).result()
         return found[0]
 
     def flops(self, batches: StepBatches) -> float:
