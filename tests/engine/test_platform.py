@@ -1,8 +1,9 @@
-"""Megatron-Core runs on a CPU, and needs each of the patches."""
+"""Megatron-Core runs on a CPU, and needs each of the patches; warnings about ranks whose environments differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from conftest import SmallData
 from runs import attempt
 from torch.utils._device import _device_constructors
 
-from megatron_ext.engine import platform
+from megatron_ext.config import Config
+from megatron_ext.engine import environment, platform
 from megatron_ext.errors import UserError
 
 RUN_WITHOUT = "tests/engine/run_without.py"
@@ -74,3 +76,14 @@ def test_only_what_goes_to_cuda_comes_to_the_cpu() -> None:
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(UserError, match=r"^device: got cuda, needs a CUDA device .*; use --device cpu$"):
         platform.choose("cuda")
+
+
+def test_differences_between_ranks_are_reported_once_per_host() -> None:
+    here = environment.look(Config(), platform.choose("auto"))
+    first = replace(here, host="n1", versions=here.versions | {"torch": "2.11.0"})
+    other = replace(first, host="n2", versions={**first.versions, "pyarrow": None, "torch": "2.10.0"})
+    assert environment.differences([first, replace(first, host="n2")]) == []
+    assert environment.differences([first, other, other]) == [
+        f"warning: pyarrow on n2: None; on n1: {first.versions['pyarrow']}",
+        "warning: torch on n2: 2.10.0; on n1: 2.11.0",
+    ]

@@ -1,4 +1,4 @@
-"""An optimizer step in one process: division by the denominator, skipped steps, divergence, validation."""
+"""An optimizer step in one process: division by the denominator, norms, skipped steps, divergence, validation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from one_process import one_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -307,3 +308,32 @@ def test_the_update_equals_megatrons(process: OneProcess, clip: float) -> None:
         torch.testing.assert_close(weights, their_weights, rtol=1e-6, atol=1e-8)
     else:
         assert torch.equal(weights, their_weights)
+
+
+class Gradients:
+    """Stands for an optimizer over given gradients."""
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        self.gradients = gradients
+
+    def prepare_grads(self) -> bool:
+        return False
+
+    def get_grad_stats_parallel_group(self) -> None:
+        return None
+
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        return self.gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_ten_million_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squares added sequentially in float32 would make it 4e-4 too small."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    generator = torch.Generator().manual_seed(0)
+    gradients = [(1e-3 * torch.randn(size, generator=generator)).to(dtype) for size in (10_000_000, 7)]
+    optimizer: Any = Gradients(gradients)
+    squared = squared_gradient_norm(optimizer, torch.device("cpu"))
+    exact = sum(gradient.double().square().sum().item() for gradient in gradients)
+    assert squared.dtype == torch.float32
+    assert squared.item() == pytest.approx(exact, rel=1e-6)
