@@ -5,9 +5,8 @@ Masks, plan, scheme and backend come from the code that training uses; only size
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +21,8 @@ from megatron_ext.context_parallel import CPPlan
 from megatron_ext.masks import AttentionMask, MaskOptions
 
 
-@dataclass(frozen=True)
-class Call:
-    """The sizes of one call of a kernel: rows of queries and of keys, segments, and the backend that serves it."""
+class Call(NamedTuple):
+    """The sizes of one call of a kernel, and the backend that serves it."""
 
     queries: int
     keys: int
@@ -32,26 +30,18 @@ class Call:
     backend: str
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """The sizes of one layer's attention on one context-parallel rank.
+class Shapes(NamedTuple):
+    """The sizes of one layer's attention on one context-parallel rank."""
 
-    Attributes:
-        tokens: number of tokens of this rank.
-        scheme: how keys come from other ranks; None if none do.
-        local: the queries that see only this rank's keys; all queries without `scheme` and under Ulysses.
-        remote: the other queries.
-    """
-
-    tokens: int
-    scheme: Scheme | None
-    local: Call | None
-    remote: Call | None = None
+    tokens: int  # of this rank
+    scheme: Scheme | None  # how keys come from other ranks; None if none do
+    local: Call | None  # the queries that see only this rank's keys; all queries without `scheme` and under Ulysses
+    remote: Call | None = None  # the other queries
 
     @property
-    def calls(self) -> Iterator[Call]:
-        """Yield the calls that exist."""
-        yield from (call for call in (self.local, self.remote) if call is not None)
+    def calls(self) -> list[Call]:
+        """The calls that exist."""
+        return [call for call in (self.local, self.remote) if call is not None]
 
 
 def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], ...]:
@@ -81,31 +71,30 @@ def _shapes(
 ) -> tuple[tuple[Shapes, ...], ...]:
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if context is None:
-        return (tuple(_whole(mask, 1, backends, None) for _, mask in masks.by_layers()),)
+        return (tuple(_whole(mask, backends) for _, mask in masks.by_layers()),)
     plans, ranks = [(plan, context.choose(plan)) for plan in context.plans(masks)], context.group.size
     return tuple(
         tuple(
-            _whole(plan, ranks, backends, chosen) if chosen is Scheme.ULYSSES else _of_rank(plan, rank, backends)
-            for plan, chosen in plans
+            _whole(plan, backends, ranks, scheme) if scheme is Scheme.ULYSSES else _of_rank(plan, rank, backends)
+            for plan, scheme in plans
         )
         for rank in range(ranks)
     )
 
 
-def _whole(mask: AttentionMask | CPPlan, ranks: int, backends: tuple[str, ...], scheme: Scheme | None) -> Shapes:
+def _whole(
+    mask: AttentionMask | CPPlan, backends: tuple[str, ...], ranks: int = 1, scheme: Scheme | None = None
+) -> Shapes:
     """Return the shapes of a call that sees all tokens."""
     layout = mask.layout
     backend = by_keys(int(layout.lengths.max()), mask.left_window, backends)
-    call = Call(layout.tokens, layout.tokens, len(layout.lengths), backend)
-    return Shapes(layout.tokens // ranks, scheme, call)
+    return Shapes(layout.tokens // ranks, scheme, Call(layout.tokens, layout.tokens, layout.segments, backend))
 
 
 def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
     """Return the shapes of one rank under the exchange of keys."""
     own = plan.pieces_of(rank)
     queries, keys = plan.pieces.end[own] - plan.pieces.start[own], plan.pieces.end[own] - plan.key_start[own]
-    local = queries == keys  # as in `RankPlan.is_local`
-    tokens = int(queries.sum())
 
     def call(pieces: Bool) -> Call | None:
         if not pieces.any():
@@ -113,6 +102,7 @@ def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
         backend = by_keys(int(keys[pieces].max()), plan.left_window, backends)
         return Call(int(queries[pieces].sum()), int(keys[pieces].sum()), int(pieces.sum()), backend)
 
+    local, tokens = queries == keys, int(queries.sum())  # as in `RankPlan.is_local`
     if not plan.rows_moved.any():  # every rank holds whole segments
         return Shapes(tokens, None, call(np.ones_like(local)))
     return Shapes(tokens, Scheme.EXCHANGE, call(local), call(~local))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_ext.checkpoint.hf.names import count_active_parameters
 from megatron_ext.config import Config, ModelConfig
@@ -24,13 +25,11 @@ def training_flops(
     *,
     masks: MaskOptions = _WINDOW_ALONE,
 ) -> float:
-    """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C; with
-    latent attention, head size stands for the mean of those of keys and values.
+    """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C.
 
-    Only the experts selected for a token count.
-
-    C is the effective context of a row under the step's window, (sum of squared segment lengths) / L, including the
-    shorter last block of the grid. Documents are not counted: only the window bounds attention.
+    Only the experts selected for a token count. With latent attention, head size is the mean of those of keys and
+    values. C is the effective context of a row under the step's window, (sum of squared segment lengths) / L, including
+    the shorter last block of the grid. Documents are not counted: only the window bounds attention.
 
     Args:
         model: a preset by its exact name, or the shapes (with `vocab_size`).
@@ -60,12 +59,8 @@ def training_flops(
 
 def step_flops(model: ModelConfig, parameters: int, tokens: float, context: float) -> float:
     """Return the FLOPs of one step of `tokens` in the accounting of `training_flops`; `context` is C, in tokens."""
-    return tokens * (6.0 * parameters + 6.0 * model.num_layers * _pair_width(model) * context)
-
-
-def _pair_width(model: ModelConfig) -> int:
-    """Return the products of two numbers for each query and key: of all heads, scores and weighted values."""
-    return model.num_attention_heads * model.key_value_size
+    pair = model.num_attention_heads * model.key_value_size  # products of two numbers, of scores and weighted values
+    return tokens * (6.0 * parameters + 6.0 * model.num_layers * pair * context)
 
 
 def utilisation(
@@ -75,23 +70,15 @@ def utilisation(
 
     `peak` is the FLOP/s of all GPUs together; the other arguments are as for `step_flops`.
     """
-    causal = step_flops(model, parameters, tokens, context / 2)
-    return causal / seconds / peak
+    return step_flops(model, parameters, tokens, context / 2) / seconds / peak
 
 
-@dataclass(frozen=True)
-class RunFlops:
-    """The FLOPs of a whole run, forward and backward, in the accounting of `training_flops`.
+class RunFlops(NamedTuple):
+    """The FLOPs of a whole run."""
 
-    Attributes:
-        scheduled: under the run's masks and window schedule.
-        constant: with the last window from the first step on.
-        scoring: for the short-context pass of token weighting, forward only.
-    """
-
-    scheduled: float
-    constant: float
-    scoring: float
+    scheduled: float  # under the run's masks and window schedule
+    constant: float  # with the last window from the first step on
+    scoring: float  # of the short-context pass of token weighting
 
     @property
     def saved(self) -> float:
@@ -101,23 +88,17 @@ class RunFlops:
 
 def run_flops(config: Config, vocab_size: int) -> RunFlops:
     """Count the FLOPs of a configuration."""
-    model, data, schedule = replace(config.model, vocab_size=vocab_size), config.data, config.window_schedule()
-    tokens = data.seq_length * data.global_batch_size
+    model, length, weighting = replace(config.model, vocab_size=vocab_size), config.data.seq_length, config.weighting
+    steps, rows, schedule = config.training.train_iters, config.data.global_batch_size, config.window_schedule()
     scheduled, constant = (
-        training_flops(model, each, data.seq_length, config.training.train_iters, tokens, masks=config.mask_options())
+        training_flops(model, each, length, steps, rows * length, masks=config.mask_options())
         for each in (schedule, build_schedule("constant", end=schedule.end))
     )
-    return RunFlops(scheduled, constant, _scoring(config, count_active_parameters(model, vocab_size)))
-
-
-def _scoring(config: Config, parameters: int) -> float:
-    """Return the FLOPs of scoring: forward only, a third of training, for every token of every chunk."""
-    weighting, length, model = config.weighting, config.data.seq_length, config.model
-    if weighting.token_weighting != "unfrozen" or not weighting.needs_short_losses:
-        return 0.0
-    short = weighting.short()
-    # The first chunk is also the beginning of the long pass: only the later chunks add cost.
-    chunks = max(-(-(length - short.length) // short.stride), 0)
-    rows = config.training.train_iters * config.data.global_batch_size
-    per_token = 2.0 * parameters + 2.0 * model.num_layers * _pair_width(model) * short.length
-    return rows * chunks * short.length * per_token
+    scoring = 0.0
+    if weighting.token_weighting == "unfrozen" and weighting.needs_short_losses:
+        short = weighting.short()
+        # the first chunk is also the beginning of the long pass: only the later ones add cost
+        tokens = steps * rows * max(-(-(length - short.length) // short.stride), 0) * short.length
+        # forward only, a third of training
+        scoring = step_flops(model, count_active_parameters(model, vocab_size), tokens, short.length) / 3
+    return RunFlops(scheduled, constant, scoring)

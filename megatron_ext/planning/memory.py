@@ -45,27 +45,16 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes on one GPU of a pipeline stage, by part.
+    """The bytes on one GPU of a pipeline stage, by part."""
 
-    Attributes:
-        weights: the parameters in the compute dtype.
-        gradients: fp32 unless the precision-aware optimizer uses another dtype.
-        optimizer: Adam's moments, and in bf16 runs the master weights; without the offloaded part.
-        batches: tokens, labels and similar tensors of a step's micro-batches.
-        activations: tensors kept by the layers for the backward pass, for all micro-batches in flight.
-        logits: peak of the output layer and loss, on the last stage.
-        layer: peak of one layer's backward pass: gradients, and under full recomputation the layer itself.
-        host: pinned host memory for the inputs of layers; not part of the GPU's total.
-    """
-
-    weights: int
+    weights: int  # in the compute dtype
     gradients: int
-    optimizer: int
-    batches: int
-    activations: int
-    logits: int
-    layer: int
-    host: int
+    optimizer: int  # Adam's moments, and in bf16 runs the master weights; without the offloaded part
+    batches: int  # tokens, labels and similar tensors of a step's micro-batches
+    activations: int  # kept by the layers for the backward pass, for all micro-batches in flight
+    logits: int  # peak of the output layer and loss, on the last stage
+    layer: int  # peak of one layer's backward pass: gradients, and under full recomputation the layer itself
+    host: int  # pinned host memory for the inputs of layers; not part of the GPU's total
 
     @property
     def static(self) -> int:
@@ -129,11 +118,7 @@ def parameters_of_rank(
 
 
 class _Rank:
-    """The formulas for one GPU of a pipeline stage, whose results are bytes.
-
-    Args:
-        shapes: of its attention in layers under the window, and in local layers if there are any.
-    """
+    """The formulas for one GPU of a pipeline stage, whose results are bytes; `shapes` are of `attention_shapes`."""
 
     def __init__(
         self, config: Config, world_size: int, vocab_size: int, stage: int, shapes: tuple[Shapes, ...]
@@ -414,12 +399,10 @@ class _Rank:
         shares = self.parallel.context_parallel_size if shapes.scheme is Scheme.ULYSSES else 1
         heads, key_heads = self.heads // shares, max(self.key_heads // shares, 1)
         scratch = [
-            packed_backward_scratch(call.queries, heads)
-            if call.backend == "triton_packed"  # others count as FlashAttention 2
-            else flash_backward_scratch(
-                call.queries, call.keys, call.segments, heads, key_heads, model.head_size, self.e
-            )
-            for call in shapes.calls
+            4 * queries * heads  # a float for each query and head
+            if backend == "triton_packed"  # others count as FlashAttention 2
+            else flash_backward_scratch(queries, keys, segments, heads, key_heads, model.head_size, self.e)
+            for queries, keys, segments, backend in shapes.calls
         ]
         return taken + max(scratch)
 
@@ -440,11 +423,6 @@ class _Rank:
         if self.s > 1:
             hidden += e * self.t * width + self.stream  # the gather buffer, and its input
         return logits + hidden
-
-
-def packed_backward_scratch(tokens: int, heads: int) -> int:
-    """Return the scratch bytes of our packed kernels in the backward pass: a float for each query and head."""
-    return 4 * tokens * heads
 
 
 def flash_backward_scratch(

@@ -24,24 +24,14 @@ BATCHES = 8  # resampled from the rows
 
 
 class Shared(NamedTuple):
-    """The costs of context-parallel plans, averaged over rows and layers.
+    """The costs of context-parallel plans, averaged over rows and layers."""
 
-    Attributes:
-        exchanged: keys that the busiest rank sends or receives, as a fraction of the keys of all other ranks.
-        imbalance: attention pairs of the slowest rank over the mean.
-    """
-
-    exchanged: float
-    imbalance: float
+    exchanged: float  # keys that the busiest rank sends or receives, as a fraction of the keys of all other ranks
+    imbalance: float  # attention pairs of the slowest rank over the mean
 
 
 class SampledRows:
-    """Estimates for one configuration's masks and batches, under any layout.
-
-    Args:
-        config: the run's; of its layout only the policy of context-parallel plans is used.
-        row_at: returns a row by its sample, from 0.
-    """
+    """Estimates for one configuration's masks and batches, under any layout; `row_at` returns a row by its sample."""
 
     def __init__(self, config: Config, row_at: Callable[[int], TokenRow]) -> None:
         data = config.data

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ext.config import Config
 from megatron_ext.config.checks import mistakes
@@ -78,29 +78,17 @@ def layout_of(config: Config, machine: Machine) -> Layout:
     return Layout(config, machine.gpus, memory, seconds, step_time(config, last_window(config), machine))
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of a search.
+class Found(NamedTuple):
+    """The result of a search."""
 
-    Attributes:
-        best: legal layouts that fit, the fastest first; each keeps as many of its activations as fit.
-        tried: number of layouts considered.
-        refused: the reasons other than memory, each with the number of layouts that it excludes.
-        too_large: the legal layouts that would be faster, but whose memory is too large.
-    """
-
-    best: list[Layout]
-    tried: int
-    refused: Counter[str] = field(default_factory=Counter)
-    too_large: list[Layout] = field(default_factory=list)
+    best: list[Layout]  # legal layouts that fit, the fastest first; each keeps as many of its activations as fit
+    tried: int  # number of layouts considered
+    refused: Counter[str]  # the reasons other than memory, each with the number of layouts that it excludes
+    too_large: list[Layout]  # the legal layouts that would be faster, but whose memory is too large
 
 
 def search(config: Config, machine: Machine, top: int = 10) -> Found:
-    """Find the fastest layouts of a run, at most `top` of them; the run's own layout is ignored.
-
-    Raises:
-        UserError: an unknown GPU.
-    """
+    """Find the fastest layouts of a run, at most `top` of them; the run's own layout is ignored."""
     moments, refused, number = Counter(windows(config)), Counter[str](), count()
 
     def timed(candidate: Config) -> tuple[float, int, Config]:

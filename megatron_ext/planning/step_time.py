@@ -86,11 +86,7 @@ class Speeds:
     storage: Positive
 
     def gpu(self, name: str) -> Gpu:
-        """Return the GPU of this name.
-
-        Raises:
-            UserError: it is not in the file.
-        """
+        """Return the GPU of this name. Raises `UserError` if it is not in the file."""
         if name not in self.gpus:
             raise UserError(f"gpu: got {name!r}, needs one of {', '.join(self.gpus)}; add it to {FACTS / 'gpus.yaml'}")
         return self.gpus[name]
@@ -103,11 +99,7 @@ class Speeds:
 
 @cache
 def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
-    """Read a file of GPUs and shares of their peaks.
-
-    Raises:
-        UserError: a field is missing, unknown or not positive.
-    """
+    """Read a file of GPUs and shares of their peaks. Raises `UserError` if a field is missing, unknown or negative."""
     return typed(read_yaml(path), Speeds, path)
 
 
@@ -151,32 +143,19 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step by part; the parts add up to `total`.
+    """The seconds of a step by part; the parts add up to `total`."""
 
-    Attributes:
-        products: matrix products of the layers.
-        attention: including the wait for the slowest replica.
-        memory: memory traffic of norms, rotation and activation functions.
-        head: output layer and loss.
-        tensor, context: exposed time of these collectives.
-        experts: all-to-all of tokens to experts and back, and the gather over tensor-parallel ranks.
-        host: exposed time of copying inputs of layers to the host and back.
-        bubble: a pipeline stage's idle time.
-        data: exposed time of reducing gradients and gathering weights.
-        optimizer: the update.
-    """
-
-    products: float
-    attention: float
-    memory: float
-    head: float
-    tensor: float
-    context: float
-    experts: float
-    host: float
-    bubble: float
-    data: float
-    optimizer: float
+    products: float  # matrix products of the layers
+    attention: float  # including the wait for the slowest replica
+    memory: float  # memory traffic of norms, rotation and activation functions
+    head: float  # output layer and loss
+    tensor: float  # exposed time of tensor-parallel collectives
+    context: float  # exposed time of context-parallel collectives
+    experts: float  # all-to-all of tokens to experts and back, and the gather over tensor-parallel ranks
+    host: float  # exposed time of copying inputs of layers to the host and back
+    bubble: float  # a pipeline stage's idle time
+    data: float  # exposed time of reducing gradients and gathering weights
+    optimizer: float  # the update
 
     @property
     def total(self) -> float:
@@ -200,28 +179,18 @@ class Amount(NamedTuple):
         return self.forward * (passes + self.again)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The work of one rank in one layer over one micro-batch.
+class Layer(NamedTuple):
+    """The work of one rank in one layer over one micro-batch; the first five are without experts."""
 
-    Attributes:
-        products, attention: FLOPs, without those of experts.
-        elements: read and written between matrices, without experts.
-        tensor, context: bytes sent over tensor- and context-parallel ranks, without experts.
-        expert_products, expert_elements: of the experts.
-        expert_tensor: bytes sent to gather the tokens of experts over tensor-parallel ranks.
-        experts: bytes sent to the experts and back.
-    """
-
-    products: Amount
-    attention: Amount
-    elements: Amount
-    tensor: Amount
-    context: Amount
+    products: Amount  # FLOPs
+    attention: Amount  # FLOPs
+    elements: Amount  # read and written between matrices
+    tensor: Amount  # bytes sent over tensor-parallel ranks
+    context: Amount  # bytes sent over context-parallel ranks
     expert_products: Amount
     expert_elements: Amount
-    expert_tensor: Amount
-    experts: Amount
+    expert_tensor: Amount  # bytes sent to gather the tokens of experts over tensor-parallel ranks
+    experts: Amount  # bytes sent to the experts and back
 
 
 def step_time(config: Config, window: int, machine: Machine) -> StepTime:
@@ -298,11 +267,8 @@ def step_time(config: Config, window: int, machine: Machine) -> StepTime:
 def layer_work(config: Config, load: AttentionLoad) -> Layer:
     """Count the work of a layer, as a mean over layers with and without experts."""
     model, parallel, matrices = config.model, config.parallel, matrices_of(config.model)
-    tp, cp, ep = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-    )
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    ep = parallel.expert_model_parallel_size
     hidden, t = model.hidden_size, config.data.micro_batch_size * config.data.seq_length / cp
     with_experts, shared = model.expert_layers / model.num_layers, model.moe_shared_expert_intermediate_size or 0
     # layers with an MLP for every token, a single one or shared experts, and its mean width

@@ -4,16 +4,14 @@ FLOPs of attention are those of the (query, key) pairs of its segments. Bytes ar
 usual algorithms among n ranks: an all-gather sends (n - 1) times the rank's part, a reduce-scatter (n - 1) / n of the
 whole, an all-reduce both of these, an all-to-all the parts for other ranks. torch's CommDebugMode only counts calls;
 its CollectiveOp takes whole storages for a bucket's slice.
-
-Legend: S segments, t queries, u keys, N query heads, G key heads, H head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,81 +19,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.planning.memory import flash_backward_scratch, packed_backward_scratch
+from megatron_ext import layout
+from megatron_ext.planning.memory import flash_backward_scratch
 
-Values = Callable[[Tensor], npt.NDArray[Any]]  # of a tensor of borders, which the meter knows
+# attention operators, and their matrix products over all (query, key) pairs: the backward of flash attention recomputes
+# the scores and computes the gradients of values, probabilities, queries and keys; our kernels compute the scores and
+# their gradients twice
+PRODUCTS = {
+    "torch_attn::_varlen_attn": 2,
+    "torch_attn::_varlen_attn_backward": 5,
+    "megatron_ext::packed_attention": 2,
+    "megatron_ext::packed_attention_backward": 7,
+}
 
 
-class Kernel(NamedTuple):
-    """The cost of an attention operator, given its arguments by name."""
+def attention_cost(name: str, args: Mapping[str, Any], values: Callable[[Tensor], npt.NDArray[Any]]) -> tuple[int, int]:
+    """Return the (query, key) pairs of an operator of `PRODUCTS`, and the bytes that it allocates and frees.
 
-    products: int  # matrix products over all (query, key) pairs
-    pairs: Callable[[Values, Mapping[str, Any]], int]
-    scratch: Callable[[Mapping[str, Any]], int] = lambda args: 0  # bytes that a call allocates and frees
+    Args:
+        name, args: the operator's, arguments by name.
+        values: returns the values of a tensor of borders.
+    """
+    query = args["query"]
+    t, heads, head_size = query.shape
+    if "packed" in name:
+        first, last = (values(args[border]).astype(np.int64) for border in ("low_t", "high_t"))
+        pairs = int((last - first + 1).sum())
+        scratch = 4 * t * heads  # a float for each query and head
+    else:
+        borders, (keys, key_heads, _) = args["cu_seq_q"], args["key"].shape
+        left = args["window_size"][0]  # -1: unbounded
+        pairs = segment_pairs(values(borders), values(args["cu_seq_k"]), left if left >= 0 else None)
+        sizes = t, keys, len(borders) - 1, heads, key_heads, head_size, query.element_size()
+        scratch = flash_backward_scratch(*sizes)
+    return pairs, scratch if name.endswith("backward") else 0
 
 
-def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], left: int) -> int:
+def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], left_window: int | None) -> int:
     """Count the (query, key) pairs of causal segments aligned at the bottom right.
 
     Args:
         borders_q, borders_kv: [S+1], of the segments' queries and keys.
-        left: maximum number of keys before itself that a query sees; -1 for all.
+        left_window: maximum number of keys before itself that a query sees; None for all.
     """
     wide_q, wide_kv = borders_q.astype(np.int64), borders_kv.astype(np.int64)
     queries, keys = wide_q[1:] - wide_q[:-1], wide_kv[1:] - wide_kv[:-1]
-    # query j of q sees the keys up to j + k - q: j + k - q + 1 of them, from k - q + 1 for the first to k for the last
-    every = queries * (keys - queries) + queries * (queries + 1) // 2
-    if left < 0:
-        return int(every.sum())
-    beyond = np.minimum(np.maximum(keys - left - 1, 0), queries)  # queries whose window ends before the first key
-    most = keys - left - 1  # additional keys of the last of them
-    return int((every - beyond * most + beyond * (beyond - 1) // 2).sum())
-
-
-def _varlen_pairs(values: Values, args: Mapping[str, Any]) -> int:
-    return segment_pairs(values(args["cu_seq_q"]), values(args["cu_seq_k"]), args["window_size"][0])
-
-
-def _packed_pairs(values: Values, args: Mapping[str, Any]) -> int:
-    first, last = (values(args[name]).astype(np.int64) for name in ("low_t", "high_t"))
-    return int((last - first + 1).sum())
-
-
-def _varlen_scratch(args: Mapping[str, Any]) -> int:
-    query, key, segments = args["query"], args["key"], len(args["cu_seq_q"]) - 1
-    (t, heads, size), (u, key_heads, _) = query.shape, key.shape
-    return flash_backward_scratch(t, u, segments, heads, key_heads, size, query.element_size())
-
-
-def _packed_scratch(args: Mapping[str, Any]) -> int:
-    t, heads, _ = args["query"].shape
-    return packed_backward_scratch(t, heads)
-
-
-# backward of flash attention recomputes the scores and computes the gradients of values, probabilities, queries and
-# keys; our kernels compute the scores and their gradients twice
-KERNELS = {
-    "torch_attn::_varlen_attn": Kernel(2, _varlen_pairs),
-    "torch_attn::_varlen_attn_backward": Kernel(5, _varlen_pairs, _varlen_scratch),
-    "megatron_ext::packed_attention": Kernel(2, _packed_pairs),
-    "megatron_ext::packed_attention_backward": Kernel(7, _packed_pairs, _packed_scratch),
-}
+    # the queries are the last tokens among the keys
+    return int((layout.segment_pairs(keys, left_window) - layout.segment_pairs(keys - queries, left_window)).sum())
 
 
 # rank order in Megatron's default: tensor-parallel ranks are adjacent, pipeline stages furthest apart
 AXES = ("TP", "CP", "DP", "PP")
 
 
-@dataclass
-class Calls:
-    """The number of collectives of one group, and the bytes that this rank sends in them."""
-
-    count: int = 0
-    sent_bytes: int = 0
-
-
 class Collectives:
-    """Groups collectives by the axes along which the ranks of their groups differ.
+    """Counts collectives and the bytes that this rank sends, by the axes along which the ranks of a group differ.
 
     Args:
         sizes: processes along each of `AXES`.
@@ -106,70 +84,48 @@ class Collectives:
     def __init__(self, sizes: Sequence[int], named: Mapping[str, str]) -> None:
         self._named = named
         self._name = lru_cache(maxsize=None)(lambda ranks: name_of(ranks, sizes))
-        self.groups: dict[str, Calls] = {}
+        self.groups: dict[str, Counter[str]] = defaultdict(Counter)
 
     def note(self, func: Any, args: Sequence[Any]) -> None:
         """Count an operator of namespace c10d."""
-        name = func._schema.name.removeprefix("c10d::").strip("_")
-        group = _group(args)
-        if group is None or name not in _SENT:
-            raise NotImplementedError(f"no count of bytes for the collective {func}")
+        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+        group = dist.ProcessGroup.unbox(boxed)
         ranks = tuple(dist.get_process_group_ranks(group))
-        calls = self.groups.setdefault(self._named.get(group.group_name) or self._name(ranks), Calls())
-        calls.count += 1
-        calls.sent_bytes += _SENT[name](args, len(ranks), ranks.index(dist.get_rank()))
+        name = func._schema.name.removeprefix("c10d::").strip("_")
+        sent = sent_bytes(name, args, len(ranks), ranks.index(dist.get_rank()))
+        self.groups[self._named.get(group.group_name) or self._name(ranks)].update(count=1, sent_bytes=sent)
 
 
 def name_of(ranks: Sequence[int], sizes: Sequence[int]) -> str:
     """Name a group after the axes along which its ranks differ: "TP", "CP x DP"; "alone" for one rank."""
-    places = [tuple(_places(rank, sizes)) for rank in ranks]
-    differing = [axis for axis, along in zip(AXES, zip(*places, strict=True), strict=True) if len(set(along)) > 1]
-    return " x ".join(differing) or "alone"
+    places = np.unravel_index(ranks, sizes, order="F")  # along each axis
+    return " x ".join(axis for axis, along in zip(AXES, places, strict=True) if np.ptp(along)) or "alone"
 
 
-def _places(rank: int, sizes: Sequence[int]) -> Iterator[int]:
-    for size in sizes:
-        rank, place = divmod(rank, size)
-        yield place
-
-
-def _group(args: Sequence[Any]) -> dist.ProcessGroup | None:
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return dist.ProcessGroup.unbox(arg)
-    return None
+def sent_bytes(name: str, args: Sequence[Any], n: int, own: int) -> int:
+    """Return the bytes that rank `own` of `n` sends in a collective of c10d."""
+    match name:
+        case "allreduce" | "allreduce_coalesced":
+            return 2 * (n - 1) * _size(args[0]) // n
+        case "reduce" | "broadcast":
+            return (n - 1) * _size(args[0]) // n
+        case "allgather" | "allgather_base" | "allgather_into_tensor_coalesced":
+            return (n - 1) * _size(args[1])
+        case "reduce_scatter" | "reduce_scatter_base" | "reduce_scatter_tensor_coalesced":
+            return (n - 1) * _size(args[1]) // n
+        case "alltoall_base":  # (output, input, group, output splits, input splits, ...)
+            rows, counts = args[1], args[4]
+            kept = counts[own] if counts else len(rows) // n
+            return (len(rows) - kept) * (_size(rows) // max(len(rows), 1))
+        case "alltoall":
+            return _size(args[1]) - _size(args[1][own])
+        case "send":
+            return _size(args[0])
+        case "recv" | "recv_any_source" | "barrier":
+            return 0
+    raise NotImplementedError(f"no count of bytes for the collective {name}")
 
 
 def _size(tensors: Any) -> int:
     """Return the bytes of a tensor, or of all tensors in nested lists."""
-    if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(_size, tensors))
-
-
-def _to_others(args: Sequence[Any], ranks: int, own: int) -> int:
-    """Return the bytes that an all-to-all sends: (output, input, group, output splits, input splits, ...)."""
-    rows, counts = args[1], args[4]
-    kept = counts[own] if counts else len(rows) // ranks
-    return (len(rows) - kept) * (_size(rows) // max(len(rows), 1))
-
-
-# name -> (arguments, n, rank in the group) -> bytes sent
-_SENT: dict[str, Callable[[Sequence[Any], int, int], int]] = {
-    "allreduce": lambda args, n, own: 2 * (n - 1) * _size(args[0]) // n,
-    "allreduce_coalesced": lambda args, n, own: 2 * (n - 1) * _size(args[0]) // n,
-    "reduce": lambda args, n, own: (n - 1) * _size(args[0]) // n,
-    "broadcast": lambda args, n, own: (n - 1) * _size(args[0]) // n,
-    "allgather": lambda args, n, own: (n - 1) * _size(args[1]),
-    "allgather_base": lambda args, n, own: (n - 1) * _size(args[1]),
-    "allgather_into_tensor_coalesced": lambda args, n, own: (n - 1) * _size(args[1]),
-    "reduce_scatter": lambda args, n, own: (n - 1) * _size(args[1]) // n,
-    "reduce_scatter_base": lambda args, n, own: (n - 1) * _size(args[1]) // n,
-    "reduce_scatter_tensor_coalesced": lambda args, n, own: (n - 1) * _size(args[1]) // n,
-    "alltoall_base": _to_others,
-    "alltoall": lambda args, n, own: _size(args[1]) - _size(args[1][own]),
-    "send": lambda args, n, own: _size(args[0]),
-    "recv": lambda args, n, own: 0,
-    "recv_any_source": lambda args, n, own: 0,
-    "barrier": lambda args, n, own: 0,
-}
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_size, tensors))

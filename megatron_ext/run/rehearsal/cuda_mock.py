@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,19 +38,16 @@ HOPPER = {
 }
 KERNELS = ("silu_backward", "silu_backward.grad_input", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 _KERNELS = torch.library.Library("aten", "IMPL")  # its registrations last as long as this object
-# called with the cause of each host synchronization that has a function in torch
-sync_observers: list[Callable[[str], None]] = []
+
+
+def on_sync(cause: str) -> None:
+    """Do nothing; a meter replaces this function, called for each host synchronization that has a function in torch."""
 
 
 def install() -> None:
     """Patch torch."""
     for patch in PATCHES:
         patch()
-
-
-def _on_sync(cause: str) -> None:
-    for observe in sync_observers:
-        observe(cause)
 
 
 def _device() -> None:
@@ -78,7 +75,7 @@ def _device() -> None:
     }
     for name, answer in answers.items():
         setattr(_cuda, name, _returning(answer))
-    _cuda.synchronize = lambda device=None: _on_sync("torch.cuda.synchronize")
+    _cuda.synchronize = lambda device=None: on_sync("torch.cuda.synchronize")
 
 
 def _returning(answer: Any) -> Callable[..., Any]:
@@ -100,35 +97,16 @@ class _Stream:
         """Return the event, or a new one."""
         return event or _Stream()
 
-    def query(self) -> bool:
-        """Return that all work is done."""
-        return True
-
-    def elapsed_time(self, end: Any) -> float:
-        """Return 0 milliseconds."""
-        return 0.0
-
     def synchronize(self) -> None:
         """Record a host synchronization."""
-        _on_sync("stream or event .synchronize")
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
+        on_sync("stream or event .synchronize")
 
 
 def _streams() -> None:
     """Replace streams and events, whose classes do not exist in a CPU-only build."""
-
-    @contextlib.contextmanager
-    def stream(chosen: Any) -> Iterator[None]:
-        yield
-
     _cuda.Stream = _cuda.Event = _Stream
     _cuda.current_stream = _cuda.default_stream = lambda device=None: _Stream()
-    _cuda.stream, _cuda.set_stream = stream, _returning(None)
+    _cuda.stream, _cuda.set_stream = contextlib.nullcontext, _returning(None)
     _Tensor.record_stream = lambda self, stream: None
 
 
@@ -156,11 +134,11 @@ def _objects() -> None:
     """Fill every rank's slot with this rank's object: objects are pickled to bytes, which fake tensors cannot store."""
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        _on_sync("all_gather_object")
+        on_sync("all_gather_object")
         object_list[:] = [obj] * len(object_list)
 
     def broadcast_object_list(object_list: list[Any], src: int | None = None, **options: Any) -> None:
-        _on_sync("broadcast_object_list")
+        on_sync("broadcast_object_list")
 
     _groups.all_gather_object, _groups.broadcast_object_list = all_gather_object, broadcast_object_list
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
+from torch import UntypedStorage
+from torch.nn.modules import module as module_hooks
 
 
 class Part(StrEnum):
@@ -45,12 +49,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Peak:
-    """The bytes of each part at the peak, and where the peak was.
-
-    Attributes:
-        parts: bytes of each part.
-        site: the last allocation.
-    """
+    """The bytes of each part at the peak, and the allocation that reached it."""
 
     parts: dict[Part, int]
     site: str
@@ -65,7 +64,7 @@ class Peak:
 class _Storage:
     size: int
     part: Part
-    reference: weakref.ref[torch.UntypedStorage]
+    reference: weakref.ref[UntypedStorage]
 
 
 class AllocationTracker:
@@ -81,31 +80,31 @@ class AllocationTracker:
         """Start a new peak from the live storages."""
         self.peak = Peak(dict(self.bytes), "the start")
 
-    def knows(self, storage: torch.UntypedStorage) -> bool:
+    def knows(self, storage: UntypedStorage) -> bool:
         """Return whether the storage is already counted."""
         return storage._cdata in self._live
 
-    def add(self, storage: torch.UntypedStorage, part: Part, site: str) -> None:
+    def add(self, storage: UntypedStorage, part: Part, site: str) -> None:
         """Count a new storage until it is freed."""
         key, size = storage._cdata, storage.nbytes()
         self._live[key] = _Storage(size, part, weakref.ref(storage, lambda _: self._free(key)))
         self._change(part, size, site)
 
-    def resize(self, storage: torch.UntypedStorage, site: str) -> None:
+    def resize(self, storage: UntypedStorage, site: str) -> None:
         """Update a storage whose size was changed in place, as recomputation frees and restores storages."""
         known = self._live.get(storage._cdata)
         if known is not None:
             grown, known.size = storage.nbytes() - known.size, storage.nbytes()
             self._change(known.part, grown, site)
 
-    def label(self, storage: torch.UntypedStorage, part: Part) -> None:
+    def label(self, storage: UntypedStorage, part: Part) -> None:
         """Change the purpose of a storage."""
         known = self._live.get(storage._cdata)
         if known is not None:
             self._relabel(known, part)
 
-    def label_rest(self, part: Part, kept: tuple[Part, ...]) -> None:
-        """Set the purpose of all live storages, except those of the parts `kept`."""
+    def label_rest(self, part: Part, kept: Container[Part]) -> None:
+        """Change the purpose of all storages, except those of the parts `kept`."""
         for known in self._live.values():
             if known.part not in kept:
                 self._relabel(known, part)
@@ -125,20 +124,25 @@ class AllocationTracker:
         self.bytes[known.part] -= known.size
         self.bytes[part] += known.size
         known.part = part
-        if self.total == self.peak.total:
-            self.peak = Peak(dict(self.bytes), self.peak.site)
 
     def _free(self, key: int) -> None:
         known = self._live.pop(key)
         self._change(known.part, -known.size, "")
 
 
+class _Calls(threading.local):
+    """The modules being called in a thread, the innermost last; backward passes recompute modules in other threads."""
+
+    def __init__(self) -> None:
+        self.modules: list[torch.nn.Module] = []
+
+
 class Sites:
-    """Tracks the modules being called, in each thread, and inspects the stack; `name` records a model's modules."""
+    """Tracks the modules being called, and inspects the stack; `name` records a model's modules."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        self._thread = threading.local()
+        self._calls = _Calls()
 
     def name(self, model: torch.nn.Module) -> None:
         """Record the names of a model's modules."""
@@ -148,32 +152,18 @@ class Sites:
             self._names[id(module)] = name
 
     def __enter__(self) -> Sites:
-        hooks = torch.nn.modules.module
-        self._hooks = [
-            hooks.register_module_forward_pre_hook(lambda module, args: self.stack.append(module)),
-            hooks.register_module_forward_hook(lambda module, args, out: self._leave(module), always_call=True),
-        ]
+        def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
+            self._calls.modules.pop()
+
+        self._hooks = (
+            module_hooks.register_module_forward_pre_hook(lambda module, args: self._calls.modules.append(module)),
+            module_hooks.register_module_forward_hook(leave, always_call=True),
+        )
         return self
 
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    @property
-    def stack(self) -> list[torch.nn.Module]:
-        """The modules being called in this thread, the innermost last."""
-        if not hasattr(self._thread, "stack"):
-            self._thread.stack = []
-        stack: list[torch.nn.Module] = self._thread.stack
-        return stack
-
-    def _leave(self, module: torch.nn.Module) -> None:
-        if self.stack and self.stack[-1] is module:
-            self.stack.pop()
-
-    def module(self) -> str:
-        """Return the name of the innermost named module being called; "" if there is none."""
-        return next((name for one in reversed(self.stack) if (name := self._names.get(id(one)))), "")
 
     def line(self) -> tuple[str, str]:
         """Return the innermost file of this package or of Megatron on the stack, and file:line; "" for none."""
@@ -188,14 +178,12 @@ class Sites:
     def describe(self) -> tuple[Part, str]:
         """Return the purpose and the allocation site of a storage created now."""
         file, line = self.line()
-        module, node = self.module(), torch._C._current_autograd_node()
-        site = " ".join(text for text in (module, line) if text)
-        if node is not None and not module:
-            site = " ".join(text for text in (f"backward, {node.name()}", line) if text)
-        part = _PARTS.get(file)
-        if part is None:
-            part = Part.ACTIVATIONS if self.stack else Part.OTHER
-        return part, site or "the run's own code"
+        modules, node = self._calls.modules, torch._C._current_autograd_node()
+        where = next((name for module in reversed(modules) if (name := self._names.get(id(module)))), "")
+        if node is not None and not where:
+            where = f"backward, {node.name()}"
+        site = " ".join(filter(None, (where, line))) or "the run's own code"
+        return _PARTS.get(file, Part.ACTIVATIONS if modules else Part.OTHER), site
 
 
 @cache

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from megatron_ext.run.rehearsal.costs import KERNELS, Collectives
+from megatron_ext.run.rehearsal.costs import PRODUCTS, Collectives, attention_cost
 from megatron_ext.run.rehearsal.memory import AllocationTracker, Part, Sites
 
 aten = torch.ops.aten
@@ -89,8 +89,7 @@ class Meter(TorchDispatchMode):
 
     def note_sync(self, what: str) -> None:
         """Count a host synchronization."""
-        _, line = self.sites.line()
-        where = line or "torch's backward"
+        where = self.sites.line()[1] or "torch's backward"
         self.host_syncs[f"{what}, {where}"] += 1
 
     def __torch_dispatch__(
@@ -131,12 +130,11 @@ class Meter(TorchDispatchMode):
             if not self.allocations.knows(storage):
                 self.allocations.add(storage, *self.sites.describe())
         name = f"{func.namespace}::{func._opname}"
-        if kernel := KERNELS.get(name):
+        if name in PRODUCTS:
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            named |= kwargs
-            self.count_attention(name, kernel.products, kernel.pairs(self.known_values, named), named["query"])
-            if scratch := kernel.scratch(named):
-                self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
+            pairs, scratch = attention_cost(name, named | kwargs, self.known_values)
+            self.count_attention(name, PRODUCTS[name], pairs, named["query"])
+            self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
         elif packet in flop_registry and (here or (out is None and any(map(self._counts, args)))):
             # None: added to an argument
             self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
@@ -167,10 +165,6 @@ class Meter(TorchDispatchMode):
             masks = [one for one in args[1] if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)]
             if masks and not filled:
                 self.note_sync("the shape of an index by a mask")
-        elif packet is aten.equal and self._counts(args[0]):
-            self.note_sync("equal")
-            if isinstance(args[0], FakeTensor):
-                return True
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False  # a fake tensor cannot be pinned
         return NotImplemented
@@ -230,7 +224,7 @@ class Meter(TorchDispatchMode):
         with _disable_current_modes():
             return known.numpy()
 
-    def remember(self, tensor: FakeTensor, values: Tensor) -> None:
+    def remember(self, tensor: Tensor, values: Tensor) -> None:
         """Set the values of a tensor, as long as its storage exists."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -245,14 +239,21 @@ class Meter(TorchDispatchMode):
             for written in tree_leaves(args[:1]):
                 if isinstance(written, FakeTensor):
                     self._values.pop(written.untyped_storage()._cdata, None)
-            if packet is c10d._allgather_base_ and isinstance(args[0], FakeTensor):
-                self._follow_gathered(args[0], args[1])
+            if packet is c10d._allgather_base_ and isinstance(args[0], FakeTensor) and not _is_large(args[0]):
+                gathered, mine = args[0], self.values(args[1])
+                if mine is not None:
+                    # all ranks have the same numbers, because all send the same number of tokens to each expert
+                    self.remember(gathered, torch.cat([mine] * (len(gathered) // len(mine))))
             if packet is not aten.copy_:
                 return
         made = tree_leaves(out)
         if any(not isinstance(one, FakeTensor) or _is_large(one) for one in made):
             return
-        if self._assumes_finite(packet, args):
+        # torch tests numbers by comparing them with inf, and with themselves for NaN
+        compares_with_number = packet is aten.ne and not isinstance(args[1], Tensor)
+        compares_with_itself = packet is aten.eq and args[0] is args[1]
+        if packet in (aten.any, aten.all) or compares_with_number or compares_with_itself:
+            # assumed: all numbers are finite, `any` is False
             self.remember(out, torch.tensor(packet is not aten.any))
         elif packet in (*_COPIES, *_LIFTS):
             source = self.values(args[1] if packet is aten.copy_ else args[0])
@@ -260,20 +261,6 @@ class Meter(TorchDispatchMode):
                 self.remember(out, source)
         elif packet in _FOLLOWED:
             self._follow_computed(func, args, kwargs, made)
-
-    def _follow_gathered(self, gathered: FakeTensor, mine: Tensor) -> None:
-        """Assume that all ranks hold the same numbers, because all send the same number of tokens to each expert."""
-        known = self.values(mine)
-        if known is not None and not _is_large(gathered):
-            self.remember(gathered, known.repeat(len(gathered) // len(mine), *[1] * (mine.dim() - 1)))
-
-    def _assumes_finite(self, packet: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether a result on unknown numbers is assumed: `any` is False, the others True (finite, no NaN)."""
-        if packet in (aten.any, aten.all):
-            return True
-        if packet is aten.ne:  # includes the comparison with inf, by which torch tests for finite numbers
-            return not isinstance(args[1], Tensor)
-        return packet is aten.eq and args[0] is args[1]  # not NaN
 
     def _follow_computed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[FakeTensor]

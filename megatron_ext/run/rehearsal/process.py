@@ -1,6 +1,6 @@
 """Rehearse one rank in a process of its own, which isolates the patches and mocks, and describe the result.
 
-`in_process` starts python -m megatron_ext.run.rehearsal.process REQUEST RESULT, two JSON files.
+`in_process` starts python -m megatron_ext.run.rehearsal.process REQUEST FILE: JSON, and the file for the result.
 """
 
 from __future__ import annotations
@@ -46,24 +46,21 @@ def in_process(request: Request) -> dict[str, Any]:
     Raises:
         UserError: this machine cannot rehearse, or the configuration cannot be run.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        asked, found = Path(folder) / "request.json", Path(folder) / "found.json"
-        asked.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        command = [sys.executable, "-m", "megatron_ext.run.rehearsal.process", str(asked), str(found)]
+    with tempfile.NamedTemporaryFile() as found:
+        command = [sys.executable, "-m", "megatron_ext.run.rehearsal.process", json.dumps(asdict(request)), found.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 2:
             raise UserError(done.stderr.strip().splitlines()[-1])
         if done.returncode != 0:
             raise RuntimeError(f"rank {request.rank} died with status {done.returncode}:\n{done.stderr[-4000:]}")
-        answer: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        answer: dict[str, Any] = json.load(found)
         return answer
 
 
 def describe(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of one rank, given as `rank.Rehearsed` in plain types."""
     yield f"rank {found['rank']}: {found['place']}; rows: {found['rows']}"
-    if found["fault"] is not None:
-        yield from _fault(found["fault"], "the model cannot be built")
+    yield from _fault(found["fault"], "the model cannot be built")
     for step in found["steps"]:
         yield ""
         yield from _step(step)
@@ -74,8 +71,7 @@ def _step(step: Mapping[str, Any]) -> Iterator[str]:
         f"  window {step['window']:,}: {step['microbatches']} micro-batches, {step['measured']} of them run with "
         f"{step['segments']:,} segments"
     )
-    if step["fault"] is not None:
-        yield from _fault(step["fault"], "the step fails")
+    yield from _fault(step["fault"], "the step fails")
     peak = sum(step["memory"].values())
     yield f"    peak memory    {peak / GIB:8.2f} GiB at {step['peak_at']}"
     for part, size in step["memory"].items():
@@ -96,18 +92,16 @@ def _step(step: Mapping[str, Any]) -> Iterator[str]:
         yield f"      {count:>4} x {what}"
 
 
-def _fault(fault: Mapping[str, Any], what: str) -> Iterator[str]:
-    yield f"  FAULT: {what}, at {fault['line'] or 'no line of this package'}: {fault['error']}"
+def _fault(fault: Mapping[str, Any] | None, what: str) -> Iterator[str]:
+    if fault is not None:
+        yield f"  FAULT: {what}, at {fault['line'] or 'no line of this package'}: {fault['error']}"
 
 
 def run(request: Request, result_file: str) -> None:
     """Rehearse the request and write the result as JSON."""
-    os.environ.update(
-        RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0" if request.world_size == 1 else "29500" if request.fake else os.environ["MASTER_PORT"],
-    )  # fmt: skip
-    if request.fake:
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no process connects to another, so no port is needed
+    os.environ.update(RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")  # a single process takes any; mocked ones do not connect
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
     if request.fake:
@@ -123,8 +117,8 @@ def run(request: Request, result_file: str) -> None:
     Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
-def main(request_file: str, result_file: str) -> int:
-    request = Request(**json.loads(Path(request_file).read_text(encoding="utf-8")))
+def main(request_json: str, result_file: str) -> int:
+    request = Request(**json.loads(request_json))
     try:
         if request.fake:
             cuda_library.load()

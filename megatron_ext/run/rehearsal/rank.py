@@ -12,12 +12,11 @@ micro-batches and one of a few more is the cost of the additional ones, and is e
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -29,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ext.attention import adapters
-from megatron_ext.batch import PackedBatch, context_options
+from megatron_ext.batch import context_options
 from megatron_ext.config import Config
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.engine import compat, parallel, platform
@@ -48,86 +47,61 @@ from megatron_ext.run.rehearsal.rows import rows_of
 
 @dataclass(frozen=True)
 class Fault:
-    """The failure of a step: the error, its line in this package or Megatron, and the whole traceback."""
+    """The failure of a step."""
 
     error: str
-    line: str
+    line: str  # in this package or Megatron
     traceback: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """The measurements of one step of one rank.
-
-    Attributes:
-        microbatches: of this rank; `measured` of them, with these segments, were run, the rest is extrapolated.
-        memory: bytes of each part at the peak, which was at `peak_at`.
-        pinned: bytes of pinned host memory at its peak.
-        cycles: bytes that only Python's garbage collector would free, because of reference cycles.
-        flops: by operator.
-        collectives: by group: calls and bytes sent.
-        host_syncs: by cause and line.
-        fault: the failure that ended the step, if any; the other fields then contain the measurements before it.
-    """
+    """The measurements of one step of one rank; of a step that failed, those before the failure."""
 
     window: int
-    segments: int
-    microbatches: int
-    measured: int
-    memory: dict[str, int]
-    pinned: int
-    cycles: int
+    segments: int  # of the measured micro-batches
+    microbatches: int  # of this rank
+    measured: int  # of these; the rest is extrapolated
+    memory: dict[str, int]  # bytes of each part at the peak
+    pinned: int  # bytes of pinned host memory at its peak
+    cycles: int  # bytes that only Python's garbage collector would free, because of reference cycles
     peak_at: str
-    flops: dict[str, int]
-    collectives: dict[str, dict[str, int]]
-    host_syncs: dict[str, int]
+    flops: dict[str, int]  # by operator
+    collectives: dict[str, dict[str, int]]  # by group: `count` and `sent_bytes`
+    host_syncs: dict[str, int]  # by cause and line
     fault: Fault | None
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The rehearsal of one rank at a place such as "TP 0 PP 1 CP 0 DP 3", with a step per window.
-
-    `fault` is the failure to build the model, if any.
-    """
+    """The rehearsal of one rank."""
 
     rank: int
-    place: str
-    rows: str
-    steps: list[Step] = field(default_factory=list)
-    fault: Fault | None = None
+    place: str  # such as "TP 0 PP 1 CP 0 DP 3"
+    rows: str  # their description
+    steps: list[Step] = field(default_factory=list)  # one per window, until one fails
+    fault: Fault | None = None  # the failure to build the model
 
 
 def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, fake: bool) -> Rehearsed:
-    """Rehearse this process's rank.
+    """Rehearse this process's rank under each window, in tokens.
 
     Args:
         config: checked for the number of processes.
-        windows: in tokens.
         documents: as for `rows_of`.
         fake: with the mock of CUDA installed; otherwise it computes on real tensors of the CPU.
     """
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     row_at, rows = rows_of(config, vocab_size, documents)
-    config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))
     device_platform = platform.choose(config.parallel.device)
     ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
     meter = Meter("cuda" if fake else "cpu", sizes, _expert_groups(ranks))
     if fake:
-        cuda_mock.sync_observers.append(meter.note_sync)
+        cuda_mock.on_sync = meter.note_sync  # type: ignore[assignment]
         count_flash_attention_4(meter)
-    if fake and config.model.num_experts is not None:
-        experts, choices = config.model.num_experts, config.model.moe_router_topk
-
-        def in_turn(chosen_tE: Any) -> None:
-            with _disable_current_modes():
-                known_tE = torch.zeros(len(chosen_tE), experts, dtype=torch.bool)
-                turns = torch.arange(len(chosen_tE) * choices)
-                known_tE[turns // choices, turns % experts] = True
-            meter.remember(chosen_tE, known_tE)
-
-        compat.observe_routing(in_turn)
+        choices = config.model.moe_router_topk
+        compat.observe_routing(lambda chosen_tE: meter.remember(chosen_tE, in_turn(chosen_tE, choices)))
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
     done = Rehearsed(ranks.world, place, rows)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
@@ -150,29 +124,37 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
     return done
 
 
+def in_turn(chosen_tE: Tensor, choices: int) -> Tensor:
+    """Return a routing map by which tokens choose experts in turn, so that all experts get as many."""
+    with _disable_current_modes():
+        known_tE = torch.zeros(chosen_tE.shape, dtype=torch.bool)
+        turns = torch.arange(len(chosen_tE) * choices)
+        known_tE[turns // choices, turns % chosen_tE.shape[1]] = True
+    return known_tE
+
+
 def count_flash_attention_4(meter: Meter) -> None:
     """Count the FLOPs of FlashAttention 4's calls, which are no operators of torch."""
     if adapters.flash_attn_4_missing() is not None:
         return
     from flash_attn.cute import interface
 
-    for name, products in (("_flash_attn_fwd", 2), ("_flash_attn_bwd", 5)):
-        setattr(interface, name, _counted(meter, name, products, getattr(interface, name)))
+    def count(name: str, products: int) -> None:
+        kernel = getattr(interface, name)
+        signature = inspect.signature(kernel)
 
+        @functools.wraps(kernel)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            queries, keys = (meter.known_values(arguments[f"cu_seqlens_{kind}"]) for kind in "qk")
+            pairs = segment_pairs(queries, keys, arguments.get("window_size_left"))
+            meter.count_attention(f"flash_attn_4::{name}", products, pairs, arguments["q"])
+            return kernel(*args, **kwargs)
 
-def _counted(meter: Meter, name: str, products: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(kernel)
+        setattr(interface, name, counted)
 
-    @functools.wraps(kernel)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        queries, keys = (meter.known_values(arguments[f"cu_seqlens_{kind}"]) for kind in "qk")
-        left = arguments.get("window_size_left")
-        pairs = segment_pairs(queries, keys, -1 if left is None else left)
-        meter.count_attention(f"flash_attn_4::{name}", products, pairs, arguments["q"])
-        return kernel(*args, **kwargs)
-
-    return counted
+    count("_flash_attn_fwd", 2)
+    count("_flash_attn_bwd", 5)
 
 
 def _expert_groups(ranks: parallel.Ranks) -> dict[str, str]:
@@ -248,7 +230,7 @@ class _StepRunner:
             cycles=before - meter.allocations.total,
             peak_at=meter.allocations.peak.site,
             flops=dict(meter.flops),
-            collectives={name: dataclasses.asdict(calls) for name, calls in meter.collectives.groups.items()},
+            collectives={name: dict(calls) for name, calls in meter.collectives.groups.items()},
             host_syncs=dict(meter.host_syncs.most_common()),
             fault=fault,
         )
@@ -268,8 +250,7 @@ class _StepRunner:
         def grown(less: Mapping[Any, int], most: Mapping[Any, int]) -> dict[Any, int]:
             return {name: count + round(times * (count - less.get(name, 0))) for name, count in most.items()}
 
-        batch = self._batches(window, 1).train[0]
-        waiting = (total - more.microbatches) * self._batch_bytes(batch)
+        waiting = (total - more.microbatches) * self._batch_bytes(window)
         other = Part.OTHER.value
         return replace(
             more,
@@ -280,16 +261,13 @@ class _StepRunner:
             host_syncs=grown(few.host_syncs, more.host_syncs),
         )
 
-    def _batch_bytes(self, batch: PackedBatch) -> int:
+    def _batch_bytes(self, window: int) -> int:
         """Return the bytes of a micro-batch on the device; all micro-batches of a step are moved there at its start."""
-        if self.meter.device == "cpu":
-            return sum(value.nbytes for value in vars(batch).values() if isinstance(value, Tensor))
+        (batch,) = self._batches(window, 1).train
         with self.mode, self.meter:
             before = self.meter.allocations.total
-            moved = batch.to(self.stepper.platform.device)
-            size = self.meter.allocations.total - before
-            del moved
-        return size
+            batch = batch.to(self.stepper.platform.device)
+            return self.meter.allocations.total - before
 
 
 def _fault(error: BaseException) -> Fault:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
-import numpy.typing as npt
 
 from megatron_ext.config import Config
 from megatron_ext.data.rows.dataset import TokenRow
@@ -17,33 +18,24 @@ SHORTEST = 16
 def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[RowAt, str]:
     """Return the rows, and their description.
 
-    `documents` is "drawn" or "whole"; None uses the run's data if present, otherwise "drawn".
+    `documents` is "drawn" or "whole"; None uses the run's data if present, otherwise "drawn". Drawn documents differ
+    for each sample; the tokens are constant, as no cost depends on them.
     """
     if documents is None:
-        try:
+        with contextlib.suppress(UserError, OSError):
             return open_rows(config, vocab_size).train, "the run's own"
-        except (UserError, OSError):
-            documents = "drawn"
-    if documents == "whole":
-        return invented(config, vocab_size, whole=True), "one document each"
-    what = f"documents of lognormal lengths, median {MEDIAN:,} tokens, sigma {SIGMA}, seed {config.training.seed}"
-    return invented(config, vocab_size, whole=False), what
-
-
-def invented(config: Config, vocab_size: int, *, whole: bool) -> RowAt:
-    """Return rows with different documents for each sample; the tokens are constant, as no cost depends on them."""
     length, seed = config.data.seq_length, config.training.seed
-    tokens = np.arange(length + 1, dtype=np.int64) % vocab_size
+    tokens, trained = np.arange(length + 1, dtype=np.int64) % vocab_size, np.ones(length, dtype=np.bool_)
     weights = np.ones(length, dtype=np.float32) if config.weighting.token_weighting == "dataset" else None
 
-    def ends(sample: int) -> npt.NDArray[np.int64]:
-        if whole:
-            return np.array([length], dtype=np.int64)
-        drawn = np.random.default_rng((seed, sample)).lognormal(np.log(MEDIAN), SIGMA, size=length // SHORTEST + 1)
-        borders = np.cumsum(np.maximum(drawn.astype(np.int64), SHORTEST))
-        return borders[borders < length]
+    def whole(sample: int) -> TokenRow:
+        return TokenRow(tokens, np.array([length], dtype=np.int64), trained, weights)
 
-    def row(sample: int) -> TokenRow:
-        return TokenRow(tokens, ends(sample), np.ones(length, dtype=np.bool_), weights)
+    def drawn(sample: int) -> TokenRow:
+        lengths = np.random.default_rng((seed, sample)).lognormal(np.log(MEDIAN), SIGMA, size=length // SHORTEST + 1)
+        borders = np.cumsum(np.maximum(lengths.astype(np.int64), SHORTEST))
+        return TokenRow(tokens, borders[borders < length], trained, weights)
 
-    return row
+    if documents == "whole":
+        return whole, "one document each"
+    return drawn, f"documents of lognormal lengths, median {MEDIAN:,} tokens, sigma {SIGMA}, seed {seed}"

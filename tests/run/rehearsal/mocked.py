@@ -55,7 +55,7 @@ def waits() -> Any:
         dist.all_gather_into_tensor(torch.empty(16, device="cuda"), x, group=row)
         dist.reduce_scatter_tensor(torch.empty(4, device="cuda"), x, group=row)
         dist.all_to_all_single(torch.empty(7, device="cuda"), x[:6], [3, 4], [2, 4], group=row)
-    calls = {name: [one.count, one.sent_bytes] for name, one in meter.collectives.groups.items()}
+    calls = {name: [one["count"], one["sent_bytes"]] for name, one in meter.collectives.groups.items()}
     return {"waits": found, "values": values, "collectives": calls, "composed": composed()}
 
 
@@ -103,13 +103,9 @@ def fault() -> Any:
     from megatron_ext.run.rehearsal.process import Request, run
 
     angles = rope.angles
-
-    def run_with_fault(request: Request, file: str) -> None:
-        rope.angles = lambda *args: angles(*args).cpu()
-        run(request, file)
-
+    rope.angles = lambda *args: angles(*args).cpu()
     with tempfile.NamedTemporaryFile() as found:
-        run_with_fault(Request(TINY.split(), 1, 0, [64], "drawn"), found.name)
+        run(Request(TINY.split(), 1, 0, [64], "drawn"), found.name)
         return json.load(found)["steps"][0]["fault"]
 
 

@@ -1,6 +1,6 @@
 """Rehearses a request, or computes it for real, with torch's composed attention and norm.
 
-    python same_kernels.py REQUEST RESULT       or main(REQUEST, RESULT) in a process that ends with it
+    python same_kernels.py REQUEST FILE     JSON, and the file for the result
 
 CPU and CUDA have attention kernels of their own that keep other things, and CUDA a norm, a SwiGLU and a loss head: here
 both compose them of the same operators. What a rehearsal states of the routing of experts is forced on a real router,
@@ -12,27 +12,12 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 from megatron_ext.run.rehearsal.process import Request
 
 
-def force_routing(chosen_tE: Any, choices: int) -> None:
-    """Have tokens go to experts in turn, which shares them alike; outside of what is measured."""
-    import torch  # not above: the mock must be loaded first
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    tokens, experts = chosen_tE.shape
-    with _disable_current_modes():
-        forced_tE = torch.zeros(tokens, experts, dtype=torch.bool)
-        turns = torch.arange(tokens * choices)
-        forced_tE[turns // choices, turns % experts] = True
-    chosen_tE.copy_(forced_tE)
-
-
-def main(request_file: str, result_file: str) -> None:
-    request = Request(**json.loads(Path(request_file).read_text()))
+def main(request_json: str, result_file: str) -> None:
+    request = Request(**json.loads(request_json))
     if request.fake:
         from megatron_ext.run.rehearsal import cuda_library
 
@@ -53,8 +38,10 @@ def main(request_file: str, result_file: str) -> None:
     model.cross_entropy = functools.partial(model.cross_entropy, fused=False)
     options = parse(request.argv).model
     if not request.fake and options.num_experts is not None:
+        from megatron_ext.run.rehearsal.rank import in_turn
+
         compat.uneven_gather, compat.uneven_reduce_scatter = compat._gather, compat._reduce_scatter
-        compat.observe_routing(lambda chosen_tE: force_routing(chosen_tE, options.moe_router_topk))
+        compat.observe_routing(lambda chosen_tE: chosen_tE.copy_(in_turn(chosen_tE, options.moe_router_topk)))
     with sdpa_kernel(SDPBackend.MATH):
         run(request, result_file)
 

@@ -98,13 +98,12 @@ def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) ->
     words = TINY.removesuffix(" --bf16").split()
     for device in ("cuda", "cpu"):
         argv = [*words, *flags.split(), "--attention-backend", "reference", "--device", device]
-        request = Request(argv, 1, 0, [64], "drawn", fake=device == "cuda")
-        (tmp_path / "request").write_text(json.dumps(asdict(request)))
+        request = json.dumps(asdict(Request(argv, 1, 0, [64], "drawn", fake=device == "cuda")))
         if device == "cuda":  # torch is imported after the mock
-            done = run(str(HERE / "same_kernels.py"), str(tmp_path / "request"), str(tmp_path / device))
+            done = run(str(HERE / "same_kernels.py"), request, str(tmp_path / device))
             assert done.returncode == 0, done.stderr[-3000:]
         else:
-            call(computed, 1, str(tmp_path / "request"), str(tmp_path / device), group=False)
+            call(computed, 1, request, str(tmp_path / device), group=False)
         (found[device],) = json.loads((tmp_path / device).read_text())["steps"]
         assert found[device]["fault"] is None
     fake, real = found["cuda"], found["cpu"]
@@ -156,10 +155,8 @@ def steps(folder: Path, device: str, words: list[str], processes: int) -> list[d
     port, running, found = str(free_port()), [], []
     for rank in range(processes):
         argv = [*words, "--device", device]
-        files = [str(folder / f"{device}{rank}{kind}") for kind in ("request", "found")]
-        request = Request(argv, processes, rank, [64], "drawn", fake=device == "cuda")
-        Path(files[0]).write_text(json.dumps(asdict(request)))
-        command = [sys.executable, str(HERE / "same_kernels.py"), *files]
+        request = json.dumps(asdict(Request(argv, processes, rank, [64], "drawn", fake=device == "cuda")))
+        command = [sys.executable, str(HERE / "same_kernels.py"), request, str(folder / f"{device}{rank}found")]
         running.append(
             subprocess.Popen(command, cwd=ROOT, env=os.environ | {"MASTER_PORT": port}, stderr=subprocess.PIPE)
         )
