@@ -9,7 +9,6 @@ the first layout as a configuration. Without --stage, the first stage of a run w
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -24,7 +23,8 @@ from megatron_ext.planning.search import search
 from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
 
 
-def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+@command
+def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--gpus", type=integer(1, 10**7), required=True, help="number of GPUs")
@@ -33,12 +33,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=positive, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
-    return parser.parse_known_args(argv)
-
-
-@command
-def main(argv: list[str]) -> int:
-    options, rest = parse_options(argv)
+    options, rest = parser.parse_known_args(argv)
     speeds = read_speeds(options.gpus_file)
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
     if not rest:

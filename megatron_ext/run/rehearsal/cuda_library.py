@@ -1,7 +1,6 @@
 """Build the mock of CUDA's hooks once and load it before torch is imported, because torch looks for CUDA on import.
 
-The library is cached in the user's cache folder, by torch's version and the hash of its source. Only the standard
-library is imported here.
+The library is cached in the user's cache folder, by torch's version and the hash of its source.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import distribution
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.files.atomic import atomic_write
 
 SOURCE = Path(__file__).with_name("cuda_mock.cpp")
 SUPPORTED = ("2.11", "2.12", "2.13")
@@ -49,19 +48,16 @@ def load() -> None:
 
 
 def _build(target: Path, torch: Path) -> None:
-    """Compile to a temporary file and rename it: two rehearsals may build at once."""
     named = os.environ.get("CXX")
     compiler = next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
     if compiler is None:
         wanted = f"CXX={named}" if named else " or ".join(COMPILERS)
         raise UserError(f"compiler: found no {wanted}, a rehearsal builds one C++ file; install g++, or set CXX")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
+    with atomic_write(target) as made:  # two rehearsals may build at once
         command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", str(SOURCE)]
         command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
         if done.returncode != 0:
             wrong = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
             raise UserError(f"compiler: {compiler} cannot build {SOURCE.name}: {wrong}; install g++ 11 or newer")
-        made.replace(target)

@@ -5,6 +5,7 @@ Operators are intercepted when torch dispatches them, on fake CUDA tensors or re
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
@@ -48,7 +49,7 @@ _FOLLOWED = {
 
 
 class Meter(TorchDispatchMode):
-    """Measures everything that runs inside the context; tensors of `device`, "cuda" or "cpu", are counted.
+    """Measures everything that runs inside the context: on fake CUDA tensors, or on real ones of the CPU (`device`).
 
     `sizes` and `named` are as for `Collectives`.
     """
@@ -57,13 +58,15 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.device, self.sites, self.collectives = device, Sites(), Collectives(sizes, named or {})
         self.allocations, self.pinned = AllocationTracker(), AllocationTracker()  # of the device; of pinned host memory
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if device == "cuda" else contextlib.nullcontext()
+        self._contexts = contextlib.ExitStack()
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], Tensor]] = {}  # by storage
 
     def __enter__(self) -> Meter:
         """Enter the context; also intercept in-place resizes of storages, which torch does not dispatch."""
         storage: Any = torch.UntypedStorage
-        self._resize = resize = storage.resize_
+        resize = storage.resize_
 
         def resize_(resized: torch.UntypedStorage, size: int) -> Any:
             done = resize(resized, size)
@@ -71,13 +74,15 @@ class Meter(TorchDispatchMode):
             return done
 
         storage.resize_ = resize_
+        self._contexts.callback(setattr, storage, "resize_", resize)
+        self._contexts.enter_context(self._fake)
+        self._contexts.enter_context(self.sites)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        storage: Any = torch.UntypedStorage
-        storage.resize_ = self._resize
+        self._contexts.close()
 
     def begin(self) -> None:
         """Reset the counts; live storages stay counted."""

@@ -11,7 +11,6 @@ micro-batches and one of a few more is the cost of the additional ones, and is e
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import inspect
@@ -24,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ext.attention import adapters
@@ -104,9 +102,8 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
         compat.observe_routing(lambda chosen_tE: meter.remember(chosen_tE, in_turn(chosen_tE, choices)))
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
     done = Rehearsed(ranks.world, place, rows)
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
     try:
-        with mode, meter:
+        with meter:
             chunks = build_chunks(config, vocab_size, device_platform)
             initialise(chunks, config.model, vocab_size, config.training.seed, ranks)
             model = wrap(chunks, config)
@@ -116,7 +113,7 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
             _label(stepper, meter)
     except Exception as error:
         return replace(done, fault=_fault(error))
-    runner = _StepRunner(config, stepper, meter, mode, context_options(config, group), row_at)
+    runner = _StepRunner(config, stepper, meter, context_options(config, group), row_at)
     for window in windows:
         done.steps.append(runner.step(window))
         if done.steps[-1].fault is not None:
@@ -184,7 +181,6 @@ class _StepRunner:
     config: Config
     stepper: Stepper
     meter: Meter
-    mode: Any
     context: Any
     row_at: RowAt
 
@@ -211,7 +207,7 @@ class _StepRunner:
         fault = None
         gc.collect()
         gc.disable()  # garbage in reference cycles counts until the end of the step
-        with self.mode, meter, meter.sites:
+        with meter:
             meter.begin()
             try:
                 self.stepper.launch(step)
@@ -264,7 +260,7 @@ class _StepRunner:
     def _batch_bytes(self, window: int) -> int:
         """Return the bytes of a micro-batch on the device; all micro-batches of a step are moved there at its start."""
         (batch,) = self._batches(window, 1).train
-        with self.mode, self.meter:
+        with self.meter:
             before = self.meter.allocations.total
             batch = batch.to(self.stepper.platform.device)
             return self.meter.allocations.total - before

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import same_kernels
 from conftest import slow_but
-from launcher import Commands, call, free_port
+from launcher import Commands, free_port
 from mocked import TINY, mocked
 from planning.fullest import fullest_rank, fullest_stage
 from planning.rank_work import rank_work
@@ -77,14 +76,6 @@ QUICK = ("skyladder_120m_8k", "prolong_8b: 512k", "token_weighting_frozen")
 LARGEST_DIFFERENCE = 0.05
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def computed(rank: int, request: str, result: str) -> None:
-    same_kernels.main(request, result)
-
-
 @pytest.mark.parametrize(
     "flags",
     ["--bf16", pytest.param("--recompute-granularity full", marks=pytest.mark.slow),
@@ -94,19 +85,8 @@ def computed(rank: int, request: str, result: str) -> None:
 )  # fmt: skip
 def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) -> None:
     """Bytes of every part at the peak and FLOPs of every operator, to the last one, on fake CUDA and on a real CPU."""
-    found = {}
-    words = TINY.removesuffix(" --bf16").split()
-    for device in ("cuda", "cpu"):
-        argv = [*words, *flags.split(), "--attention-backend", "reference", "--device", device]
-        request = json.dumps(asdict(Request(argv, 1, 0, [64], "drawn", fake=device == "cuda")))
-        if device == "cuda":  # torch is imported after the mock
-            done = run(str(HERE / "same_kernels.py"), request, str(tmp_path / device))
-            assert done.returncode == 0, done.stderr[-3000:]
-        else:
-            call(computed, 1, request, str(tmp_path / device), group=False)
-        (found[device],) = json.loads((tmp_path / device).read_text())["steps"]
-        assert found[device]["fault"] is None
-    fake, real = found["cuda"], found["cpu"]
+    words = [*TINY.removesuffix(" --bf16").split(), *flags.split(), "--attention-backend", "reference"]
+    (fake,), (real,) = (steps(tmp_path, device, words, 1) for device in ("cuda", "cpu"))
     assert fake["memory"] == real["memory"]
     assert fake["flops"] == real["flops"]
     assert fake["cycles"] == real["cycles"] == 0
@@ -137,12 +117,7 @@ def test_a_rehearsal_of_experts_counts_what_a_real_step_does(tmp_path: Path, fla
     found = {device: steps(tmp_path, device, words, processes) for device in ("cuda", "cpu")}
     for fake, real in zip(found["cuda"], found["cpu"], strict=True):
         assert 0 <= sum(real["memory"].values()) - sum(fake["memory"].values()) <= HOST_COUNTS
-        for part in (
-            "weights",
-            "gradients",
-            "optimizer",
-            "logits",
-        ):  # others are known by lines, which gloo has of its own
+        for part in ("weights", "gradients", "optimizer", "logits"):  # gloo has lines of its own for the others
             assert 0 <= real["memory"][part] - fake["memory"][part] <= HOST_COUNTS, part
         assert fake["flops"] == real["flops"]
         sent = [{name: calls["sent_bytes"] for name, calls in one["collectives"].items()} for one in (fake, real)]
