@@ -136,8 +136,9 @@ class Meter(TorchDispatchMode):
                 self.allocations.add(storage, *self.sites.describe())
         name = f"{func.namespace}::{func._opname}"
         if name in PRODUCTS:
-            named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            pairs, scratch = attention_cost(name, named | kwargs, self.known_values)
+            names = [argument.name for argument in func._schema.arguments]
+            named = dict(zip(names, args, strict=False)) | kwargs
+            pairs, scratch = attention_cost(name, named, self.known_values)
             self.count_attention(name, PRODUCTS[name], pairs, named["query"])
             self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
         elif packet in flop_registry and (here or (out is None and any(map(self._counts, args)))):
