@@ -22,8 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.launch import read_launch
 
-GPU = "NVIDIA H100 80GB HBM3"  # the name of the device
-_GIB = 2**30
 # untyped, because types do not allow the patches
 _cuda: Any = torch.cuda
 _torch: Any = torch
@@ -52,26 +50,20 @@ def install() -> None:
 
 def _device() -> None:
     """Patch device queries, which torch.cuda forwards to a library that a CPU-only build lacks."""
-    properties = SimpleNamespace(name=GPU, major=9, minor=0, total_memory=80 * _GIB, multi_processor_count=132)
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+    )
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "is_current_stream_capturing": False,
-        "is_bf16_supported": True,
         "device_count": 1,
         "current_device": 0,
         "get_device_properties": properties,
         "get_device_capability": (9, 0),
-        "get_device_name": GPU,
-        "get_arch_list": ["sm_90"],
         "_lazy_init": None,
         "set_device": None,
         "empty_cache": None,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-        "reset_peak_memory_stats": None,
     }
     for name, answer in answers.items():
         setattr(_cuda, name, _returning(answer))
