@@ -1,9 +1,10 @@
-"""Measure how much code a reader has to follow: files, lines, functions, and those that a step and a resume call.
+"""Measure how much code a reader has to follow: files, lines, functions, helpers, and what a step and a resume call.
 
 python benchmarks/code_size.py [--root CHECKOUT] [--list]
 
-A step's functions are those that a run of four steps calls more often than one of three; a resume's are all those
-called by a run that loads a checkpoint and takes one step. --root measures another checkout, such as an earlier commit.
+A helper with one caller is a private function of at most ten lines whose name occurs once more in its file. A step's
+functions are those that a run of four steps calls more often than one of three; a resume's are all those called by a
+run that loads a checkpoint and takes one step. --root measures another checkout, such as an earlier commit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,14 @@ def code_lines(text: str) -> int:
             doc.update(range(node.lineno, (node.end_lineno or 0) + 1))
     lines = enumerate(map(str.strip, text.splitlines()), start=1)
     return sum(bool(line) and not line.startswith("#") and number not in doc for number, line in lines)
+
+
+def helpers_with_one_caller(text: str) -> int:
+    """Count the private functions of at most ten lines whose name occurs twice in their file."""
+    words = Counter(re.findall(r"\w+", text))
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    short = [node.name for node in functions if (node.end_lineno or 0) - node.lineno < 10]
+    return sum(words[name] == 2 for name in short if re.match("_[^_]", name))
 
 
 def calls_of(root: Path, *flags: str) -> Counter[str]:
@@ -111,6 +121,7 @@ def main() -> int:
         "lines": sum(text.count("\n") for text in texts),
         "lines of code": sum(map(code_lines, texts)),
         "functions": sum(isinstance(node, ast.FunctionDef) for node in nodes),
+        "helpers with one caller": sum(map(helpers_with_one_caller, texts)),
         **{f"functions that {name} enters": len(functions) for name, functions in entered.items()},
     }
     for name, number in figures.items():

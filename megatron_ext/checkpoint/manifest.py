@@ -40,29 +40,19 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint except tensors.
+    """The content of a checkpoint except tensors."""
 
-    Attributes:
-        step, consumed_samples: completed optimizer steps and the rows that they consumed.
-        layout: sizes of the process grid that wrote it (tensor, pipeline, context, data, device).
-        config: the run's configuration, section by section.
-        optimizer: the optimizer's counters; empty in a checkpoint of weights only.
-        trainer_state: the state of the trainer's callbacks, such as the losses used to detect spikes.
-        data: fingerprints of the data sets, in order.
-        code: versions of the software that wrote it, and the SHA-256 of this package's sources.
-        files: every other file of the folder.
-        seconds: duration of writing.
-    """
-
+    # step, consumed_samples: completed optimizer steps and the rows that they consumed
     step: NonNegativeInt
     consumed_samples: NonNegativeInt
-    layout: dict[str, Any]
-    config: dict[str, dict[str, Any]]
-    optimizer: dict[str, Any]
-    code: dict[str, str]
-    files: dict[str, FileFacts]
-    seconds: float
-    data: tuple[str, ...] = ()
+    layout: dict[str, Any]  # sizes of the process grid that wrote it (tensor, pipeline, context, data, device)
+    config: dict[str, dict[str, Any]]  # the run's configuration, section by section
+    optimizer: dict[str, Any]  # the optimizer's counters; empty in a checkpoint of weights only
+    code: dict[str, str]  # versions of the software that wrote it, and the SHA-256 of this package's sources
+    files: dict[str, FileFacts]  # every other file of the folder
+    seconds: float  # duration of writing
+    data: tuple[str, ...] = ()  # fingerprints of the data sets, in order
+    # the state of the trainer's callbacks, such as the losses used to detect spikes
     trainer_state: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 

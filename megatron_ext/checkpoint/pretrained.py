@@ -18,21 +18,13 @@ from megatron_ext.rope import settled
 
 @dataclass(frozen=True)
 class Pretrained:
-    """An existing model: its weights, its shapes, and how it was trained.
+    """An existing model: its weights, its shapes, and how it was trained."""
 
-    Attributes:
-        folder: a Hugging Face model folder, or a checkpoint folder.
-        model: its shapes, with `vocab_size`, and the rotary base of its last step.
-        length: tokens of the rows that it was trained with; None if unknown.
-        tokenizer: the tokenizer of a run, as named in its configuration.
-        checkpoint: the checkpoint in `folder`; None for a Hugging Face folder.
-    """
-
-    folder: Path
-    model: ModelConfig
-    length: int | None = None
-    tokenizer: str | None = None
-    checkpoint: Checkpoint | None = None
+    folder: Path  # a Hugging Face model folder, or a checkpoint folder
+    model: ModelConfig  # its shapes, with `vocab_size`, and the rotary base of its last step
+    length: int | None = None  # tokens of the rows that it was trained with; None if unknown
+    tokenizer: str | None = None  # the tokenizer of a run, as named in its configuration
+    checkpoint: Checkpoint | None = None  # the checkpoint in `folder`; None for a Hugging Face folder
 
     @classmethod
     def find(cls, path: Path) -> Pretrained:

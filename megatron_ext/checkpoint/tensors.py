@@ -41,24 +41,16 @@ Sizes = tuple[NonNegativeInt, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that this process holds.
+    """The part of a tensor that this process holds."""
 
-    Attributes:
-        name: name of the tensor in the checkpoint.
-        shape: shape of the whole tensor.
-        offset: first index of the part on each axis.
-        sizes, dtype: shape and dtype of the part.
-        data: returns the part; for reading, this must be memory of the model or the optimizer.
-        writes: whether this process writes the part; among equal copies on several processes one does.
-    """
-
-    name: str
-    shape: Sizes
-    offset: Sizes
+    name: str  # name of the tensor in the checkpoint
+    shape: Sizes  # shape of the whole tensor
+    offset: Sizes  # first index of the part on each axis
+    # sizes, dtype: shape and dtype of the part
     sizes: Sizes
     dtype: torch.dtype
-    data: Callable[[], Tensor]
-    writes: bool = True
+    data: Callable[[], Tensor]  # returns the part; for reading, this must be memory of the model or the optimizer
+    writes: bool = True  # whether this process writes the part; among equal copies on several processes one does
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, shape: Sizes, offset: Sizes, *, writes: bool = True) -> Shard:

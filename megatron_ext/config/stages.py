@@ -31,19 +31,12 @@ _ROWS = ("data_path", "mixture", "packing", "packing_options", "long_share", "sp
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a run.
+    """A stage of a run."""
 
-    Attributes:
-        name: None for a run without stages.
-        config: the whole configuration of this stage; `save` and `load` are its own folders.
-        before: the stage that it takes its weights from; None if it does not.
-        keep: what continues from the previous stage.
-    """
-
-    name: str | None
-    config: Config
-    before: Stage | None = None
-    keep: tuple[str, ...] = ()
+    name: str | None  # None for a run without stages
+    config: Config  # the whole configuration of this stage; `save` and `load` are its own folders
+    before: Stage | None = None  # the stage that it takes its weights from; None if it does not
+    keep: tuple[str, ...] = ()  # what continues from the previous stage
 
     @property
     def run(self) -> Path | None:

@@ -18,23 +18,14 @@ TOP_QUANTILE = 0.98  # of the nonzero weights: the upper end of the color scale
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive tokens of one row with their latest weights.
+    """Consecutive tokens of one row with their latest weights."""
 
-    Attributes:
-        step: the 0-based optimizer step.
-        start: position of the first token in its row.
-        tokens: ids [n], n >= 1.
-        texts: text of each token [n]; None if the run has no tokenizer.
-        weights: weight of the loss of predicting each token [n]; 0 excludes it.
-        scores: before postprocessing [n]; None if a score was not finite.
-    """
-
-    step: int
-    start: int
-    tokens: tuple[int, ...]
-    texts: tuple[str, ...] | None
-    weights: tuple[float, ...]
-    scores: tuple[float | None, ...]
+    step: int  # the 0-based optimizer step
+    start: int  # position of the first token in its row
+    tokens: tuple[int, ...]  # ids [n], n >= 1
+    texts: tuple[str, ...] | None  # text of each token [n]; None if the run has no tokenizer
+    weights: tuple[float, ...]  # weight of the loss of predicting each token [n]; 0 excludes it
+    scores: tuple[float | None, ...]  # before postprocessing [n]; None if a score was not finite
 
     def write(self, run: Path) -> None:
         with atomic_write(run / PASSAGE_FILE) as aside:

@@ -17,30 +17,19 @@ from megatron_ext.short_context import Chunks, ShortContext, distribute, short_c
 
 @dataclass(frozen=True, eq=False)
 class ShortPass:
-    """The micro-batches that a rank computes without gradient before the loss of a step is weighted.
+    """The micro-batches that a rank computes without gradient before the loss of a step is weighted."""
 
-    Attributes:
-        batches: micro-batches of equal length; their `places` index the tokens of all rows of the rank.
-        scored: bool [tokens of all rows], the tokens whose losses the batches compute.
-    """
-
-    batches: list[PackedBatch]
-    scored: Bool
+    batches: list[PackedBatch]  # micro-batches of equal length; their `places` index the tokens of all rows of the rank
+    scored: Bool  # bool [tokens of all rows], the tokens whose losses the batches compute
 
 
 @dataclass(frozen=True)
 class Division:
-    """The sizes of the micro-batches that chunks are packed into.
+    """The sizes of the micro-batches that chunks are packed into."""
 
-    Attributes:
-        capacity: approximate tokens of a micro-batch.
-        unit: a micro-batch's length is a multiple of this (the ranks that share it).
-        multiple: the number of micro-batches is a multiple of this (for the interleaved pipeline).
-    """
-
-    capacity: int
-    unit: int = 1
-    multiple: int = 1
+    capacity: int  # approximate tokens of a micro-batch
+    unit: int = 1  # a micro-batch's length is a multiple of this (the ranks that share it)
+    multiple: int = 1  # the number of micro-batches is a multiple of this (for the interleaved pipeline)
 
 
 def short_pass(

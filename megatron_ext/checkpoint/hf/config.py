@@ -19,27 +19,20 @@ from megatron_ext.errors import UserError, echo
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture of transformers.
+    """An architecture of transformers."""
 
-    Attributes:
-        architecture: its class in transformers.
-        options: our options that all its models have.
-        defaults: transformers' values of missing entries, if they differ from ours.
-        fixed: entries that must have this value, the only one that our model supports.
-        local: which layers can be local. None: none of them; all: all or none; some: any, listed in `layer_types`.
-        experts: the names of the number of experts and of their width; None if there are no experts.
-        epsilon: the name of the norms' epsilon.
-        ignored: further entries that transformers does not read for this family.
-    """
-
-    architecture: str
-    options: dict[str, Any] = field(default_factory=dict)
+    architecture: str  # its class in transformers
+    options: dict[str, Any] = field(default_factory=dict)  # our options that all its models have
+    # transformers' values of missing entries, if they differ from ours
     defaults: dict[str, Any] = field(default_factory=dict)
+    # entries that must have this value, the only one that our model supports
     fixed: dict[str, Any] = field(default_factory=dict)
+    # which layers can be local. None: none of them; all: all or none; some: any, listed in `layer_types`.
     local: Literal["all", "some"] | None = None
+    # the names of the number of experts and of their width; None if there are no experts
     experts: tuple[str, str] | None = None
-    epsilon: str = "rms_norm_eps"
-    ignored: tuple[str, ...] = ()
+    epsilon: str = "rms_norm_eps"  # the name of the norms' epsilon
+    ignored: tuple[str, ...] = ()  # further entries that transformers does not read for this family
 
     @property
     def names(self) -> dict[str, str]:

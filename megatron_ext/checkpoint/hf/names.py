@@ -36,23 +36,17 @@ Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
 
 @dataclass(frozen=True)
 class Parameter:
-    """A row of the table; `{i}` stands for the layer, `{e}` for the expert, counted from 0 over the whole model.
+    """A row of the table; `{i}` stands for the layer, `{e}` for the expert, counted from 0 over the whole model."""
 
-    Attributes:
-        traits: the traits of the models that have it, see `_traits`; "dense" and "experts" also limit it to the layers
-            without and with experts.
-        cut: how it is distributed.
-        megatron: its names in `named_parameters()`; the last one applies if a layer fuses a norm with the matrix after
-            it, or several experts in one module.
-        hugging_face: the tensors that it is assembled from.
-        trained: whether it has a gradient; otherwise it is a buffer.
-    """
-
+    # the traits of the models that have it, see `_traits`; "dense" and "experts" also limit it to the layers without
+    # and with experts
     traits: frozenset[str]
-    cut: Cut
+    cut: Cut  # how it is distributed
+    # its names in `named_parameters()`; the last one applies if a layer fuses a norm with the matrix after it, or
+    # several experts in one module
     megatron: tuple[str, ...]
-    hugging_face: tuple[str, ...]
-    trained: bool = True
+    hugging_face: tuple[str, ...]  # the tensors that it is assembled from
+    trained: bool = True  # whether it has a gradient; otherwise it is a buffer
 
     def in_layer(self, model: ModelConfig, layer: int) -> bool:
         """Return whether a layer, counted from 0, has it, in a model that has it."""

@@ -25,18 +25,12 @@ _EXPERT = re.compile(r"(.+\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.(weight|bia
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One expert's matrix or bias in a stacked tensor.
+    """One expert's matrix or bias in a stacked tensor."""
 
-    Attributes:
-        name: its name here.
-        stacked: the stacked tensor's name in files.
-        expert: its index.
-        first, step: its rows are every `step`-th column of the stacked tensor from `first` on.
-    """
-
-    name: str
-    stacked: str
-    expert: int
+    name: str  # its name here
+    stacked: str  # the stacked tensor's name in files
+    expert: int  # its index
+    # first, step: its rows are every `step`-th column of the stacked tensor from `first` on
     first: int
     step: int
 

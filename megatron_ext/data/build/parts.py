@@ -27,27 +27,20 @@ LOCK_FILE = "lock"
 
 @dataclass
 class Report:
-    """Counts of what was written and omitted, for one part or for all.
-
-    Attributes:
-        sequences: sequences of the format: sentences, or whole documents.
-        skipped, problems: the number of bad documents omitted, and descriptions of the first ones.
-        too_short, too_long: documents omitted because of `min_tokens` and `max_tokens`.
-        unanswered: conversations omitted because they have no assistant's token.
-        trained: number of the assistant's tokens.
-        reused: number of parts that an interrupted run had finished.
-    """
+    """Counts of what was written and omitted, for one part or for all."""
 
     documents: int = 0
-    sequences: int = 0
+    sequences: int = 0  # sequences of the format: sentences, or whole documents
     tokens: int = 0
+    # skipped, problems: the number of bad documents omitted, and descriptions of the first ones
     skipped: int = 0
     problems: list[str] = field(default_factory=list)
+    # too_short, too_long: documents omitted because of `min_tokens` and `max_tokens`
     too_short: int = 0
     too_long: int = 0
-    unanswered: int = 0
-    trained: int = 0
-    reused: int = 0
+    unanswered: int = 0  # conversations omitted because they have no assistant's token
+    trained: int = 0  # number of the assistant's tokens
+    reused: int = 0  # number of parts that an interrupted run had finished
 
     def add(self, other: Report) -> None:
         for name, number in asdict(other).items():

@@ -15,31 +15,23 @@ from megatron_ext.layout import segment_pairs
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Counts of one epoch of a plan, without label tokens.
+    """Counts of one epoch of a plan, without label tokens."""
 
-    Attributes:
-        documents, tokens: of the split, without empty documents.
-        rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens.
-        kept_tokens: tokens of the split that occur in a row at least once; further occurrences are `repeated_tokens`.
-        dropped_documents: documents without kept tokens.
-        truncated_documents: documents with a kept piece that is not the whole document.
-        padding_tokens: positions of rows without a token.
-        context_histogram: with a document mask, token i of a row may attend to C_i keys, including itself; entry b
-            counts the tokens with 2^b <= C_i < 2^(b+1), without padding.
-        mean_context: the mean of C_i.
-    """
-
+    # documents, tokens: of the split, without empty documents
     documents: int
     tokens: int
+    # rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens
     rows: int
     row_tokens: int
-    kept_tokens: int
+    kept_tokens: int  # tokens of the split that occur in a row at least once; further occurrences are `repeated_tokens`
     repeated_tokens: int
-    dropped_documents: int
-    truncated_documents: int
-    padding_tokens: int
+    dropped_documents: int  # documents without kept tokens
+    truncated_documents: int  # documents with a kept piece that is not the whole document
+    padding_tokens: int  # positions of rows without a token
+    # with a document mask, token i of a row may attend to C_i keys, including itself; entry b counts the tokens with
+    # 2^b <= C_i < 2^(b+1), without padding
     context_histogram: tuple[int, ...]
-    mean_context: float
+    mean_context: float  # the mean of C_i
 
 
 def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | Int64) -> PackingReport:

@@ -24,14 +24,11 @@ EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders are cached
 
 
 class TokenSource(Protocol):
-    """Random access to the tokens of documents.
+    """Random access to the tokens of documents."""
 
-    Attributes:
-        document_lengths: int64 [documents], tokens of each document, including its end-of-document token (EOD).
-        document_sources: int32 [documents], the index of each document's source; None if the data set has no sources.
-    """
-
+    # int64 [documents], tokens of each document, including its end-of-document token (EOD)
     document_lengths: np.ndarray
+    # int32 [documents], the index of each document's source; None if the data set has no sources
     document_sources: np.ndarray | None
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
@@ -51,34 +48,23 @@ class TokenSource(Protocol):
 class TokenRow:
     """A training row of L inputs and L labels.
 
-        tokens          a a EOD b b b EOD | c        L = 7, and one more token: the last label
-        document_ends         3         7            a document ends *after* its EOD
-        trained         1 1  1  1 1 1  1             with mask_eod: 1 1 0 1 1 1 0
-        of a chat       0 1  0  1 1 1  0             the second a and all b are the assistant's
-
-    Attributes:
-        tokens: int64 [L+1]; tokens[:-1] are inputs, tokens[1:] labels.
-        document_ends: int64 [n], strictly increasing, in 1..L: tokens[e-1] is a document's last token.
-        trained: bool [L], whether the label at this position counts in the loss.
-        weights: float32 [L], factors of the losses, if the data set has them.
+    tokens          a a EOD b b b EOD | c        L = 7, and one more token: the last label
+    document_ends         3         7            a document ends *after* its EOD
+    trained         1 1  1  1 1 1  1             with mask_eod: 1 1 0 1 1 1 0
+    of a chat       0 1  0  1 1 1  0             the second a and all b are the assistant's
     """
 
-    tokens: np.ndarray
-    document_ends: np.ndarray
-    trained: np.ndarray
-    weights: np.ndarray | None = None
+    tokens: np.ndarray  # int64 [L+1]; tokens[:-1] are inputs, tokens[1:] labels
+    document_ends: np.ndarray  # int64 [n], strictly increasing, in 1..L: tokens[e-1] is a document's last token
+    trained: np.ndarray  # bool [L], whether the label at this position counts in the loss
+    weights: np.ndarray | None = None  # float32 [L], factors of the losses, if the data set has them
 
 
 class RowSource(Protocol):
-    """An endless sequence of rows of one length, each a pure function of its sample index.
+    """An endless sequence of rows of one length, each a pure function of its sample index."""
 
-    Attributes:
-        row_length: L, in tokens.
-        row_tokens: mean number of tokens of a row, without padding.
-    """
-
-    row_length: int
-    row_tokens: float
+    row_length: int  # L, in tokens
+    row_tokens: float  # mean number of tokens of a row, without padding
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ..."""

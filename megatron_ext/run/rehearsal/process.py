@@ -25,19 +25,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Request:
-    """Describes the rehearsal of one rank under the windows, with the training flags `argv`.
-
-    Attributes:
-        documents: as for `rows.rows_of`.
-        fake: use fake CUDA tensors without memory; otherwise real tensors on this machine's CPU.
-    """
+    """Describes the rehearsal of one rank under the windows, with the training flags `argv`."""
 
     argv: list[str]
     world_size: int
     rank: int
     windows: list[int]
-    documents: str | None
-    fake: bool = True
+    documents: str | None  # as for `rows.rows_of`
+    fake: bool = True  # use fake CUDA tensors without memory; otherwise real tensors on this machine's CPU
 
 
 def in_process(request: Request) -> dict[str, Any]:
