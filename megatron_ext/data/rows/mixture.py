@@ -27,16 +27,25 @@ from megatron_ext.files.reading import read_yaml, typed
 
 @dataclass(frozen=True)
 class MixturePart:
-    """A data set of a mixture."""
+    """A data set of a mixture.
+
+    Attributes:
+        prefix: of .bin and .idx.
+        weight: its share of the tokens; only ratios matter.
+        name: for reports (default: the last part of the prefix).
+        packing: how its documents become sequences.
+        packing_options: options of that policy, each NAME=VALUE.
+        length: tokens of a sequence, a divisor of the row length (default: the row length).
+    """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    prefix: str  # of .bin and .idx
-    weight: float = 1.0  # its share of the tokens; only ratios matter
-    name: str = ""  # for reports (default: the last part of the prefix)
-    packing: Packing = "random"  # how its documents become sequences
-    packing_options: tuple[str, ...] = ()  # options of that policy, each NAME=VALUE
-    length: int | None = None  # tokens of a sequence, a divisor of the row length (default: the row length)
+    prefix: str
+    weight: float = 1.0
+    name: str = ""
+    packing: Packing = "random"
+    packing_options: tuple[str, ...] = ()
+    length: int | None = None
 
     @property
     def label(self) -> str:
