@@ -264,7 +264,7 @@ def main() -> int:
         facts |= {"values_apart": len(apart), "first_apart": apart[:3], "memory_growth": grown}
         facts["longest_end_s"] = max(fault["took_s"] for fault in faults if fault["fault"] != "slow")
         records.add(**facts, ok=not apart and max(grown) <= FLAT, log=faults)
-    except FailedError as error:
+    except (FailedError, psutil.NoSuchProcess) as error:
         records.add(**facts, ok=False, error=str(error))
     finally:
         disturbed.kill()

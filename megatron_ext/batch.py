@@ -196,10 +196,10 @@ def assemble(
     sampled: Int64 | None = None,
     number_rows: bool = False,
 ) -> PackedBatch:
-    """Build this rank's share of a micro-batch, whose tokens and masks are given: all of it without `context`.
+    """Build this rank's share of a micro-batch from its tokens and masks; without `context`, the share is all of it.
 
-    `sampled` has the queries to measure, among the T tokens. With `number_rows`, each token's row is returned if there
-    are several.
+    `sampled` has the queries to measure, among the T tokens. With `number_rows`, a batch of several rows also has each
+    token's row.
     """
     total = masks.widest.tokens
     if context is None:

@@ -106,10 +106,11 @@ def softmax_statistics(logits_bv: Tensor, labels_b: Tensor, statistics_kb: Tenso
     """Write each token's statistics, as megatron_ext/loss.py defines them, into the rows of float32 [3 or 4, b].
 
     Args:
-        logits_bv: float32, with contiguous rows. `first` is the token id of the first column; only the first `entries`
-            columns are read, the others are padding.
+        logits_bv: float32, with contiguous rows.
         labels_b: int64, token ids of the whole vocabulary.
         statistics_kb: m, s, l[label], and u if there is a fourth row. Rows are contiguous.
+        first: token id of the first column.
+        entries: number of columns that are read; the others are padding.
     """
     kinds, tokens = statistics_kb.shape
     if tokens:
@@ -141,9 +142,11 @@ def softmax_gradient(
     """Overwrite logits by scale * exp(logit - highest), minus the label's `loss_grad`; view it with `in_place_of`.
 
     Args:
-        logits_bv: float32, contiguous; `first` and `entries` as above. The padding's gradient is 0.
+        logits_bv: float32, contiguous.
         labels_b: int64, token ids of the whole vocabulary.
         highest_b, scale_b, loss_grad_b: float32.
+        first: token id of the first column.
+        entries: number of columns of the vocabulary; the others are padding, and their gradient is 0.
         dtype: of the gradient, float32 or narrower.
     """
     tokens, columns = logits_bv.shape

@@ -36,8 +36,8 @@ def inverse_frequencies(head_size: int, base: float) -> Tensor:
 def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
     """Compute angles in the half-split layout: dimensions k and k + head_size/2 share an angle.
 
-    From positions, int [t], and frequencies, float64 [head_size / 2]; float32 [t, head_size], position * frequency
-    modulo 2 pi, in -pi .. pi, repeated twice.
+    Takes positions, int [t], and frequencies, float64 [head_size / 2]. Returns float32 [t, head_size]: position *
+    frequency modulo 2 pi, in -pi .. pi, repeated twice.
     """
     angles_th = positions_t.to(torch.float64)[:, None] * inverse_frequencies_h[None]
     # reduced modulo 2 pi in float64, because float32 has too few digits

@@ -161,6 +161,7 @@ class PerCall:
     logged: set[str] = field(default_factory=set)
 
     def __call__(self, inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+        assert call.borders[0].device == inputs.query_tNH.device, "move the call to the device first"
         name = call.once(self.choose, *inputs.query_tNH.shape[1:])
         if name not in self.logged:
             self.logged.add(name)

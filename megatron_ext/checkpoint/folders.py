@@ -128,7 +128,9 @@ def _newest_step(run: Path) -> int | None:
         return max(saved_steps(run), default=None)
     text = pointer.read_bytes().decode(errors="replace").strip()
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise UserError(f"load: {pointer} holds {text[:40]!r}, needs the number of a step")
+        raise UserError(
+            f"load: {pointer} holds {text[:40]!r}, needs the number of a step; delete it to take the newest checkpoint"
+        )
     return int(text)
 
 

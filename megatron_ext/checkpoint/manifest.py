@@ -81,10 +81,11 @@ class Manifest:
             UserError: it is missing, damaged, of another format, or names files outside the folder.
         """
         path = folder / MANIFEST
+        with readable(path):
+            text = path.read_bytes()
         try:
-            with readable(path):
-                values = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            values = json.loads(text)
+        except ValueError:
             raise UserError(f"load: {path} is damaged: it is no JSON; take another checkpoint") from None
         if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
             raise UserError(f"load: {path} is damaged: its own checksum differs; take another checkpoint")

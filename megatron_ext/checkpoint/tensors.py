@@ -77,6 +77,10 @@ class StoredTensor:
     dtype: Literal["F64", "F32", "F16", "BF16", "U8"]
     blocks: tuple[Block, ...]
 
+    @property
+    def is_whole(self) -> bool:
+        return sum(math.prod(block.sizes) for block in self.blocks) == math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class Written:
@@ -112,6 +116,7 @@ def write(folder: Path, rank: int, shards: Iterable[Shard]) -> Written:
             content = _bytes_of(shard.data().cpu())
             file.write(content)
             digest.update(content)
+            del content  # before the next one is made
         assert file.tell() == len(header) + places[-1]
 
     tensors = []
@@ -130,8 +135,7 @@ def write_index(folder: Path, parts: Iterable[Written]) -> dict[str, FileFacts]:
         for name, tensor in part.tensors:
             before = tensors[name].blocks if name in tensors else ()
             tensors[name] = replace(tensor, blocks=before + tensor.blocks)
-    for name, tensor in tensors.items():  # nothing is missing
-        assert sum(math.prod(block.sizes) for block in tensor.blocks) >= math.prod(tensor.shape), name
+    assert all(tensor.is_whole for tensor in tensors.values())
     with atomic_write(folder / INDEX) as partial:
         partial.write_bytes(_INDEX_FILE.dump_json(tensors))
     return files | {INDEX: facts_of(folder / INDEX)}
@@ -160,6 +164,9 @@ class Stored:
                 self.tensors = _INDEX_FILE.validate_json(path.read_bytes())
         except ValidationError as error:
             raise UserError(f"load: {path} is damaged ({error.errors()[0]['msg']}); take another checkpoint") from None
+        for name, tensor in self.tensors.items():
+            if not tensor.is_whole:
+                raise UserError(f"load: {path} lacks part of {name}; take another checkpoint")
         for name in {block.file for tensor in self.tensors.values() for block in tensor.blocks}:
             check_inside(name, path, "load")
 

@@ -254,7 +254,8 @@ OPTIMIZER: list[Rule] = [
     ("lr_wsd_decay_iters", lambda o: o.lr_decay_style == "WSD" and o.lr_warmup_iters < o.decay
      and not 1 <= o.lr_wsd_decay_iters <= o.after_warmup,
      ", WSD needs 1..{after_warmup}, the steps after warm-up"),
-    *_requires("on_spike", "spike_window"),
+    ("on_spike", lambda o: o.on_spike != "continue" and not o.spike_window,
+     " with spike_window 0, needs losses to compare with; raise it"),
     *_requires("early_stopping_patience valid_data_path", "eval_interval"),
     ("spike_window", lambda o: o.spike_window == 1, ", needs 0 (none) or at least 2 losses for a deviation"),
 ]  # fmt: skip

@@ -150,7 +150,12 @@ class Checkpointer:
         self.finish()
         began = time.perf_counter()
         self._last_save = time.monotonic()
-        aside = parallel.run_on_rank0(self.ranks, lambda: folders.begin(run, position.step), run)
+
+        def begin() -> Path:
+            with self._explained(run, position.step):
+                return folders.begin(run, position.step)
+
+        aside = parallel.run_on_rank0(self.ranks, begin, run)
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         sync_params(self.model)
@@ -238,6 +243,7 @@ class Checkpointer:
             yield
         except OSError as error:
             if error.errno not in PERMANENT:
+                error.add_note(f"the checkpoint of step {step} was not written into {folder}")
                 raise
             kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
             raise UserError(

@@ -85,6 +85,10 @@ def got_and_needs(error: Mapping[str, Any]) -> str:
         return "got nothing, needs a value"
     value = error["input"]
     needs = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
-    needs = needs.replace("less than or equal to", "at most").replace("greater than", "more than")
+    needs = (
+        needs.partition(" or instance of")[0]
+        .replace("less than or equal to", "at most")
+        .replace("greater than", "more than")
+    )
     from_command_line = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,40}|nan|-?inf", value)
     return f"got {value if from_command_line else echo(value)}, needs {needs}"

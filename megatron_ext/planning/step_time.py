@@ -99,7 +99,7 @@ class Speeds:
 
 @cache
 def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
-    """Read a file of GPUs and shares of their peaks. Raises `UserError` if a field is missing, unknown or negative."""
+    """Read a file of GPUs and shares of their peaks; raise UserError for a missing, unknown or not positive field."""
     return typed(read_yaml(path), Speeds, path)
 
 

@@ -103,7 +103,7 @@ class BatchMaker:
         return [list(range(first, first + size)) for first in firsts]
 
     def _balanced(self, row_at: RowAt, first_sample: int, window: int) -> list[list[int]]:
-        """List them distributed by attention cost; every rank reads the whole global batch and computes the same."""
+        """List these samples distributed by attention cost; every rank reads the global batch and computes the same."""
         data, options = self.config.data, self.config.mask_options()
         samples = range(first_sample, first_sample + data.global_batch_size)
         costs = [self._masks([row_at(sample)], window, options).context_sum for sample in samples]

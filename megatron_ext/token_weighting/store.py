@@ -63,7 +63,7 @@ class ScoreStore:
     def __init__(self, path: Path, mode: Any) -> None:
         """Open an existing store; raise UserError if there is none, or its description is damaged."""
         if not (path / "zarr.json").is_file():
-            raise UserError(f"score store {path}: there is no store here; score the rows first, or check the path")
+            raise UserError(f"score store {path}: there is no store here; score the rows first, or give another path")
         self.path = path
         try:
             self._array = zarr.open_array(path, mode=mode, zarr_format=3)  # format 2 can contain pickles
@@ -106,7 +106,8 @@ class ScoreStore:
         """Open the store at `path` to read the rows from `first` on.
 
         `expected` are the fields of `StoreIdentity` that training needs; a store may have more `rows`, and without
-        `rows` all of its rows are needed. Raises UserError for no store, one that does not match, or a missing row.
+        `rows` all rows from `first` on are needed. Raises UserError if there is no store, another one, or if rows are
+        missing.
         """
         store = cls(Path(path), "r")
         rows = int(expected.pop("rows", store.identity.rows))

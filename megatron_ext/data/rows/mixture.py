@@ -132,9 +132,11 @@ def read_mixture(path: Path, share: float | None = None, outer: tuple[Path, ...]
 def expand_mixture(
     entries: Any, path: Path | None = None, share: float | None = None, outer: tuple[Path, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Expand the list of a file, or of a configuration, whose nested files are relative to the current folder."""
+    """Expand the list of a file, or without `path` of a configuration, with files relative to the current folder."""
     where = "the configuration" if path is None else path
     listed = typed(entries, list[_Entry], where, "mixture")
+    if not listed:
+        raise UserError(f"mixture: {where} holds no parts; list at least one")
     total = math.fsum(entry.weight for entry in listed)
     expanded: list[dict[str, Any]] = []
     for entry in listed:

@@ -91,6 +91,7 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
     """
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     row_at, rows = rows_of(config, vocab_size, documents)
+    config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))  # nothing takes its rows
     device_platform = platform.choose(config.parallel.device)
     ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
@@ -259,6 +260,7 @@ class _StepRunner:
 
     def _batch_bytes(self, window: int) -> int:
         """Return the bytes of a micro-batch on the device; all micro-batches of a step are moved there at its start."""
+        assert self.meter.device == "cuda"  # on a CPU nothing is moved
         (batch,) = self._batches(window, 1).train
         with self.meter:
             before = self.meter.allocations.total

@@ -59,6 +59,8 @@ def test_a_mixture_is_a_file_or_a_list_in_the_configuration(tmp_path: Path) -> N
     ("parts", "said"),
     [
         ({}, "mixture: got {}, needs a valid list"),
+        ([], "holds no parts"),
+        (["a"], "mixture.0: got 'a', needs a valid dictionary"),
         ([{"prefix": "a", "weight": 0}], "mixture.0.weight: got 0, needs more than 0"),
         ([{"mixture": "none.yaml"}], "none.yaml, needs a readable YAML file"),
         ([{"mixture": "other.yaml", "packing": "bm25"}], "packing beside `mixture`"),
