@@ -10,7 +10,7 @@ A checkpoint is written into a temporary folder and renamed when complete; only 
 one.
 
 With `async_save` a thread writes copies of the tensors. torch's own `async_save` allocates their memory anew each time:
-saving 161 MB stalls training for 0.06 s with it and 0.03 s with ours (benchmarks/checkpoints.py).
+saving 161 MB stalls training for 0.08 s with it and 0.04 s with ours (benchmarks/checkpoints.py).
 """
 
 from __future__ import annotations
