@@ -4,8 +4,7 @@
     tensors.json                 shape and dtype of every tensor, and the location of each of its shards
 
 safetensors' own writer needs all tensors of a file in host memory; here one shard is there at a time, and the checksum
-is computed on the way. torch's distributed checkpoint has a pickle as its index; with checksums it takes 0.63 s instead
-of 0.43 s to write 160 MB, and 0.20 s instead of 0.09 s to read them.
+is computed on the way. torch's distributed checkpoint is not used, because its index is a pickle.
 """
 
 from __future__ import annotations
