@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Pretrain a long-context language model: python pretrain_skyladder.py --config FILE [--flag value ...]"""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

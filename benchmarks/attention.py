@@ -17,8 +17,6 @@ Inputs are created once, on the GPU; CUDA events measure. Without CUDA the refer
 sizes: a dry run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ Two processes train 26M parameters and save them with their moments, plain and w
 saves the same bytes by torch.distributed.checkpoint's save and async_save, with its defaults.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -4,8 +4,6 @@ python benchmarks/checks.py machine             the GPU, the environment, a Tran
 python benchmarks/checks.py losses RUN_A RUN_B  the largest difference of the losses of two runs
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The device of a benchmark, and its clock."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ functions are those that a run of four steps calls more often than one of three;
 run that loads a checkpoint and takes one step. --root measures another checkout, such as an earlier commit.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

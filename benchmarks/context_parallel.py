@@ -13,8 +13,6 @@ Documents are log-normal like FineWeb-Pro's (median 849, mean 1,364 tokens; arXi
 document can have most of a row's attention pairs, and then has to be split under any plan.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 

@@ -6,8 +6,6 @@ Triton and the ptxas that it brings compile for sm_90a without a GPU. Blocks per
 memory (228 KiB, of which each block reserves 1) and warps (64) allow.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

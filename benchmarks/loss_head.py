@@ -15,8 +15,6 @@ of which products reach 70 %; 3.35 TB/s) with T = 131,072, V = 128,256, D = 4,09
 products and 0.05 s of kernels: 1.06 of the products' time; and 0.98 GiB. The goal: at most 1.15, and 1 GiB.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

@@ -22,8 +22,6 @@ Each segment's bound assumes that all ranks are available to it alone, so the su
 It is 0 for segments that fit on a rank; the cost of cutting short segments to fill ranks is not counted.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_ext.layout import PackedLayout, segment_pairs

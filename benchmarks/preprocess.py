@@ -13,8 +13,6 @@ after the first was killed with half of the tokens on disk, with --datatrove (Me
 the input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What benchmarks share: the command line, the results with their context, and processes of their own."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.metadata

@@ -16,8 +16,6 @@ except for times; and the memory of its processes must be constant. FOLDER recei
 faults) and the runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -13,8 +13,6 @@ Length: SHAPE is 1B, or 8B with 2 of its 32 layers (a pipeline stage of 16, with
 from 8K on until a step runs out of memory, with and without recomputation and offloading. The goal is 512K.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -6,8 +6,6 @@ An image for GPUs brings torch, Transformer Engine, flash-attn and Apex built fo
 index has. What is installed stays; the rest comes from the lock. Only the standard library is imported.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib.metadata import distributions

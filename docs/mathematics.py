@@ -1,7 +1,5 @@
 """Turns the formulas of docs/ into MathML while the site is built: no script and no font is fetched to show them."""
 
-from __future__ import annotations
-
 import html
 import re
 from typing import Any

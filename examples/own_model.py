@@ -7,8 +7,6 @@ in one process, with an explicit mask. The script prints the differences of outp
 1e-5.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

@@ -3,8 +3,6 @@
 Shapes are in the docstrings (letters: docs/glossary.md).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

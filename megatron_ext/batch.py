@@ -3,8 +3,6 @@
 Legend: t tokens on this rank: T / cp of the T = rows x L tokens, or all of them without context parallelism.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -77,7 +75,7 @@ class PackedBatch:
         """Return the segments that follow the window schedule."""
         return self.masks.scheduled.layout
 
-    def to(self, device: torch.device) -> PackedBatch:
+    def to(self, device: torch.device) -> "PackedBatch":
         return moved(self, device)
 
 

@@ -11,8 +11,6 @@ Exit status:
 Under torchrun each failing process also writes its message to the file that torchrun's own report quotes.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import functools

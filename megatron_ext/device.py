@@ -5,8 +5,6 @@ device is pinned first, and data from the device is copied to pinned memory and 
 nothing is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar

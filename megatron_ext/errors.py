@@ -1,7 +1,5 @@
 """`UserError`, the exception for bad input, and helpers that format user values in messages."""
 
-from __future__ import annotations
-
 import errno
 import reprlib
 from importlib import metadata

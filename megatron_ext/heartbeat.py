@@ -4,8 +4,6 @@
 each validation batch, each tensor written to or read from a checkpoint.
 """
 
-from __future__ import annotations
-
 beats = 0
 phase = "start-up"
 

@@ -4,8 +4,6 @@ RANK, WORLD_SIZE, LOCAL_RANK    all unset for a single process
 MASTER_ADDR, MASTER_PORT        rendezvous address of several processes
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ documents ending after tokens 2 and 9 (exclusive ends 3 and 10):
     segment    0  0  0  1  2  2  2  2  3  3  4  4        cu_seqlens = [0, 3, 4, 8, 10, 12]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Compute the learning rate as a pure function of the optimizer step, so that resuming needs no state."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -19,8 +19,6 @@ result. On CUDA our products write their results in float32 (`out_dtype`). On a 
 float32 first, which gives the same numbers up to the order of the additions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -73,7 +71,7 @@ class LossTerms(Generic[Number]):
     zero_count: Number  # number of trained tokens with weight 0
     score_sum: Number  # sum of the scores from which the weights were computed
 
-    def stacked(self: LossTerms[Tensor]) -> Tensor:
+    def stacked(self: "LossTerms[Tensor]") -> Tensor:
         """Return the attributes in order as float64 [7], for a single reduction."""
         return torch.stack([getattr(self, field.name) for field in fields(self)])
 

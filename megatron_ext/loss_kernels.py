@@ -16,8 +16,6 @@ between the read and the write of a chunk is sufficient: all threads have then r
 Without a GPU the kernels run in Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

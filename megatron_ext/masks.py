@@ -16,8 +16,6 @@ on a grid of w = 4, a token sees
     local from         0  0  0  1 | 4  4  4  5        fixed: 0 0 0 1 2 3 4 5, for any w
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

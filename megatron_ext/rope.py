@@ -15,8 +15,6 @@ have the cosines. With f the scaling factor, L0 the original length and L the ro
 Frequencies and the attention factor equal those that transformers computes from the same configuration.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -22,8 +22,6 @@ Every value is floored to an integer and clamped to [start, end]. Rates and frac
 the nearest float: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99...
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import StrEnum

@@ -15,8 +15,6 @@ needed, up to the last token that depends on tokens before the chunk: the part o
 left windows bound the dependence. Chunk 0 is never needed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +45,7 @@ class Chunks:
         """int64 [K], tokens of each chunk."""
         return self.end - self.start
 
-    def chosen(self, index: Int64 | Bool) -> Chunks:
+    def chosen(self, index: Int64 | Bool) -> "Chunks":
         return Chunks(self.start[index], self.end[index], self.scored[index])
 
     def tokens(self) -> Int64:

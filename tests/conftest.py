@@ -1,7 +1,5 @@
 """Fixtures of all tests, among them a small data set made once per session from this machine's own Python sources."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

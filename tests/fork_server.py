@@ -8,8 +8,6 @@ is a process like any other: it can be killed or signalled, and what it changes 
     {"call": FILE}                   the pickled (function, arguments), called with the rank first
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

@@ -9,8 +9,6 @@ The first two take milliseconds to start, because their processes are forked fro
 (fork_server.py). The third is for tests of what a launcher does: it takes ten seconds of a core for each process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -241,7 +239,7 @@ def _status(said: Path) -> int | None:
     return int(text) if text else None
 
 
-def torchrun(processes: int, script: str | Path, *flags: object) -> Agent:
+def torchrun(processes: int, script: str | Path, *flags: object) -> "Agent":
     """Begin `script` as a user does, by torchrun or plain Python, in a session of its own; return while it runs."""
     said = _outputs() / f"{next(_NUMBERS)}"
     command = [sys.executable]

@@ -1,7 +1,5 @@
 """A test's own process as the only rank, and as it was before when the test is done."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

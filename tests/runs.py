@@ -1,7 +1,5 @@
 """Whole runs of `pretrain_skyladder.py`, what they left behind, and how far two of them are apart."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """One tensor-parallel rank's part of a whole tensor, cut from it at once: what is filled piece by piece is compared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Rows laid end to end, and shared out: literal arrays, and every token on exactly one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Who may import Megatron, engine/ and run/."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How commands end, how flags are refused, and the console command."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import errno

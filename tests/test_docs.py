@@ -1,7 +1,5 @@
 """The README and the pages of docs/ name only files and flags that exist."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

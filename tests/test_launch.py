@@ -1,7 +1,5 @@
 """The environment of torchrun or Slurm: a wrong one is refused before any process waits for another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

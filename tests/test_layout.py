@@ -1,7 +1,5 @@
 """Segments against the mask written straight from its definition, token by token."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

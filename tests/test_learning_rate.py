@@ -1,7 +1,5 @@
 """The learning rate against its formula."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

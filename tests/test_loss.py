@@ -3,8 +3,6 @@
 Legend: t tokens, D hidden, V real vocabulary, v rows of the output matrix on one rank, b tokens of a block.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Legend: b tokens of a block, v vocabulary entries of one tensor-parallel rank, k kinds of statistics.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

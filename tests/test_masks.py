@@ -1,7 +1,5 @@
 """Masks of layers against the papers' formulas, token by token."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The requirements that pip gets are consistent."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

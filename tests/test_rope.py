@@ -1,7 +1,5 @@
 """Rotary angles against transformers' Llama and against 60 digits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from decimal import Decimal, getcontext

@@ -1,7 +1,5 @@
 """Every schedule against its formula, restated here in exact fractions or with another arrangement of floats."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal, localcontext
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Chunks of the short context, token by token against their definition."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """docs/tutorial.md: its commands, in their order, in a folder that has the checkout's programs and nothing else."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """What is released: built, installed into an environment of its own, and run there, far from the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Datasets as Megatron-Core's own builder writes them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ python tools/checkpoints.py RUN                every checkpoint: step, tokens, s
 python tools/checkpoints.py RUN --verify       also compare the checksum of every file; exit status 1 if one differs
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

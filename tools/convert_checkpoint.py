@@ -8,8 +8,6 @@ MODEL is a Hugging Face folder (Llama, Qwen3, Mistral, ...), RUN a run or checkp
 docs/conversion.md describes what is converted, what is refused and the tolerances of `verify`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -8,8 +8,6 @@ FILE.json beside it: {"pattern": "...", "special_tokens": {"<|endoftext|>": 1002
 result gives the ids of the original library on the check texts.
 """
 
-from __future__ import annotations
-
 import base64
 import random
 import re

@@ -5,8 +5,6 @@ python tools/environment.py [--config run.yaml --bf16 --flag value ...]
 All flags are the trainer's. The run's own log starts with the same lines.
 """
 
-from __future__ import annotations
-
 import sys
 
 from megatron_ext.cli import command

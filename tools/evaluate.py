@@ -8,8 +8,6 @@ Several models are compared on the same items. Under torchrun the processes shar
 parallel flags (--tensor-model-parallel-size, --context-parallel-size, --device, ...). See docs/evaluation.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -5,8 +5,6 @@ python tools/gather_corpus.py --output data/corpus.jsonl --max-bytes 4000000
 The files of a package refer to each other, which makes long documents with long-range structure.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -9,8 +9,6 @@ Decoding is greedy unless --temperature, --top-k or --top-p is given. The traine
 processes share the prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -9,8 +9,6 @@ Or compare the tokens that packing policies keep, cut and pad for a dataset (- f
 python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --policies -
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

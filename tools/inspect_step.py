@@ -8,8 +8,6 @@ in effect at the step; losses are computed with the newest checkpoint before the
 the run's layout.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

@@ -8,8 +8,6 @@ All flags are the trainer's; for a run in stages, all stages are packed, or only
 datasets, in PREFIX.packing/, where the trainer finds them.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

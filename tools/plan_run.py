@@ -7,8 +7,6 @@ The time is estimated by a model (see docs/planning.md for its accuracy), the me
 the first layout as a configuration. Without --stage, the first stage of a run with stages is planned.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus
 python tools/preprocess_data.py --input chats.jsonl --messages-field --output-prefix data/chats --tokenizer-model model
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

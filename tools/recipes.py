@@ -15,8 +15,6 @@ A run's configuration has one more mapping, which the trainer ignores:
       published: {flops: 9.9e20, time_saved: 0.131}  figures that the paper reports for this run
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator, Mapping

@@ -7,8 +7,6 @@ python tools/rehearse.py --config examples/configs/prolong/prolong_8b.yaml --sta
 Any flag of pretrain_skyladder.py may follow. See docs/planning.md for the measurements.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

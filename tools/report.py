@@ -6,8 +6,6 @@ python tools/report.py RUN ... --evaluations DIR              adds the tables of
 python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's four stability figures of these steps
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

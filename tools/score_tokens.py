@@ -12,8 +12,6 @@ draws the density of PMI, the short-context losses of one store minus the losses
 --context L --stride L makes of the same rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

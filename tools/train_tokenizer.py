@@ -3,8 +3,6 @@
 python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output data/tokenizer
 """
 
-from __future__ import annotations
-
 import sys
 
 from megatron_ext.cli import Parser, command

@@ -8,8 +8,6 @@ The twin's `recipe:` names its original, the scale factors, and the number of pr
 context-parallel, else 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Run from the repository's root: python -m benchmarks.peers.plans --magi-attentio
 of checkouts, which need not be installed; none of their code is included here.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import subprocess

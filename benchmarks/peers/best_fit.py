@@ -8,8 +8,6 @@ packers. Reported are the number of rows, the padding in them, and processor tim
     Megatron-Bridge first-fit decreasing on a segment tree. --megatron-bridge DIR
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections.abc import Callable

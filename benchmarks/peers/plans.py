@@ -22,8 +22,6 @@ The schemes:
                     assigned in zigzag, all keys and values are sent around the ring; computed, not executed
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

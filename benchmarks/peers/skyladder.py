@@ -8,8 +8,6 @@
 Processor time, the minimum over alternating rounds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -9,8 +9,6 @@ The same shapes, rows of random tokens (one document each), micro-batches, fp32,
 Processor time, the minimum over alternating rounds; all models are in memory at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,6 @@ python docs/experiments/budget.py NOVELS OUT
 and all losses.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

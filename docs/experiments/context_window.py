@@ -5,8 +5,6 @@ python docs/experiments/context_window.py NOVELS OUT
 Trains every combination of constant window, packing and seed. Run the command again to resume after an interruption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

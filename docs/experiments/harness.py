@@ -5,8 +5,6 @@ OUT/seed_1/linear, ...             -> a folder for each run; finished runs are s
 OUT/evaluations/seed_1             -> the models of a seed on the same documents, paired               `evaluate`
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -58,7 +56,7 @@ class Mean:
     half_width: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
+    def of(cls, values: Sequence[float]) -> "Mean":
         """Compute the mean; a single seed has no interval."""
         numbers = np.array(values, dtype=np.float64)
         if numbers.size < 2:

@@ -1,7 +1,5 @@
 """Analysis of prolong_twin.sh: loss by position on held-out rows, before and after each stage."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

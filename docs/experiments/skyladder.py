@@ -6,8 +6,6 @@ Trains eight schedules for each seed, on the same rows in the same order. Run th
 interruption; finished runs are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ python docs/experiments/token_weighting.py NOVELS HF OUT
 HF is the Llama of 260K parameters as a Hugging Face folder. Run the command again to resume after an interruption.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Sequence

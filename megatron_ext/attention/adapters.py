@@ -4,8 +4,6 @@ All masks are causal, aligned to the bottom right. The functions `..._missing` r
 get it, or None.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from functools import lru_cache

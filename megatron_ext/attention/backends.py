@@ -11,8 +11,6 @@ On a CPU it chooses the reference. A name other than `auto` is used for every ca
 logged. There is no silent fallback: a call that no backend supports raises an error with a remedy.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ text. In this example the first text has 3 tokens in the cache and gets its four
     queries                     a b b                  cu_seqlens_q  = [0, 1, 3]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +35,7 @@ class KeyValueCache:
         assert tokens <= self.lengths[slot], (tokens, self.lengths[slot])
         self.lengths[slot] = tokens
 
-    def append(self, slots: Sequence[int], counts: Sequence[int]) -> Appended:
+    def append(self, slots: Sequence[int], counts: Sequence[int]) -> "Appended":
         """Reserve rows for new tokens of the texts in `slots` (no repeats), at least one for each.
 
         Return these rows and the rows of the keys that they see.

@@ -18,8 +18,6 @@ Legend: t tokens of this rank, u key rows of the local call, N query heads, G ke
 W size of a value head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -125,14 +123,14 @@ class RowPicks:
     most: int  # the largest of these; more than two gradients are added in fp32
 
     @classmethod
-    def of(cls, rows: Int64) -> RowPicks:
+    def of(cls, rows: Int64) -> "RowPicks":
         order = np.argsort(rows, kind="stable")
         first = np.flatnonzero(np.diff(rows[order], prepend=-1))  # of each distinct row in the sorted ones
         times = np.diff(first, append=len(rows))
         rows_u, order_u, distinct_d, times_d = map(torch.from_numpy, (rows, order, rows[order][first], times))
         return cls(rows_u, order_u, distinct_d, times_d, int(times.max(initial=0)))
 
-    def inverse(self) -> RowPicks:
+    def inverse(self) -> "RowPicks":
         """Return the inverse of a permutation."""
         return replace(self, rows_u=self.order_u, order_u=self.rows_u)
 
@@ -157,7 +155,7 @@ class KeyExchange:
     context: ContextGroup | None
 
     @classmethod
-    def of_rank(cls, mine: RankPlan, context: ContextGroup | None) -> KeyExchange:
+    def of_rank(cls, mine: RankPlan, context: ContextGroup | None) -> "KeyExchange":
         lengths, key_counts = np.diff(mine.cu_seqlens_q), np.diff(mine.cu_seqlens_kv)
         local = mine.is_local
         changes = np.flatnonzero(np.diff(np.concatenate([[True], local, [not local[-1]]])))

@@ -19,8 +19,6 @@ maximum. The result does not depend on how tokens and heads are distributed.
 Legend: Q sampled queries; C context-parallel ranks; other letters as in the rest of the package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,7 +62,7 @@ class SampledQueries:
     local_2Q: Tensor | None  # the keys visible in local layers; None if there are none
 
     @classmethod
-    def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> SampledQueries:
+    def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> "SampledQueries":
         """Distribute the queries, int64 [Q], to the ranks that hold their tokens; `by_rank` has those of each rank."""
         rows = [np.flatnonzero(np.isin(tokens, queries)) for tokens in by_rank]
         tokens = np.concatenate([tokens[own] for tokens, own in zip(by_rank, rows, strict=True)])
@@ -192,7 +190,7 @@ class AttentionHealth(NamedTuple):
     distance: list[float]  # to the attended tokens
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> AttentionHealth:
+    def of(cls, values: Sequence[float]) -> "AttentionHealth":
         """Build from the flattened result of `of_layers`."""
         return cls(*np.reshape(values, (len(cls._fields), -1)).tolist())
 

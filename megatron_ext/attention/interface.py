@@ -1,7 +1,5 @@
 """Describe a call of packed attention: which queries see which keys, and how keys of other ranks are fetched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -55,8 +53,8 @@ class AttentionCall:
     made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # cache of `once`
     # local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do; None
     # if all pieces are of one kind, or if no keys are exchanged
-    local: AttentionCall | None = None
-    remote: AttentionCall | None = None
+    local: "AttentionCall | None" = None
+    remote: "AttentionCall | None" = None
 
     def __post_init__(self) -> None:
         if self.borders is None:
@@ -64,12 +62,12 @@ class AttentionCall:
             object.__setattr__(self, "borders", borders)
 
     @classmethod
-    def of_layout(cls, layout: PackedLayout, left_window: int | None = None) -> AttentionCall:
+    def of_layout(cls, layout: PackedLayout, left_window: int | None = None) -> "AttentionCall":
         """Return the call of a process that holds every token."""
         return cls(layout.cu_seqlens, layout.cu_seqlens, left_window)
 
     @classmethod
-    def of_plan(cls, plan: CPPlan, context: ContextGroup, scheme: Scheme) -> AttentionCall:
+    def of_plan(cls, plan: CPPlan, context: ContextGroup, scheme: Scheme) -> "AttentionCall":
         """Return the call of one context-parallel rank."""
         if scheme is Scheme.ULYSSES:
             borders = plan.layout.cu_seqlens
@@ -83,7 +81,7 @@ class AttentionCall:
             return whole
         return replace(whole, local=whole._of_pieces(local), remote=whole._of_pieces(~local))
 
-    def _of_pieces(self, chosen: Bool) -> AttentionCall:
+    def _of_pieces(self, chosen: Bool) -> "AttentionCall":
         """Return the call restricted to the chosen pieces."""
         counts = (np.diff(cu)[chosen] for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         q, kv = (np.concatenate([[0], np.cumsum(count)]).astype(np.int32) for count in counts)

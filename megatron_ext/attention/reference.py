@@ -6,8 +6,6 @@ Legend: t queries, u keys, N query heads, G key heads (groups), H head size, W s
 head, n segments of one shape.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

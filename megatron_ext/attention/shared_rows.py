@@ -12,8 +12,6 @@ Legend: T tokens of all rows, t = T / ranks tokens of this rank, N query heads, 
 W size of a value head, at most H.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

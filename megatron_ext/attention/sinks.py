@@ -15,8 +15,6 @@ through L, which kernels do not differentiate. The gradient of s is -sum over qu
 Legend: t queries, u keys, N query heads, G key heads, H head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -14,8 +14,6 @@ Legend: t queries, u keys, N query heads, G key heads, H head size; a program ha
 
 # mypy: disable-error-code="no-untyped-def"
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -20,8 +20,6 @@ A non-finite value spreads over its tile, beyond its segment; training stops on 
 Legend: t queries, u keys, N query heads, G key heads, H head size, also of values (W).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec

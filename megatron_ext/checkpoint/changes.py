@@ -5,8 +5,6 @@ override    data, window, token weights, optimizer, seed, dropout: needs --overr
 impossible  shapes of the weights, precision of the optimizer's state
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each process checks its share of the files.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@
 This module needs neither torch nor Megatron.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import secrets

@@ -6,8 +6,6 @@ The manifest is written last, before the folder is renamed to its final name. It
 and SHA-256 and contains its own checksum, so that a corrupted file, including this one, is detected and named.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -74,7 +72,7 @@ class Manifest:
         sync([path])
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> "Manifest":
         """Read and check manifest.json itself; the other files are not checked.
 
         Raises:

@@ -1,7 +1,5 @@
 """Inspect the model in a Hugging Face model folder, a run folder or a checkpoint folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -27,7 +25,7 @@ class Pretrained:
     checkpoint: Checkpoint | None = None  # the checkpoint in `folder`; None for a Hugging Face folder
 
     @classmethod
-    def find(cls, path: Path) -> Pretrained:
+    def find(cls, path: Path) -> "Pretrained":
         """Inspect a Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint folder.
 
         Raises:
@@ -38,7 +36,7 @@ class Pretrained:
         return cls.find_checkpoint(path)
 
     @classmethod
-    def find_checkpoint(cls, path: Path) -> Pretrained:
+    def find_checkpoint(cls, path: Path) -> "Pretrained":
         """Inspect a run folder (its newest checkpoint) or a checkpoint folder.
 
         Raises:

@@ -7,8 +7,6 @@ safetensors' own writer needs all tensors of a file in host memory; here one sha
 is computed on the way. torch's distributed checkpoint is not used, because its index is a pickle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -52,7 +50,7 @@ class Shard:
     writes: bool = True  # whether this process writes the part; among equal copies on several processes one does
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, shape: Sizes, offset: Sizes, *, writes: bool = True) -> Shard:
+    def of(cls, name: str, tensor: Tensor, shape: Sizes, offset: Sizes, *, writes: bool = True) -> "Shard":
         """Return the shard of a tensor that is in memory."""
         tensor = tensor.detach()
         return cls(name, shape, offset, tuple(tensor.shape), tensor.dtype, lambda: tensor, writes)

@@ -5,8 +5,6 @@ per section of `Config`, and may have `stages:` (config/stages.py) and `extends:
 (config/matrix.py) is named FILE#NAME. A flag is a field's name with dashes.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import shlex

@@ -5,8 +5,6 @@ VALUE" followed by the message, whose braces may name any option or derived numb
 unintended effects, which training and a dry run print.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@
 The vocabulary size stays as written, because computing it would need the tokenizer.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 from megatron_ext.config import Config, DataConfig, ModelConfig

@@ -14,8 +14,6 @@
 Later axes override earlier ones, and both override the family; the default of `checkpoint.save` is runs/NAME.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Names are those of Megatron-LM if it has the option. A type restricts a value by
 the rules across fields.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal

@@ -3,8 +3,6 @@
 python -m megatron_ext.config.schema > examples/config.schema.json
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields

@@ -12,8 +12,6 @@ what it keeps:
     samples         the rows continue where the previous stage ended (`first_sample`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +33,7 @@ class Stage:
 
     name: str | None  # None for a run without stages
     config: Config  # the whole configuration of this stage; `save` and `load` are its own folders
-    before: Stage | None = None  # the stage that it takes its weights from; None if it does not
+    before: "Stage | None" = None  # the stage that it takes its weights from; None if it does not
     keep: tuple[str, ...] = ()  # what continues from the previous stage
 
     @property

@@ -1,7 +1,5 @@
 """Assign pieces of segments to ranks, by policy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

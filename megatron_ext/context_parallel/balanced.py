@@ -28,8 +28,6 @@ tolerance of 1.1 is 46. An uncut segment of n tokens has a density of (n+1)/2 pa
     a  2 3 3 3 3 3 3 0 0 0 0      b  1 1 1 1 3 3 1 1 1 1      c  0 0 2 2 2 2 2 2 2      d  0 0
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from itertools import chain, product

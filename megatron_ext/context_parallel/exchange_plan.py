@@ -18,8 +18,6 @@ and its own queries see the last of them (bottom-right causal). Segments of 4, 7
 With a sliding window of `left_window` tokens a piece needs only [max(s, a - left_window), b).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -121,7 +119,7 @@ class CPPlan:
         busiest = max(self.rows_moved.sum(axis=0).max(), self.rows_moved.sum(axis=1).max())
         return float(self.row_cost * busiest)
 
-    def under(self, layout: PackedLayout, left_window: int | None) -> CPPlan:
+    def under(self, layout: PackedLayout, left_window: int | None) -> "CPPlan":
         """Plan the same assignment for layers with other segments or another left window."""
         pieces = cut_at_segments(layout, self.pieces.start, self.pieces.rank)
         return CPPlan(layout, self.cp_size, self.policy, left_window, pieces, self.row_cost)

@@ -11,8 +11,6 @@ Optional files:
     PREFIX.weights.npy   float32 [tokens], the weight of each token's loss
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

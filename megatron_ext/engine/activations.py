@@ -14,8 +14,6 @@ torch's `save_on_cpu` copies on the stream of the layers, so that nothing overla
 Megatron's `offload_modules` is not used for the reasons in docs/planning.md.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +116,7 @@ class _Input:
 
     x: Tensor | None  # on the device, or None
     device: torch.device
-    before: _Input | None  # the input before it, until that returns to the device
+    before: "_Input | None"  # the input before it, until that returns to the device
     host: Tensor | None = None  # its buffer on the host, or None
     copied: Any = None  # the event that ends the last copy
 

@@ -11,8 +11,6 @@ With experts, the mlp of a llama or gpt_oss block is a router and its experts, a
 Legend: t tokens, N heads of this rank, H head size, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Each states its reason and when to remove it; tests/engine/test_compat.py fails when one is no longer needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

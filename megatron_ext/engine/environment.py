@@ -1,7 +1,5 @@
 """Report the environment of a process: versions, devices, attention backends, optional packages."""
 
-from __future__ import annotations
-
 import os
 import platform as system
 import socket

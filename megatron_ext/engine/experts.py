@@ -24,8 +24,6 @@ tensor-parallel ranks, and adds moe_router_bias_update_rate to the bias of each 
 and subtracts it from those with more. `Stepper` undoes this if the step changes no weight.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +105,7 @@ class BalancedRouter(TopKRouter):
         super().__init__(*args, **kwargs)
         self.enable_expert_bias = False  # disables Megatron's own count, which is compiled, and not only for training
 
-    def _apply(self, *args: Any, **kwargs: Any) -> BalancedRouter:
+    def _apply(self, *args: Any, **kwargs: Any) -> "BalancedRouter":
         """Convert the weights; bias and counts stay float32, because bf16 counts up to 256 only."""
         bias = self.expert_bias
         super()._apply(*args, **kwargs)

@@ -22,8 +22,6 @@ Legend: t tokens of this context-parallel rank, s of them on this tensor-paralle
 hidden size, N heads of this rank, H = A + B size of a query or key head, W of a value head, Z of the latent.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Legend: t tokens of this rank, D hidden size, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

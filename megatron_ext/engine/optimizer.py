@@ -7,8 +7,6 @@ Megatron's public methods. `log_num_zeros_in_grad` and fp16's loss scale, which 
 of Megatron that this package does not set.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

@@ -9,8 +9,6 @@ optimizer holds a contiguous range of each flattened weight; each process saves 
 weight. So the state of a distributed optimizer can be loaded into a plain one and vice versa, under any layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A process joins once (`start`) and leaves once (`stop`); each stage of a run in 
 `finish_stage` destroys.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

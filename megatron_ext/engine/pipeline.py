@@ -1,7 +1,5 @@
 """Run Megatron's pipeline schedule over packed batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ torch functions that it calls there; otherwise it does nothing. Remove a patch w
 its configuration (tests/engine/test_platform.py runs without each patch to show whether it is needed).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Collection

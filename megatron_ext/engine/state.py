@@ -13,8 +13,6 @@ With `async_save` a thread writes copies of the tensors. torch's own `async_save
 saving 161 MB stalls training for 0.08 s with it and 0.04 s with ours (benchmarks/checkpoints.py).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -13,8 +13,6 @@ Within `_forward_backward`, Megatron's schedule determines the order. It calls
     finalize    once, after the last backward pass: sums over all processes, then one division of the gradients
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -97,7 +95,7 @@ class PendingStep:
     """A step in flight: launched, results not yet read."""
 
     values: Tensor  # float64 [V] on the device, the same on every process
-    stepper: Stepper
+    stepper: "Stepper"
     score_times: tuple[Any, Any]  # begin and end of the short-context pass, of `_now`
     attention_values: int  # how many of the values, at the end, are attention statistics
     skipped: bool = False

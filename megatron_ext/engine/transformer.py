@@ -14,8 +14,6 @@ The first two support only the blocks llama and olmo3: there are no such kernels
 rotary angles of a part of a head; so MLA's angles are not fused.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Set and gather weights by their global names, with the same values under every layout."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Loss by the amount of context: position p in its segment, from 0, falls into bin floor(log2(p + 1))."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

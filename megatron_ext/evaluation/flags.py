@@ -1,7 +1,5 @@
 """Flags of the commands that read trained models. Importing this module does not import torch."""
 
-from __future__ import annotations
-
 import argparse
 
 

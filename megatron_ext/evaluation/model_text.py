@@ -1,7 +1,5 @@
 """The tokenizer of a trained model, with the tokens that begin and end its texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +33,7 @@ class ModelText:
         *,
         bos: bool = False,
         chat: bool = False,
-    ) -> ModelText:
+    ) -> "ModelText":
         """Open the tokenizer in a model's folder, or the one that the folder names, or another `tokenizer`.
 
         With `bos` texts begin with the `bos_token_id` of the model's configuration; with `chat` the tokenizer's chat

@@ -4,8 +4,6 @@ A sample is correct if the model's greedy answer contains the hidden string. `ne
 (arXiv 2404.06654), `json_kv` HELMET's JSON KV (arXiv 2410.02694); the benchmarks themselves are tasks of lm-eval.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import uuid

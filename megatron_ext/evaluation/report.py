@@ -9,8 +9,6 @@ A record is JSON:
     differences  [{first, second, task, metric, value, low, high, length?}]
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Choose the next token, greedily or by sampling: a pure function of (seed, number of the text, position)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ path.4711.partial   being written; a killed process leaves it behind, and nothin
 path                always either the old or the new content
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Compute one checksum of files and strings."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Read JSON and YAML, and check values by their types."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

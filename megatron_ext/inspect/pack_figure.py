@@ -4,8 +4,6 @@ Keys are across, queries down. A pair has the color of the query's rank, and is 
 rank. Of a row of more than `CELLS` tokens, that many evenly spaced tokens are drawn.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -11,8 +11,6 @@ A row of up to `SHORT` tokens is drawn token by token, as in the docstrings of `
 Of a longer row the documents are listed.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass

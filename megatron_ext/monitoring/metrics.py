@@ -9,8 +9,6 @@ One line is one JSON object with an integer `step`. JSON has no NaN and no infin
 as `null` (the views get the number itself). Only rank 0 writes.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

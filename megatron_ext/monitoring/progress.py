@@ -1,7 +1,5 @@
 """Print the progress of training: a live bar on a terminal, plain lines in a log file."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The page is one file: plotly.js is part of it, nothing is loaded from the network.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Read the metrics of a finished, running or killed run from its folder, and compute figures from them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ All views get the same numbers under the same names: `train/<key>` and `validati
 dataset's name, which is arbitrary text (`train/source_rows/<source>`); it is changed if MLflow would not accept it.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

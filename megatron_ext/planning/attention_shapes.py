@@ -3,8 +3,6 @@
 Masks, plan, scheme and backend come from the code that training uses; only sizes of a plan are kept.
 """
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Count training FLOPs under a window schedule, by the accounting of SkyLadder's Table 8 (arXiv 2503.15450)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple

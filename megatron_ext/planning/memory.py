@@ -5,8 +5,6 @@ parallel rank; tp, pp, cp and dp the tensor-, pipeline-, context- and data-paral
 (bf16: 2); s = tp under sequence parallelism, otherwise 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

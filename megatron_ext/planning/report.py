@@ -1,7 +1,5 @@
 """Format the result of a search: a table of layouts, the bottleneck, how often to save, what the schedule saves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Describe a run from its configuration and a number of processes, as a dry run shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters

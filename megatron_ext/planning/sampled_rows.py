@@ -4,8 +4,6 @@ The rows are the run's own or drawn ones, laid out and distributed by the code t
 and results are cached, because a search needs them for hundreds of layouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple

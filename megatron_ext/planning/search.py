@@ -4,8 +4,6 @@ A layout is legal if `config.checks` accepts it. It fits if its memory (`plannin
 GPU free. Its time is that of `planning.step_time`, averaged over the windows of the run's schedule.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

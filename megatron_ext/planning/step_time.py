@@ -12,8 +12,6 @@ V vocabulary; tp, pp, cp the tensor-, pipeline- and context-parallel sizes. With
 token, F inside one expert, ep ranks that share them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ full at the same fraction of the run, and the short context is the same fraction
 stages, rotary options, scores and local layers are unchanged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

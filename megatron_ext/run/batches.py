@@ -3,8 +3,6 @@
 samples of the step -> rows -> tokens end to end, masks -> scores (weighted runs) -> assemble -> StepBatches
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Compare a Hugging Face folder and a Megatron checkpoint on the same text, to check that they are the same model."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass

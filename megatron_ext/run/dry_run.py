@@ -1,7 +1,5 @@
 """`--dry-run`: check and describe a run without training, process groups or a device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Evaluate one or several trained models on the same items: what `tools/evaluate.py` runs."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from importlib.util import find_spec

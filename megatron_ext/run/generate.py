@@ -5,8 +5,6 @@ hold copies of it that process different texts; context-parallel ranks that shar
 because tokens are sent to experts on all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -84,7 +82,7 @@ class _Text:
 @contextmanager
 def open_generator(
     text: ModelText, processes: ParallelConfig, length: int, options: argparse.Namespace
-) -> Iterator[Generator]:
+) -> Iterator["Generator"]:
     """Load a model for texts of up to `length` tokens; `options` are --dtype and --batch-size. See `open_model`."""
     processes = replace(processes, sequence_parallel=False)  # tokens are generated one by one
     with open_model(text.pretrained, processes, length, options.dtype) as model:

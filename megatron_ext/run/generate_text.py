@@ -1,7 +1,5 @@
 """Continue prompts or chat with a trained model: what `tools/generate.py` runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@ host waits for each step's loss and gradient norm before the update. `tools/insp
 step.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

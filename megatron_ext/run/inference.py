@@ -1,7 +1,5 @@
 """Load a trained model for inference, on one process or several."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The datasets of `--data-path` or a mixture are split, packed and blended; rows are read on demand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recompute the rows of a step from (seed, sample), and their losses under the newest weights saved before it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Process 0 runs lm-eval and sends its requests to the others; all processes compute them.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

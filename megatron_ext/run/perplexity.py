@@ -7,8 +7,6 @@ With the document mask each document is a stream. Without it the documents of a 
 after each, and a token sees all tokens before it in its window.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

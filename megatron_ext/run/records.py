@@ -1,7 +1,5 @@
 """Write a run's records: metrics of each step and validation, config.yaml, history.jsonl, and the progress line."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Compute the short-context losses of a run's rows with a frozen scorer, once, and store them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

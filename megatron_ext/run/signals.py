@@ -19,8 +19,6 @@ with SIGUSR1, otherwise that signal kills it and orphans its workers, and a `--s
 a save (default 30 s, then SIGKILL).
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class StopRequest:
         self.signal = 0
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         return self
 
     def listen(self) -> None:

@@ -1,7 +1,5 @@
 """Run the stages of a run, one after another in the same processes."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

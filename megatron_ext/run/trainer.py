@@ -4,8 +4,6 @@ build: open the inputs -> join the processes -> build the model
 Trainer: restore -> for each step: make_batches -> launch -> collect_results -> callbacks; save and validate when due
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import resource

@@ -14,8 +14,6 @@
 The learning rate of each step is in metrics.jsonl. Every process calls every method; process 0 writes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace

@@ -4,8 +4,6 @@ SkyLadder measures perplexity on validation documents in a sliding window (`--ev
 compared runs: independent of the training mask, only --eval-document-mask keeps attention inside documents.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

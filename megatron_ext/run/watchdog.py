@@ -8,8 +8,6 @@
 Progress is `heartbeat.beat`. The exit status is HUNG.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -36,7 +34,7 @@ class Watchdog:
         self._end = threading.Event()
         self._hangs = False
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         if self.timeout_s:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self

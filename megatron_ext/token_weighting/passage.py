@@ -1,7 +1,5 @@
 """`passage.json`: some tokens of a training row with their weights; written by a run, shown in its report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from html import escape
@@ -32,7 +30,7 @@ class Passage:
             aside.write_text(json.dumps(asdict(self)) + "\n")
 
     @staticmethod
-    def read(run: Path) -> Passage:
+    def read(run: Path) -> "Passage":
         return TypeAdapter(Passage).validate_json((run / PASSAGE_FILE).read_bytes())
 
     def html(self) -> str:

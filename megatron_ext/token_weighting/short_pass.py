@@ -1,7 +1,5 @@
 """Split rows into chunks and lay them out as micro-batches: for short contexts and sliding evaluations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

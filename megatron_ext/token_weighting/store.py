@@ -10,8 +10,6 @@ Row r holds -log p_short of the L labels of training sample r, in nats. Processe
 time. zarr writes files atomically, so a killed writer leaves a row complete or missing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable
@@ -78,7 +76,7 @@ class ScoreStore:
             ) from None
 
     @classmethod
-    def create_or_resume(cls, path: str | Path, identity: StoreIdentity) -> ScoreStore:
+    def create_or_resume(cls, path: str | Path, identity: StoreIdentity) -> "ScoreStore":
         """Open the store of `identity` at `path`, or create it; several processes may call this at once.
 
         Raises UserError if the folder holds something else, or a store with another identity.
@@ -102,7 +100,7 @@ class ScoreStore:
         return store
 
     @classmethod
-    def open(cls, path: str | Path, *, first: int = 0, **expected: int | str) -> ScoreStore:
+    def open(cls, path: str | Path, *, first: int = 0, **expected: int | str) -> "ScoreStore":
         """Open the store at `path` to read the rows from `first` on.
 
         `expected` are the fields of `StoreIdentity` that training needs; a store may have more `rows`, and without

@@ -31,8 +31,6 @@ the batch, bit for bit.
 Legend: R rows, L tokens of a row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar

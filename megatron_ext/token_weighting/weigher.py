@@ -1,7 +1,5 @@
 """Compute token weights from losses within a step, on the ranks of the last pipeline stage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

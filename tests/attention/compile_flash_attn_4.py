@@ -4,8 +4,6 @@ Prints a line for each call, with the backend that `auto` would choose. test_fla
 """
 
 # ruff: noqa: E402  (the mock is installed before torch and the benchmark are imported)
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

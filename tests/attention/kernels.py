@@ -1,7 +1,5 @@
 """What the tests of kernels share: calls, their inputs, and what a kernel says against the reference in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

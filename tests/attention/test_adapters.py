@@ -1,7 +1,5 @@
 """The adapters of CUDA kernels, against stand-ins that have the real ones' signatures and traps."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """How a backend is chosen, and what it is called with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

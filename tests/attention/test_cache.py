@@ -1,7 +1,5 @@
 """The cache of keys and values against attention over whole texts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

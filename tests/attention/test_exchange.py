@@ -1,7 +1,5 @@
 """The exchange of keys and values: when it sends, and the sums of its gradients; values are in test_shared_rows.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FlashAttention 4 compiles for an H100 on a CPU, in all shapes that a run may ask for; values are not computed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Measures of attention against dense masks in float64, and the same however tokens are shared out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 Legend: t queries, u keys, N query heads, G key heads (groups), H head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """share_rows: attention over shared rows for a model of one's own, against a dense mask, forward and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attention sinks against a dense softmax with one more column, output and all gradients."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import replace

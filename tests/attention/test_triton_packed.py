@@ -1,7 +1,5 @@
 """Our Triton kernels, run by Triton's interpreter on a CPU, against the reference in float64."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """benchmarks/gpu.sh without a GPU: every part runs with small sizes, finds nothing wrong and says what it skips."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

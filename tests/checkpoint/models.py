@@ -1,7 +1,5 @@
 """Small random models of every architecture, as transformers writes them."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a continued run may change: free, with a word, never."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

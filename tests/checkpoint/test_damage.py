@@ -1,7 +1,5 @@
 """Two processes look for damage and agree on the checkpoint that is taken; tests/faults/ damages real ones."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's checkpoint folders: the pointer, what is complete, what may go."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The manifest of a checkpoint: what was written reads back, and no byte of it can change unseen."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Tensors of a checkpoint are written by several processes and read under any layout."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Flags and YAML to the configuration and back."""
 
-from __future__ import annotations
-
 import errno
 import json
 import tempfile

@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """The rules across options: each refuses its mistake in a line that begins with the option, and accepts a neighbour."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Who shares gradients and optimizer state: as given, or by the platform and the number of ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_ext.config import Config

@@ -1,7 +1,5 @@
 """Files of many runs: what each run's own file would hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Stages: the file's order of precedence, the folders, and what goes on from the stage before."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

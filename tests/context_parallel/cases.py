@@ -1,7 +1,5 @@
 """What the parity tests of context parallelism share: cases, their rows, layouts of processes, and comparisons."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +67,7 @@ class Case:
     local_window_fixed: bool = False  # the schedule does not narrow it
 
     @property
-    def alone(self) -> Case:
+    def alone(self) -> "Case":
         return replace(self, policy="auto", scheme="exchange", recompute=None, overlaps=False, parts=None)
 
     def config(self, parallel: Parallel) -> Config:
@@ -193,7 +191,7 @@ class Outcome:
     calls: list[tuple[str, int]]
     evaluation_calls: list[tuple[str, int]]  # those of the evaluation
     counted: list[int]  # of each step, what this process's ContextGroup counted
-    weighed: list[list[Weighed]]  # of each step, what this process weighed; empty but on the last pipeline stage
+    weighed: list[list["Weighed"]]  # of each step, what this process weighed; empty but on the last pipeline stage
     # of each step (weight_std, weight_max, zero_count, score_sum)
     weight_metrics: list[tuple[float, float, float, float]]
 

@@ -1,7 +1,5 @@
 """The lower bound on rows moved: no assignment of all beats it, and no plan does."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

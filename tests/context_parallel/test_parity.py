@@ -1,7 +1,5 @@
 """Context parallelism trains the same model: real processes against one, on rows that try its corners."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

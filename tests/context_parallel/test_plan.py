@@ -1,7 +1,5 @@
 """Plans against the exchange written straight from its definition, token by token."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Context parallelism through the trainer's own command line: `cp_bytes` are those of the plan."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Token weights under every layout: the weights, the losses and the trained model are those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

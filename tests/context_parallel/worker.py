@@ -1,7 +1,5 @@
 """One process of the parity tests: runs every job of the list through the engine and writes what it saw."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Our reader and writer of Megatron's format against Megatron's own builder."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

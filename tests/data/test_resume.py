@@ -1,7 +1,5 @@
 """Interrupted preprocessing: kills, full disks, bad documents, changed inputs; and what --resume reuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Stand-ins for modules of Transformer Engine."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType

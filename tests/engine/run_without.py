@@ -1,7 +1,5 @@
 """`pretrain_skyladder.py` without one patch: WITHOUT names an entry of platform.PATCHES, or `optimizer`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

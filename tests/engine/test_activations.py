@@ -1,7 +1,5 @@
 """Inputs of layers in host memory: the same loss and gradients bit for bit, and buffers that are used again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

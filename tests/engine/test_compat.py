@@ -1,7 +1,5 @@
 """Patches of Megatron-Core work, and a test for each fails when Megatron-Core no longer needs it."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

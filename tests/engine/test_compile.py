@@ -1,7 +1,5 @@
 """`--compile`: the layers are graphs, attention stays outside them, and loss and gradients are the same."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Dropout under parallelism: which processes drop the same values, and which must not."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The balancing loss of experts against transformers' own, and what it adds to the gradients of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal

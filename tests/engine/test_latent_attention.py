@@ -1,7 +1,5 @@
 """Latent attention in float64: against transformers, and on several processes against one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The leak probe on the real model: one changed token changes exactly the losses that may see it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

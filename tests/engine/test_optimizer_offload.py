@@ -4,8 +4,6 @@ Megatron's HybridDeviceOptimizer offloads what is on CUDA alone. Here the weight
 the copies to the host, the updates there, the copies back and all numbers are real, the streams are not.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -38,7 +36,7 @@ class Stream:
 
     wait = synchronize = wait_stream
 
-    def record_event(self) -> Stream:
+    def record_event(self) -> "Stream":
         return self
 
     def __enter__(self) -> None:

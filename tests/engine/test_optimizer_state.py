@@ -1,7 +1,5 @@
 """A precision-aware optimizer's state is saved as everyone's, float32, and comes back in its own types."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

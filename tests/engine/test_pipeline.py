@@ -1,7 +1,5 @@
 """The pipeline's schedule with one stage: the mode of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

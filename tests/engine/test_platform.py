@@ -1,7 +1,5 @@
 """Megatron-Core runs on a CPU, and needs each of the patches; warnings about ranks whose environments differ."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What process 0 alone meets beside a checkpoint is every process's refusal: none waits for another."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

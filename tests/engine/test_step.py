@@ -1,7 +1,5 @@
 """An optimizer step in one process: division by the denominator, norms, skipped steps, divergence, validation."""
 
-from __future__ import annotations
-
 import copy
 import math
 import traceback

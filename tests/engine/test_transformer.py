@@ -1,7 +1,5 @@
 """Options of Megatron: which operations are fused and compute the same as our layers; options of Transformer Engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

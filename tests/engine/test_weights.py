@@ -1,7 +1,5 @@
 """Imported weights are those of whole tensors on every tensor-parallel rank, and the initial ones those of one draw."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers' own greedy texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

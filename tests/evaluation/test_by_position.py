@@ -1,7 +1,5 @@
 """Losses by position against a loop."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Comparisons of two models by paired bootstrap samples."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What a model's folder says of its text: which tokens end it, and how a damaged file is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

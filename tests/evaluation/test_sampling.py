@@ -1,7 +1,5 @@
 """How the next token is chosen, against transformers' own processors and against counted draws."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

@@ -1,7 +1,5 @@
 """docs/experiments/budget.py: its runs, its test on made-up losses, and the whole command at the smallest scale."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

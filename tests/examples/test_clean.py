@@ -1,7 +1,5 @@
 """`make clean` and the demo's start remove what was made, and nothing of a user's."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

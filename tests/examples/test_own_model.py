@@ -1,7 +1,5 @@
 """examples/own_model.py: the exchange in a plain torch model, by several processes, against one with a dense mask."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

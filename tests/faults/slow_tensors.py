@@ -1,7 +1,5 @@
 """The trainer with a slow disk: a tensor of a checkpoint takes rank 0 0.1 s to write, every rank 0.1 s to read."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """A damaged checkpoint is found and named, whichever file it is; the one before it is offered, and taken if asked."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shutil

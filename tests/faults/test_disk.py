@@ -1,7 +1,5 @@
 """A disk that is full, and a folder that cannot be written: one line of error, and earlier checkpoints are intact."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A run whose loss is not finite: all processes end immediately, with one line and their own exit status."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

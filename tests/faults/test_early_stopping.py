@@ -1,7 +1,5 @@
 """Early stopping: at the step that the losses determine, on all processes, resumed or not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A loss spike is recorded, skipped by all processes, or ends the run; its rows can be printed afterwards."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """SIGKILL at random moments of a run that saves every step: it always continues from a complete checkpoint."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

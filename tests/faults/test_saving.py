@@ -1,7 +1,5 @@
 """When checkpoints are written, which stay, and what metrics.jsonl says of the time that they took."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stopped by a signal: saved, with the exit status and the file that a launch script reads."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

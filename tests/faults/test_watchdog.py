@@ -1,7 +1,5 @@
 """A rank that makes no progress ends with its status, a line and its stacks; a slow save or load does not."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Files and folders are written atomically; fingerprints tell contents apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

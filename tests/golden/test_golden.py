@@ -9,8 +9,6 @@ Other tests say that two ways of computing agree; this one that neither has move
 `make golden` writes the file anew, and the change's message says why.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -9,8 +9,6 @@ A row is WORDS | FRAGMENT. Words are quoted as in a shell; in them
 Each ends with exit status 2 and an `error:` of at most three lines that has the fragment, and writes nothing.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

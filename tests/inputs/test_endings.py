@@ -1,7 +1,5 @@
 """The last line of a run, and the notes of runs that have nothing left to do or two sources of weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from conftest import SmallData

@@ -1,7 +1,5 @@
 """Random damage to every kind of file that is read: an answer or one clear line, in bounded time and memory."""
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

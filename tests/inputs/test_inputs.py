@@ -1,7 +1,5 @@
 """The table of wrong inputs: each ends with one short error, and nothing is written."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

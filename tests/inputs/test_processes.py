@@ -1,7 +1,5 @@
 """Commands run by a shell: a closed pipe, a full disk, another working directory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The valid files, made once, and the changes that a row makes to a copy of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The picture of a row: its mask against a dense one, and how it is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The text of a row: read back, and compared with a dense mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Records as training writes them, for the tests of this folder."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import closing

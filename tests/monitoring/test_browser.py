@@ -1,7 +1,5 @@
 """The page in a real browser: it fits a telephone, draws its charts, and reports no error."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

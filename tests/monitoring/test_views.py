@@ -1,7 +1,5 @@
 """MLflow gets the same metrics as TensorBoard."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 import sys

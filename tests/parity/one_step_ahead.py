@@ -1,7 +1,5 @@
 """The trainer with the host a step ahead of what it knows, as it is on CUDA."""
 
-from __future__ import annotations
-
 import pretrain_skyladder
 from megatron_ext.engine.platform import Platform
 

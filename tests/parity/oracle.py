@@ -10,8 +10,6 @@ of a token's choices counted; those of sigmoid routers by DeepSeek-V3's 17 to 20
 (arXiv 2412.19437).
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ seed -> processes, Config          draw_case: drawn again until checks.mistakes 
      -> another layout             for a case that stops after half of its steps and goes on elsewhere
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The trainer with gradient buckets so small that even the tests' models have many, as real models do."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 

@@ -1,7 +1,5 @@
 """Saved under any layout, loaded under any other: the next losses are those of the run that went on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The parity matrix: every way to share the model and the batch out over processes trains the same model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

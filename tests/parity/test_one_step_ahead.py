@@ -1,7 +1,5 @@
 """On CUDA the host learns of a step while the next one computes: a run and its ends are the same either way."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From --dump-trajectory alone an outsider's Llama repeats the run: losses, gradient norms and weights."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator

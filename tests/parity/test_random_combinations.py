@@ -4,8 +4,6 @@ A case is a number: `pytest tests/parity/test_random_combinations.py -k seed0017
 RANDOM_SEEDS=7,5000-5999 in the environment others instead. Its failure names the configuration's file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run stopped by a signal and resumed leaves the trace of one that never was; faults/test_kills.py kills it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

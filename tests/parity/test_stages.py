@@ -1,7 +1,5 @@
 """A run in stages, as a user starts, stops and continues it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which stage and which rank of a configuration the memory estimate says needs most."""
 
-from __future__ import annotations
-
 from megatron_ext.config import Config
 from megatron_ext.planning.memory import rank_memories, stage_memory
 

@@ -1,7 +1,5 @@
 """Count the FLOPs and bytes sent by one rank in a step, from the same layers as the time model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_ext.config import Config

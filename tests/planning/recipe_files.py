@@ -1,7 +1,5 @@
 """The papers' recipes, read and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache

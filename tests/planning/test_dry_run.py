@@ -1,7 +1,5 @@
 """--dry-run: exit status, data that is there or not, and what it must not touch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

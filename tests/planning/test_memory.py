@@ -1,7 +1,5 @@
 """The memory formula: shares of a layout, the fullest stage, what is not counted. Rehearsals check the bytes."""
 
-from __future__ import annotations
-
 from fullest import fullest_stage
 
 from megatron_ext.checkpoint.hf.names import count_parameters

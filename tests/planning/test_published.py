@@ -4,8 +4,6 @@ python tests/planning/test_published.py [--fit] prints the table; --fit fits the
 are marked so, and prints the shares too.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace

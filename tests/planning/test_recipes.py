@@ -1,7 +1,5 @@
 """The papers' recipes: each can run on the GPUs that it names, and repeats the paper's arithmetic."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The derived numbers of a run, and its goodput against a simulated run."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

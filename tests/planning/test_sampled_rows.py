@@ -1,7 +1,5 @@
 """Effective context, imbalance and exchange of sampled rows, against the code that training uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

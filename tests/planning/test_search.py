@@ -1,7 +1,5 @@
 """The search for layouts: what it lists is legal and fits, and nothing that it passed over would have been better."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

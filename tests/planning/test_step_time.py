@@ -1,7 +1,5 @@
 """The time model: formulas that any such model must satisfy, of dense models and of mixtures of experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

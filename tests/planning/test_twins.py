@@ -1,7 +1,5 @@
 """Every recipe's twin: it says what the recipe says, and a CPU runs it to its end."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

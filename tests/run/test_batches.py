@@ -1,7 +1,5 @@
 """The rows of each rank, as literal lists, and which of them a short-context pass scores."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

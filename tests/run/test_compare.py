@@ -1,7 +1,5 @@
 """When two models count as the same, by literal numbers; tests/tools/test_convert_checkpoint.py compares real ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generation and scoring with a cache of keys and values: what a forward pass holds, and likelihoods in any layout."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace

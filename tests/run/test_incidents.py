@@ -1,7 +1,5 @@
 """Which losses are spikes; and the state of a resumed run: the losses before, and the number of skipped steps."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import deque

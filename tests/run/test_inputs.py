@@ -1,7 +1,5 @@
 """Inputs of a run: bad weights are refused, a mixture's rows are counted, validation rows do not depend on packing."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run's records: a line for each step, and messages that are logged once."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

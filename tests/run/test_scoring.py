@@ -1,7 +1,5 @@
 """A frozen scorer: the configuration that it is given, and which rows each process computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

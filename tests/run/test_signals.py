@@ -1,7 +1,5 @@
 """How a run that has ended tells its launcher: the exit status, and the file in the run's folder."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

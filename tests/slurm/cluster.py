@@ -1,7 +1,5 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd in a temporary folder, on free ports."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -80,7 +78,7 @@ class Cluster:
                 del self.environment[name]
         self._daemons: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> "Cluster":
         try:
             self._configure()
             files = {"key": "key", "socket": "sock", "pid": "pid", "log": "log", "seed": "seed"}

@@ -1,7 +1,5 @@
 """`preprocess.sbatch` and `score.sbatch` on a real Slurm: an array makes what one process makes."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`examples/slurm/launch.sh`: its command line, and what it makes of the ends of real jobs."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`examples/slurm/pretrain.sbatch` on a real Slurm of two nodes: stopped by a warning or a preemption, and requeued."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The equations of token weighting, one token at a time in plain Python."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

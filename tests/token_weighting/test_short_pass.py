@@ -1,7 +1,5 @@
 """The short-context pass, token by token against chunks unfolded by hand, on one process and on each of several."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The score store: what it keeps, what it refuses, and what is left of it when its writers are killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import time

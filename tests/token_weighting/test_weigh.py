@@ -1,7 +1,5 @@
 """What `weigh` takes, gives back and refuses."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights of rows: against plain Python, their sums, zeros and ties, and the seeded draw."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +29,7 @@ class Case:
     same: np.ndarray
     seeds: list[int]
 
-    def take(self, rows: list[int]) -> Case:
+    def take(self, rows: list[int]) -> "Case":
         arrays = (self.long, self.short, self.entropy, self.trained, self.same)
         return Case(*(array[rows] for array in arrays), [self.seeds[row] for row in rows])
 

@@ -1,7 +1,5 @@
 """tools/checkpoints.py lists what a run has saved, and finds what is damaged."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

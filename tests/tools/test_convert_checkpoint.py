@@ -1,7 +1,5 @@
 """tools/convert_checkpoint.py as a user calls it: real checkpoints of several layouts, and both models on a text."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

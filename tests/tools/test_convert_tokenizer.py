@@ -1,7 +1,5 @@
 """tools/convert_tokenizer.py: the ids of the original library, and special tokens that are never guessed."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """tools/preprocess_data.py as a command: its flags and its report."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

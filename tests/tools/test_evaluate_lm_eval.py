@@ -1,7 +1,5 @@
 """tools/evaluate.py lm-eval: the trained model gives the answers that lm-eval's `hf` gives on its export."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

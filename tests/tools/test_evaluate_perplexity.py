@@ -1,7 +1,5 @@
 """tools/evaluate.py perplexity against a plain loop over transformers' own models, under every layout."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

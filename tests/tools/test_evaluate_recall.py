@@ -1,7 +1,5 @@
 """tools/evaluate.py recall: a sample fills its length, and answers are transformers' greedy ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The standard library as a corpus: from a small library, and from the real one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

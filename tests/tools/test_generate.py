@@ -1,7 +1,5 @@
 """tools/generate.py as a user calls it: token by token what transformers writes, by any number of processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """tools/inspect_pack.py as a command: rows by hand, rows of a dataset, and errors of one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

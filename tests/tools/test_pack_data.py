@@ -1,7 +1,5 @@
 """Plans made by the tool are what the trainer reads; without one it says how to make it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tools/score_tokens.py against transformers' own models, under every layout; and a run that reads its store."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Callable, Sequence

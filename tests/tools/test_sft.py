@@ -1,7 +1,5 @@
 """Supervised fine-tuning from end to end: chats, plan, training; the loss is the assistant's alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

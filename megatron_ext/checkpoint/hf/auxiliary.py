@@ -1,7 +1,5 @@
 """Copy the small files beside a model's weights: tokenizer, generation settings, config.json."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import json

@@ -4,8 +4,6 @@ Values that our model does not support raise an error, and so do unknown entries
 results.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal

@@ -8,8 +8,6 @@ Memory holds one tensor of the checkpoint at a time, and during an export the te
 computed: conversion is bit-exact in both directions.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Read a Hugging Face model folder: its configuration and its tensors."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

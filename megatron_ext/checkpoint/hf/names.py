@@ -4,8 +4,6 @@ Megatron fuses queries, keys and values (interleaved by query group) and the two
 or columns over tensor-parallel (TP) ranks. `fuse_into` and `unfuse` use the table in both directions.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

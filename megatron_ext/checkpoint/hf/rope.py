@@ -4,8 +4,6 @@ transformers' `dynamic` scaling depends on the length of each text beyond `max_p
 the length of the rows. So a run with longer rows is exported with the constant base that it was trained with.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import chain

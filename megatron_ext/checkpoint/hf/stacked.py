@@ -9,8 +9,6 @@
 The matrices are transposed, and columns of gate and up alternate. D: hidden size; F: width of an expert.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shard --read--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

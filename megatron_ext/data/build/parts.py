@@ -5,8 +5,6 @@ again. NAME.bin has its content (token ids, or texts to be grouped), NAME.npz th
 it is written last. In the code a part is the path of its files, without a suffix.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -42,7 +40,7 @@ class Report:
     trained: int = 0  # number of the assistant's tokens
     reused: int = 0  # number of parts that an interrupted run had finished
 
-    def add(self, other: Report) -> None:
+    def add(self, other: "Report") -> None:
         for name, number in asdict(other).items():
             setattr(self, name, getattr(self, name) + number)
         del self.problems[PROBLEMS_KEPT:]

@@ -19,8 +19,6 @@ Alternatives that were rejected:
   spells the end token is encoded as that token (benchmarks/results/2026-11-22-libraries-cpu.txt).
 """
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os

@@ -12,8 +12,6 @@ Groups are ordered by the hash of their keys, a fixed shuffle that depends only 
 the order of the inputs, separated by newlines.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Best-fit-decreasing bin packing, one size at a time (arXiv 2404.10830)."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Order documents so that similar ones are adjacent, by BM25 (SkyLadder's semantic packing)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_ext.arrays import Int64

@@ -5,8 +5,6 @@ rows of L tokens                             8      4 4      2 2 2 2
 order, 2 cycles of growth                    2222 2222 44 2222 44 8 8 | 2222 44 2222 44 44 8 8
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

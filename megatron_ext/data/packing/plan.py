@@ -13,8 +13,6 @@ A plan is a pure function of its key, and has its own folder:
         pieces.npy         int64 [P, 3]
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

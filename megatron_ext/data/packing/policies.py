@@ -12,8 +12,6 @@ bm25            as carry_over, similar documents adjacent       nothing         
 decomposition   L / 2^i pieces of 2^i tokens of a document      see `decomposition`           none
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal

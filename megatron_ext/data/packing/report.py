@@ -1,7 +1,5 @@
 """Report what a packing plan keeps, cuts and pads, counted from its pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Read the rows of a packing plan; every row is a pure function of (plan, seed, sample index)."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -8,8 +8,6 @@ assigned by cost (ProLong's smart batching, arXiv 2410.02660). Four rows on two 
                              balanced   rank 0: 9 1   rank 1: 9 1    both ranks and both slots are even
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

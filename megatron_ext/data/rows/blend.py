@@ -1,7 +1,5 @@
 """Mix rows of several data sets by weight, and fill rows with several shorter sequences."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

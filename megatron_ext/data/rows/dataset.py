@@ -8,8 +8,6 @@ Workers have no counters, and only the order of the current epoch is precomputed
 size or another number of ranks reads exactly the same rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """Read from a run's data sets the vocabulary, the BOS token, and what identifies its rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

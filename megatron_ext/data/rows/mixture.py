@@ -9,8 +9,6 @@ Weights are shares of the tokens. A part packs sequences of `length` tokens, as 
 across sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

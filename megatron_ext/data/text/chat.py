@@ -8,8 +8,6 @@ assistant's turn begins at the end of the rendered preceding messages, including
 end of the text rendered up to and including it, without white space after its end token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -52,7 +50,7 @@ class ChatTemplate:
     special: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: str | os.PathLike[str]) -> ChatTemplate:
+    def of(cls, tokenizer: str | os.PathLike[str]) -> "ChatTemplate":
         """Read the template from a Hugging Face tokenizer's folder.
 
         Raises UserError for no template, one that uses the date, or if transformers is missing.

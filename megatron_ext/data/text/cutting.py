@@ -9,8 +9,6 @@ regardless of context; and Unicode composition (NFC) does not cross these places
 always has the same token ids, so those of frequent chunks are cached. Other kinds of tokenizers get the whole text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain

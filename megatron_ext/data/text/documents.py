@@ -3,8 +3,6 @@
 FileRange --lines, rows or a text--> JSON objects --check--> Document, or a call with what is wrong
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import os

@@ -1,7 +1,5 @@
 """Find the files of documents: by suffix, in folders and by patterns; and read their lines or rows."""
 
-from __future__ import annotations
-
 import glob
 import gzip
 import io
@@ -37,7 +35,7 @@ class FileRange:
     end: int = EVERYTHING
 
     @classmethod
-    def of(cls, path: Path) -> FileRange:
+    def of(cls, path: Path) -> "FileRange":
         """Return the whole file at `path` in its current state."""
         status = path.stat()
         return cls(path, status.st_size, status.st_mtime_ns)

@@ -7,8 +7,6 @@ transformers' AutoTokenizer is not used: each worker would need 2.6 s and 260 MB
 and by default it encodes "<|endoftext|>" in a text as the end token (benchmarks/results/2026-11-22-libraries-cpu.txt).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ whole, an all-reduce both of these, an all-to-all the parts for other ranks. tor
 its CollectiveOp takes whole storages for a bucket's slice.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache

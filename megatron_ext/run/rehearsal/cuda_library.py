@@ -3,8 +3,6 @@
 The library is cached in the user's cache folder, by torch's version and the hash of its source.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

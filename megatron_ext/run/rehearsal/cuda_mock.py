@@ -4,8 +4,6 @@
 some of these functions by name. Nothing is restored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

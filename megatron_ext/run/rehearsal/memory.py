@@ -5,8 +5,6 @@ module: it supports neither labels nor scratch memory of kernels. The caching al
 fragmentation are ignored.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref
@@ -151,7 +149,7 @@ class Sites:
                 name = name.removeprefix("module.")
             self._names[id(module)] = name
 
-    def __enter__(self) -> Sites:
+    def __enter__(self) -> "Sites":
         def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
             self._calls.modules.pop()
 

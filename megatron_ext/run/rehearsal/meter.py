@@ -3,8 +3,6 @@
 Operators are intercepted when torch dispatches them, on fake CUDA tensors or real CPU tensors, with the same counting.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections import Counter
@@ -63,7 +61,7 @@ class Meter(TorchDispatchMode):
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], Tensor]] = {}  # by storage
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> "Meter":
         """Enter the context; also intercept in-place resizes of storages, which torch does not dispatch."""
         storage: Any = torch.UntypedStorage
         resize = storage.resize_

@@ -3,8 +3,6 @@
 `in_process` starts python -m megatron_ext.run.rehearsal.process REQUEST FILE: JSON, and the file for the result.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

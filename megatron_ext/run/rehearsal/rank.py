@@ -9,8 +9,6 @@ micro-batches and one of a few more is the cost of the additional ones, and is e
                        measured     each counted as the second
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

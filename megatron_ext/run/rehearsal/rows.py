@@ -1,7 +1,5 @@
 """The rows of a rehearsal: the run's own if its data is present, otherwise documents of random lengths."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

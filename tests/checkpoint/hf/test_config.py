@@ -1,7 +1,5 @@
 """Which transformers architecture says our model, and what transformers assumes where config.json is silent."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversion both ways: bit-exact, unsupported models are refused by name, an output is complete or absent."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Hugging Face model folders as transformers writes them, and what is refused of them, by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of parameter names against transformers' own models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rotary entries of config.json: the frequencies of transformers, there and back, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

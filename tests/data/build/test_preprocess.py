@@ -1,7 +1,5 @@
 """Preprocessing: every kind of input, number of workers and size of shards gives the same data set."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

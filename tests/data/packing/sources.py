@@ -1,7 +1,5 @@
 """Documents whose tokens say where they come from, and lengths around every border that matters."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

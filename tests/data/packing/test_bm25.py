@@ -1,7 +1,5 @@
 """The greedy walk against BM25 written out (Lucene's variant, k1 1.5, b 0.75)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Dataset Decomposition: pieces by binary digits, rows of one size, and the order of a curriculum."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 

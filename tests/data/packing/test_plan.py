@@ -1,7 +1,5 @@
 """Plans on disk: the same arrays back, mapped; another plan, or a damaged one, is refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

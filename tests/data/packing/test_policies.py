@@ -1,7 +1,5 @@
 """Each policy against its definition, written out token by token."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 

@@ -1,7 +1,5 @@
 """The report against the rows that are read, token by token."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

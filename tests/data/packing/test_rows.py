@@ -1,7 +1,5 @@
 """Rows of plans: inputs, labels, ends and trained positions, token by token."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

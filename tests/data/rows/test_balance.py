@@ -1,7 +1,5 @@
 """Rows assigned by cost: each once, evenly, and never worse than the rows in order."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

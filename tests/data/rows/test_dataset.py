@@ -1,7 +1,5 @@
 """RowDataset against naive concatenation, BlendedRows against a sorted list of events."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

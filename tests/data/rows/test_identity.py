@@ -1,7 +1,5 @@
 """A run's vocabulary, that its data sets were made with its tokenizer, and which score stores are of its rows."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mixtures: files within files, sequences laid into rows, shares of the tokens; documents divided by --split."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

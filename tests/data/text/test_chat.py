@@ -1,7 +1,5 @@
 """Conversations as tokens and masks, compared with transformers' own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Texts cut before tokenizing: exactly the ids of the whole text, or not cut at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

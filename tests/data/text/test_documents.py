@@ -1,7 +1,5 @@
 """Files of folders and patterns, documents of files of every kind, and descriptions of bad ones."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

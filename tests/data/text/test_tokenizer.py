@@ -1,7 +1,5 @@
 """Tokenizers: exact round trips, end tokens, and training that repeats itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run a function of this file in a process with the mock of CUDA: python mocked.py FUNCTION; it prints JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -7,8 +7,6 @@ both compose them of the same operators. What a rehearsal states of the routing 
 and its ranks, which then have as many tokens as each other, gather them as NCCL does.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Tracked storages, on real tensors: allocated, freed, resized and kept."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

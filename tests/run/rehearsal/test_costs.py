@@ -1,7 +1,5 @@
 """What attention costs by its borders, against a dense mask."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

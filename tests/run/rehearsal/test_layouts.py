@@ -1,7 +1,5 @@
 """The memory estimate against the rehearsed peak, layout by layout: two layers of a 1B model, and of other blocks."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import slow_but
 from planning.fullest import fullest_rank, fullest_stage

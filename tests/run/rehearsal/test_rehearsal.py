@@ -1,7 +1,5 @@
 """A rehearsal's truth: the counts of a real step, planted waits and faults, and the memory estimate of every recipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

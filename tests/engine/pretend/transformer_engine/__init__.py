@@ -4,8 +4,6 @@ Every submodule exists; in it a capitalised name is a class, any other a module 
 Made for Megatron's imports, which decide by them what it calls (tests/engine/test_compat.py puts it on the path).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.abc
 import importlib.machinery
