@@ -31,7 +31,7 @@ IDENTITY = StoreIdentity(
     model=fingerprint("model"),
 )
 OTHERS = {
-    field.name: fingerprint("another") if field.type == "str" else getattr(IDENTITY, field.name) + 1
+    field.name: fingerprint("another") if field.type is str else getattr(IDENTITY, field.name) + 1
     for field in fields(StoreIdentity)
 }
 # The server that processes are forked from has imported the store and nothing else of this test run.
