@@ -17,7 +17,8 @@ from megatron_ext.cli import Parser, command, integer
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import Policy
-from megatron_ext.data.packing import POLICIES, build_plan, describe, report
+from megatron_ext.data.packing.policies import POLICIES, build_plan
+from megatron_ext.data.packing.report import describe, report
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.pack_view import describe as describe_row
 from megatron_ext.inspect.pack_view import view_row

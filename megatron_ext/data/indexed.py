@@ -57,11 +57,15 @@ def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class IndexedSource:
-    """Reads the documents of a data set, memory-mapped; a `TokenSource`.
+    """Reads the documents of a data set, memory-mapped.
 
     A document may consist of several sequences; they are contiguous in the .bin file and read as one. Token ids are
     checked when they are read: they must be below `vocab_size`, unless it is None. With `weighted`, PREFIX.weights.npy
     is read too. Raises UserError if a file is missing or damaged, or does not belong to the others.
+
+    Attributes:
+        document_lengths: int64 [documents], tokens of each, including its end-of-document token (EOD).
+        document_sources: int32 [documents], the index of each one's source; None if the data set has no sources.
     """
 
     def __init__(

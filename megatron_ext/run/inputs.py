@@ -11,7 +11,8 @@ from megatron_ext.checkpoint.folders import Checkpoint, end_of_samples, find_che
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.data.indexed import IndexedSource
-from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_key
+from megatron_ext.data.packing.plan import PackedRows, PlanKey, load_plan
+from megatron_ext.data.packing.policies import plan_key
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
 from megatron_ext.data.rows.identity import bos_of, open_scores, vocabulary

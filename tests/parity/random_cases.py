@@ -29,7 +29,8 @@ from megatron_ext.config import (
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.data.indexed import MASK
-from megatron_ext.data.packing import build_plan, plan_folder, save_plan
+from megatron_ext.data.packing.plan import plan_folder, save_plan
+from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.rows.identity import row_identity
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.run.inputs import splits

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig, WindowConfig
 from megatron_ext.data.indexed import IndexedSource
-from megatron_ext.data.packing import build_plan, save_plan
+from megatron_ext.data.packing.plan import save_plan
+from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.rows.dataset import part_seed
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.errors import UserError

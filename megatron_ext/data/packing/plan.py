@@ -1,4 +1,4 @@
-"""Packing plans: which piece of which document is where in which row, created once and memory-mapped.
+"""Packing plans: which piece of which document is where in which row, created once, memory-mapped and read as rows.
 
     document   0: a a a a a        1: b b b        2: c c c c c c c             L = 6
     row 0      a a a a a c     pieces (0, 0, 5), (2, 0, 1)
@@ -15,16 +15,17 @@ A plan is a pure function of its key, and has its own folder:
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
-from megatron_ext.data.rows.dataset import TokenSource
+from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.rows.dataset import EPOCHS_KEPT, Purpose, TokenRow, permutation
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
 
@@ -44,11 +45,10 @@ class PlanKey:
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Rows as pieces of documents.
+    """Rows as pieces of documents: row r has the pieces row_offsets[r] .. row_offsets[r+1] (int64 [R+1]), at least one.
 
-    Row r has the pieces row_offsets[r] .. row_offsets[r+1] (int64 [R+1]), at least one. A piece, a row of int64 [P, 3],
-    is the document (index into the data set), its first token used, and the number of tokens, >= 1. The pieces of a row
-    are in order and have at most L tokens; the rest of the row is padding.
+    A piece, a row of int64 [P, 3], is the document (index into the data set), its first token used, and the number of
+    tokens, >= 1. The pieces of a row are in order and have at most L tokens; the rest of the row is padding.
     """
 
     key: PlanKey
@@ -79,7 +79,7 @@ class PackingPlan:
         return self.pieces[self.row_offsets[row] : self.row_offsets[row + 1]]
 
 
-def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
+def fingerprint(source: IndexedSource, documents: Sequence[int] | Int64) -> str:
     """Return the SHA-256 of the documents of a split, and of all documents' lengths and sources (if known)."""
     digest = hashlib.sha256()
     for numbers in (source.document_lengths, documents, source.document_sources):
@@ -89,14 +89,14 @@ def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
     return digest.hexdigest()
 
 
-def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
+def plan_folder(prefix: str | Path, key: PlanKey) -> Path:
     """Return the folder of the plan with this key, named after the data set and a digest of the key."""
     text = json.dumps(asdict(key), sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return Path(f"{os.fspath(prefix)}.packing") / f"{key.policy}-{key.row_length}-{short}"
+    return Path(f"{prefix}.packing") / f"{key.policy}-{key.row_length}-{short}"
 
 
-def save_plan(plan: PackingPlan, prefix: str | os.PathLike[str]) -> None:
+def save_plan(plan: PackingPlan, prefix: str | Path) -> None:
     with atomic_folder(plan_folder(prefix, plan.key)) as partial:
         np.save(partial / OFFSETS, plan.row_offsets)
         np.save(partial / PIECES, plan.pieces)
@@ -104,16 +104,80 @@ def save_plan(plan: PackingPlan, prefix: str | os.PathLike[str]) -> None:
         (partial / PLAN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def load_plan(prefix: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
+def load_plan(prefix: str | Path, key: PlanKey) -> PackingPlan:
     """Open the plan with this key, memory-mapped; raise UserError if it is missing or damaged."""
     folder = plan_folder(prefix, key)
     try:
         offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))
     except FileNotFoundError:
         raise UserError(
-            f"packing: {os.fspath(prefix)} has no {key.policy} plan for seq_length {key.row_length} and seed "
+            f"packing: {prefix} has no {key.policy} plan for seq_length {key.row_length} and seed "
             f"{key.seed}; make it with {program('pack')} and the flags of this run"
         ) from None
     except Exception as error:  # numpy parses the header as Python literals
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); build it again") from None
     return PackingPlan(key, offsets, pieces)
+
+
+class PackedRows:
+    """The rows of a plan, repeated endlessly.
+
+    Each epoch has all rows, in an order drawn from (seed, epoch), or in the plan's own order.
+
+        pieces            a a a EOD | b b b | c c EOD      L = 12; b is cut before and after, c is no whole document
+        tokens            a a a EOD   b b b   c c EOD 0 0  0        the last one is only a label
+        document_ends             4       7        10
+        trained           1 1 1 0     1 1 0   1 1 0   0 0
+
+    - A piece that ends inside the row ends a document there, even if it is cut, because what follows is unrelated. One
+      that ends with the row has an end only if its document ends there. If the plan joins documents, none ends inside.
+    - A label is trained if it is the next token of the same document, even if the plan has it in another row or in
+      none, or if it is the first token of a document after the last one of another, but this never with `mask_eod`. If
+      the data set has a mask, it must select the label too.
+    - Padding is `pad_id`, never trained, and a separate document, so no other token attends to it. The last label is
+      `pad_id`, not trained, if the row's last piece ends its document.
+
+    `plan` is of any policy but `random`, whose rows are read by `RowDataset`.
+    """
+
+    def __init__(
+        self, source: IndexedSource, plan: PackingPlan, seed: int, *, mask_eod: bool = False, pad_id: int = 0
+    ) -> None:
+        self.source, self.plan, self.seed = source, plan, int(seed)
+        self.mask_eod, self.pad_id = mask_eod, pad_id
+        self.row_length, self.row_tokens = plan.row_length, plan.tokens / plan.rows
+        self._order = lru_cache(EPOCHS_KEPT)(lambda epoch: permutation(plan.rows, self.seed, epoch, Purpose.ROWS))
+
+    def row(self, sample: int) -> TokenRow:
+        """Return the row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
+        return self.plan_row(self.row_index(sample))
+
+    def row_index(self, sample: int) -> int:
+        """Return the plan's row for `sample`; each row occurs once in every `plan.rows` samples."""
+        assert sample >= 0, sample
+        epoch, number = divmod(sample, self.plan.rows)
+        is_curriculum = self.plan.key.policy == "decomposition"
+        return number if is_curriculum else int(self._order(epoch)[number])
+
+    def plan_row(self, row: int) -> TokenRow:
+        length, source, joined = self.row_length, self.source, self.plan.joined
+        tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
+        trained = np.zeros(length, dtype=np.bool_)
+        mask = np.ones(length + 1, dtype=np.bool_)
+        ends: list[int] = []
+        filled, after_end = 0, False
+        for document, start, count in self.plan.row_pieces(row).tolist():
+            if filled:  # the label after the previous piece
+                trained[filled - 1] = after_end and start == 0 and (joined or not self.mask_eod)
+            tokens[filled : filled + count] = source.read(document, start, count)
+            mask[filled : filled + count] = source.read_mask(document, start, count)
+            trained[filled : filled + count - 1] = True
+            filled += count
+            after_end = start + count == source.document_lengths[document]
+            if after_end if filled == length else not joined:
+                ends.append(filled)
+        if filled == length and not after_end:  # the last label is the document's next token
+            tokens[length:] = source.read(document, start + count, 1)
+            mask[length:] = source.read_mask(document, start + count, 1)
+            trained[length - 1] = True
+        return TokenRow(tokens, np.array(ends, dtype=np.int64), trained & mask[1:])

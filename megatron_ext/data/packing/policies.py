@@ -12,7 +12,7 @@ bm25            as carry_over, similar documents adjacent       nothing         
 decomposition   L / 2^i pieces of 2^i tokens of a document      see `decomposition`           none
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,16 +21,16 @@ from pydantic import Field
 
 from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
-from megatron_ext.data.packing.bm25 import order_by_similarity
 from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share, full_pieces
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, fingerprint
-from megatron_ext.data.rows.dataset import Purpose, TokenSource, nonempty, permutation, random_words
-from megatron_ext.errors import UserError
+from megatron_ext.data.rows.dataset import Documents, Purpose, nonempty, permutation, random_words
+from megatron_ext.errors import UserError, missing_package
 from megatron_ext.files.reading import typed
 
-Documents = Sequence[int] | Int64  # indices into a `TokenSource`
 Options = Mapping[str, int | float]
+Packed = tuple[Int64, Int64]  # row_offsets and pieces of a `PackingPlan`, with documents indexed within the corpus
 
 UNLIMITED = 2**62
 Count = Annotated[int, Field(ge=1, le=UNLIMITED)]
@@ -40,12 +40,9 @@ Factor = Annotated[float, Field(ge=1, le=10**6, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Corpus:
-    """The input of a policy: the non-empty documents of a split, int64 [n], and their lengths.
+    """The non-empty documents of a split, int64 [n], and their lengths; policies use indices into these arrays."""
 
-    Policies refer to documents by their index in these arrays.
-    """
-
-    source: TokenSource
+    source: IndexedSource
     documents: Int64
     lengths: Int64
     row_length: int
@@ -62,16 +59,8 @@ class Corpus:
 
     def uniform(self, count: int, draw: int) -> np.ndarray:
         """Return float64 [count], uniform in [0, 1), a function of (seed, draw)."""
-        # The upper 53 bits, the precision of float64, so that every value is exact and below 1.
+        # the upper 53 bits, the precision of float64, so that every value is exact and below 1
         return (random_words(count, self.seed, draw, Purpose.ROWS) >> np.uint64(11)) * 2.0**-53
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Rows as in `PackingPlan`, with documents indexed within the corpus."""
-
-    row_offsets: Int64
-    pieces: Int64
 
 
 @dataclass(frozen=True)
@@ -105,7 +94,7 @@ def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packe
     documents = order[inside]
     offsets = piece_starts - (ends[inside] - corpus.lengths[documents])
     row_offsets = np.searchsorted(row_of, np.arange(len(starts) + 1))
-    return Packed(row_offsets, np.stack([documents, offsets, piece_ends - piece_starts], axis=1))
+    return row_offsets, np.stack([documents, offsets, piece_ends - piece_starts], axis=1)
 
 
 @dataclass(frozen=True)
@@ -145,7 +134,7 @@ class DropTail(Policy):
         last = row_offsets[1:] - 1
         kept = lengths.copy()
         kept[last] = np.minimum(ends[last], full[row_offsets[:-1]]) - (ends - lengths)[last]
-        return Packed(row_offsets, np.stack([order, np.zeros_like(order), kept], axis=1))
+        return row_offsets, np.stack([order, np.zeros_like(order), kept], axis=1)
 
 
 @dataclass(frozen=True)
@@ -196,7 +185,7 @@ class SplitDrop(Policy):
 
     def pack(self, corpus: Corpus) -> Packed:
         pieces = full_pieces(corpus.lengths, corpus.row_length)
-        return Packed(np.arange(len(pieces) + 1), pieces)
+        return np.arange(len(pieces) + 1), pieces
 
 
 @dataclass(frozen=True)
@@ -220,7 +209,7 @@ class BestFit(Policy):
         rows = np.concatenate([np.arange(len(full)), len(full) + bins])
         by_row = np.lexsort((corpus.shuffled(len(rows), draw=1), rows))
         row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
-        return Packed(row_offsets, pieces[by_row])
+        return row_offsets, pieces[by_row]
 
 
 @dataclass(frozen=True)
@@ -251,7 +240,9 @@ class UpsampleLong(Policy):
             above = corpus.lengths > self.threshold
             long, short = np.flatnonzero((own == number) & above), np.flatnonzero((own == number) & ~above)
             longs, shorts = int(corpus.lengths[long].sum()), int(corpus.lengths[short].sum())
-            by = self._factor(longs, shorts)
+            by = self.factor
+            if self.long_share:
+                by = max(self.long_share * shorts / ((1 - self.long_share) * longs), 1.0) if longs else 1.0
             groups.append((long, short, by, (longs * by + shorts) / (longs + shorts)))
         most = max(growth for *_, growth in groups)
         copies = np.ones(len(corpus.lengths), dtype=np.int64)
@@ -266,24 +257,65 @@ class UpsampleLong(Policy):
         documents = np.repeat(np.arange(len(copies)), copies)
         return cut_rows(corpus, documents[corpus.shuffled(len(documents))])
 
-    def _factor(self, long: int, short: int) -> float:
-        """Return the number of copies of a source's long documents, given the tokens of its long and short ones."""
-        if not self.long_share:
-            return self.factor
-        return max(self.long_share * short / ((1 - self.long_share) * long), 1.0) if long else 1.0
-
 
 @dataclass(frozen=True)
 class Bm25(Policy):
-    """Orders documents by BM25 similarity, with rows as in `carry_over`. See `order_by_similarity`."""
+    """Orders documents so that similar ones are adjacent, with rows as in `carry_over` (SkyLadder's semantic packing).
+
+    The shuffled documents are divided into blocks of up to `block_documents` N, each ordered greedily from its first
+    document: next is the nearest unused document by BM25 over the token ids of each one's `first_tokens`. The query is
+    the rarest ids of the current document, as many as occur in at most N documents in total; if no unused document has
+    any, the first unused one is next. A step takes O(N) time: larger blocks find nearer documents at a higher cost.
+    """
 
     first_tokens: Count = 512
     block_documents: Count = 131072
 
     def pack(self, corpus: Corpus) -> Packed:
-        shuffled = corpus.shuffled(len(corpus.documents))
-        order = order_by_similarity(corpus.source, corpus.documents, shuffled, self.first_tokens, self.block_documents)
-        return cut_rows(corpus, order)
+        return cut_rows(corpus, self.order(corpus, corpus.shuffled(len(corpus.documents))))
+
+    def order(self, corpus: Corpus, shuffled: Int64) -> Int64:
+        orders = []
+        for block in np.array_split(shuffled, -(-len(shuffled) // self.block_documents)):
+            places = zip(corpus.documents[block].tolist(), corpus.lengths[block].tolist(), strict=True)
+            texts = [corpus.source.read(document, 0, min(self.first_tokens, length)) for document, length in places]
+            orders.append(block[_walk(texts)])
+        return np.concatenate(orders)
+
+
+def _walk(texts: list[np.ndarray]) -> Int64:
+    try:
+        from bm25s import BM25
+    except ImportError:
+        raise missing_package("packing: bm25", "bm25s") from None
+    size = len(texts)
+    vocabulary, ids = np.unique(np.concatenate(texts), return_inverse=True)
+    terms = np.split(ids, np.cumsum([len(text) for text in texts])[:-1])
+    distinct = [np.unique(ids) for ids in terms]
+    spread = np.bincount(np.concatenate(distinct), minlength=len(vocabulary))  # documents of each term
+    index = BM25(backend="numpy", csc_backend="numpy")
+    corpus = ([ids.tolist() for ids in terms], {term: term for term in range(len(vocabulary))})
+    index.index(corpus, create_empty_token=False, show_progress=False)
+
+    unused = np.ones(size, dtype=np.float32)
+    order = np.zeros(size, dtype=np.int64)
+    following = 0
+    for step in range(1, size):
+        current = int(order[step - 1])
+        unused[current] = 0  # masks its score; the index itself is never changed
+        rarest = distinct[current][np.argsort(spread[distinct[current]], kind="stable")]
+        # terms of only this document, or of all, carry no information
+        rarest = rarest[(spread[rarest] > 1) & (spread[rarest] < size)]
+        # the cost of a step is the number of documents with the query's terms: at most N
+        query = rarest[np.cumsum(spread[rarest]) <= size]
+        scores = index.get_scores_from_ids(query, weight_mask=unused)
+        nearest = int(scores.argmax())
+        if scores[nearest] <= 0:
+            while not unused[following]:  # never goes back, so all steps together are linear
+                following += 1
+            nearest = following
+        order[step] = nearest
+    return order
 
 
 @dataclass(frozen=True)
@@ -327,7 +359,7 @@ class Decomposition(Policy):
             rows.append(np.repeat(of_size, length // size))
         row_of = np.concatenate(rows)
         row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=len(order)))])
-        return Packed(row_offsets, np.concatenate(chosen)[np.argsort(row_of, kind="stable")])
+        return row_offsets, np.concatenate(chosen)[np.argsort(row_of, kind="stable")]
 
 
 POLICIES: Mapping[str, type[Policy]] = {
@@ -363,7 +395,7 @@ def check_options(policy: str, options: Options, row_length: int) -> Policy:
 
 
 def plan_key(
-    policy: str, source: TokenSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
+    policy: str, source: IndexedSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
 ) -> PlanKey:
     """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`."""
     chosen = check_options(policy, options or {}, row_length)
@@ -371,7 +403,7 @@ def plan_key(
 
 
 def build_plan(
-    policy: str, source: TokenSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
+    policy: str, source: IndexedSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
 ) -> PackingPlan:
     """Pack `documents` (empty ones are ignored) into rows of `row_length` tokens.
 
@@ -380,12 +412,11 @@ def build_plan(
     """
     key = plan_key(policy, source, documents, row_length, seed, options)
     chosen, lengths = nonempty(source, documents)
-    packed = POLICIES[policy](**key.options).pack(Corpus(source, chosen, lengths, row_length, seed))
-    if len(packed.row_offsets) == 1:
+    row_offsets, pieces = POLICIES[policy](**key.options).pack(Corpus(source, chosen, lengths, row_length, seed))
+    if len(row_offsets) == 1:
         raise UserError(
             f"packing: {policy} makes no row of {row_length} tokens of these {len(chosen)} documents, the longest of "
             f"which has {lengths.max()}; use a smaller row length, longer documents, or another policy"
         )
-    pieces = packed.pieces.copy()  # policies index the non-empty documents, plans index those of the data set
-    pieces[:, 0] = chosen[pieces[:, 0]]
-    return PackingPlan(key, packed.row_offsets, pieces)
+    pieces[:, 0] = chosen[pieces[:, 0]]  # policies index the non-empty documents, plans those of the data set
+    return PackingPlan(key, row_offsets, pieces)

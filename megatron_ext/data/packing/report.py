@@ -1,24 +1,22 @@
 """Report what a packing plan keeps, cuts and pads, counted from its pieces."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.arrays import Int64
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.rows.dataset import TokenSource, nonempty
+from megatron_ext.data.rows.dataset import Documents, nonempty
 from megatron_ext.layout import segment_pairs
 
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Counts of one epoch of a plan, without label tokens."""
+    """Counts of one epoch of a plan, without label tokens: row_tokens = kept_ + repeated_ + padding_tokens."""
 
-    # documents, tokens: of the split, without empty documents
-    documents: int
-    tokens: int
-    # rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens
+    documents: int  # of the split, without empty ones
+    tokens: int  # of the split
     rows: int
     row_tokens: int
     kept_tokens: int  # tokens of the split that occur in a row at least once; further occurrences are `repeated_tokens`
@@ -26,13 +24,12 @@ class PackingReport:
     dropped_documents: int  # documents without kept tokens
     truncated_documents: int  # documents with a kept piece that is not the whole document
     padding_tokens: int  # positions of rows without a token
-    # with a document mask, token i of a row may attend to C_i keys, including itself; entry b counts the tokens with
-    # 2^b <= C_i < 2^(b+1), without padding
+    # entry b: tokens with 2^b <= C_i < 2^(b+1) keys, including itself, that token i may attend to with a document mask
     context_histogram: tuple[int, ...]
     mean_context: float  # the mean of C_i
 
 
-def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | Int64) -> PackingReport:
+def report(plan: PackingPlan, source: IndexedSource, documents: Documents) -> PackingReport:
     """Return the report of a plan for the documents of the split."""
     chosen, lengths = nonempty(source, np.unique(np.asarray(documents, dtype=np.int64)))
     pieces, every_length = np.asarray(plan.pieces), np.asarray(source.document_lengths)

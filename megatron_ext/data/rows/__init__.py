@@ -1,7 +1,7 @@
 """Rows of tokens for training, each a pure function of the seed and the sample index.
 
     MixturePart              data sets, their weights and packing, from YAML or --data-path
-      | TokenSource          the tokens of its documents (IndexedSource, memory-mapped)
+      | IndexedSource        the tokens of its documents, memory-mapped
       | split_documents      the documents for training and for validation
       v
     RowDataset, PackedRows   sequences of n tokens: cut from shuffled documents, or according to a packing plan

@@ -16,30 +16,11 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.errors import UserError
 
+Documents = Sequence[int] | np.ndarray  # indices into an `IndexedSource`
 EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders are cached
-
-
-class TokenSource(Protocol):
-    """Random access to the tokens of documents."""
-
-    # int64 [documents], tokens of each document, including its end-of-document token (EOD)
-    document_lengths: np.ndarray
-    # int32 [documents], the index of each document's source; None if the data set has no sources
-    document_sources: np.ndarray | None
-
-    def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        """Return token ids, int64 [length], of `document` from its token `offset` on."""
-        ...
-
-    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Return the weights of these tokens' losses, float32 [length]; None if the source has none."""
-        ...
-
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | bool:
-        """Return whether each of these tokens is trained as a label, bool [length]; True if all are."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,12 +57,6 @@ class Purpose(IntEnum):
     ROWS = 1
 
 
-@dataclass(frozen=True)
-class _DocumentOrder:
-    documents: np.ndarray  # int64 [n]: the epoch's documents, in order
-    ends: np.ndarray  # int64 [n]: tokens of the epoch up to the end of each
-
-
 def permutation(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
     """Return a random permutation int64 [count] for (seed, epoch, purpose), the same with every numpy version.
 
@@ -109,16 +84,10 @@ class RowDataset:
     """
 
     def __init__(
-        self,
-        source: TokenSource,
-        documents: Sequence[int] | np.ndarray,
-        row_length: int,
-        seed: int,
-        *,
-        mask_eod: bool = False,
+        self, source: IndexedSource, documents: Documents, row_length: int, seed: int, *, mask_eod: bool = False
     ) -> None:
-        self.source, self.seed, self.mask_eod = source, int(seed), mask_eod
-        self.row_length, self.row_tokens = int(row_length), float(row_length)
+        self.source, self.seed, self.mask_eod = source, seed, mask_eod
+        self.row_length, self.row_tokens = row_length, float(row_length)
         self._documents, self._lengths = nonempty(source, documents)
         self.tokens_per_epoch = int(self._lengths.sum())
         self._document_order = lru_cache(EPOCHS_KEPT)(self._draw_document_order)
@@ -162,19 +131,20 @@ class RowDataset:
         """Yield (document, first token, tokens) for the stream's tokens [start, start + count)."""
         while count:
             epoch, at = divmod(start, self.tokens_per_epoch)
-            order = self._document_order(epoch)
+            documents, ends = self._document_order(epoch)
             # from the document of token `at` of the epoch to the last one needed, or the epoch's last
-            for number in range(int(np.searchsorted(order.ends, at, side="right")), len(order.documents)):
-                document, rest = int(order.documents[number]), int(order.ends[number]) - at
+            for number in range(int(np.searchsorted(ends, at, side="right")), len(documents)):
+                document, rest = int(documents[number]), int(ends[number]) - at
                 taken = min(rest, count)
                 yield document, int(self.source.document_lengths[document]) - rest, taken
                 at, start, count = at + taken, start + taken, count - taken
                 if not count:
                     return
 
-    def _draw_document_order(self, epoch: int) -> _DocumentOrder:
+    def _draw_document_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the documents of an epoch, in order, and its tokens up to the end of each."""
         order = permutation(len(self._documents), self.seed, epoch, Purpose.DOCUMENTS)
-        return _DocumentOrder(self._documents[order], np.cumsum(self._lengths[order]))
+        return self._documents[order], np.cumsum(self._lengths[order])
 
 
 def part_seed(seed: int, number: int) -> int:
@@ -182,12 +152,8 @@ def part_seed(seed: int, number: int) -> int:
     return (seed + number) % 2**64
 
 
-def nonempty(source: TokenSource, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents with tokens, and their lengths, both int64 [n].
-
-    Raises:
-        UserError: no token at all.
-    """
+def nonempty(source: IndexedSource, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """Return the documents with tokens, and their lengths, both int64 [n]; raise UserError if there is no token."""
     chosen = np.asarray(documents, dtype=np.int64)
     lengths = np.asarray(source.document_lengths, dtype=np.int64)[chosen]
     if not lengths.any():

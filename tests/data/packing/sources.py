@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_ext.data.packing import PackingPlan
+from megatron_ext.data.packing.plan import PackingPlan
 from megatron_ext.data.rows.dataset import TokenRow
 
 Piece = tuple[int, int, int]  # document, start, length

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.packing.bm25 import order_by_similarity
+from megatron_ext.data.packing.policies import Bm25, Corpus
 from tests.data.packing.sources import WrittenSource
 
 EOD = 0
@@ -61,8 +61,9 @@ def test_the_next_is_the_nearest_unused(
     documents: list[list[int]], block: int, first: int, data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(range(len(documents))))
-    places = np.arange(len(documents))
-    order = order_by_similarity(WrittenSource(documents), places, np.array(shuffled), first, block).tolist()
+    source = WrittenSource(documents)
+    corpus = Corpus(source, np.arange(len(documents)), source.document_lengths, 1, 0)
+    order = Bm25(first, block).order(corpus, np.array(shuffled)).tolist()
     begin, blocks = 0, math.ceil(len(documents) / block)
     for number in range(blocks):
         part = slice(begin, begin + len(documents) // blocks + (number < len(documents) % blocks))

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.data.packing import PackingPlan, build_plan, load_plan, plan_folder, plan_key, save_plan
+from megatron_ext.data.packing.plan import PackingPlan, load_plan, plan_folder, save_plan
+from megatron_ext.data.packing.policies import build_plan, plan_key
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import ListedSource
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan
+from megatron_ext.data.packing.plan import PackedRows, PackingPlan
+from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.rows.dataset import RowDataset, TokenRow
 from tests.data.packing.sources import (
     PAD,

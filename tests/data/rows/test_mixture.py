@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.config.arguments import dump_yaml, parse
 from megatron_ext.config.checks import mistakes
-from megatron_ext.data.packing import PackedRows, build_plan
+from megatron_ext.data.packing.plan import PackedRows
+from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.mixture import MixturePart, parts_of_data_path, split_documents
