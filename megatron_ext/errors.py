@@ -4,14 +4,12 @@ import errno
 import reprlib
 from importlib import metadata
 
-# System errors that persist until the user changes something; others (EIO, ESTALE, ...) may be transient.
-PERMANENT = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG),
-    *(errno.EEXIST, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-}
-
-
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# System errors that persist until the user changes something; others (EIO, ESTALE, ...) may be transient.
+PERMANENT = DISK_FULL | {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG),
+    *(errno.EEXIST, errno.ELOOP),
+}
 
 
 class UserError(ValueError):

@@ -16,36 +16,15 @@ from megatron_ext.errors import UserError
 
 _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}
 _FREE = {
-    "model_preset",
-    "init_method_std",
-    "init_scheme",
-    "micro_batch_size",
-    "balance_batches",
-    "loss_block_tokens",
-    "eval_interval",
-    "eval_iters",
-    "eval_lengths",
-    "eval_packing",
-    "eval_document_mask",
-    "eval_stride",
-    "valid_data_path",
-    "early_stopping_patience",
-    "early_stopping_delta",
-    "spike_window",
-    "spike_deviations",
-    "on_spike",
-    "on_non_finite",
-    "skip_limit",
+    *("model_preset", "init_method_std", "init_scheme", "micro_batch_size", "balance_batches", "loss_block_tokens"),
+    *("eval_interval", "eval_iters", "eval_lengths", "eval_packing", "eval_document_mask", "eval_stride"),
+    *("valid_data_path", "early_stopping_patience", "early_stopping_delta", "spike_window", "spike_deviations"),
+    *("on_spike", "on_non_finite", "skip_limit"),
 }
 _LENGTH = {"train_iters", "lr_decay_iters"}  # free if no step's learning rate or window changes
 _VOCABULARY = ("model", "vocab_size"), ("data", "tokenizer_model")
 _SOFT_MODEL = {
-    "norm_epsilon",
-    "rotary_base",
-    "rotary_base_local",
-    "local_window",
-    "window_attn_skip_freq",
-    "no_rope_freq",
+    *("norm_epsilon", "rotary_base", "rotary_base_local", "no_rope_freq", "local_window", "window_attn_skip_freq"),
     "hidden_dropout",
 }
 
@@ -103,16 +82,11 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
     if not changes:
         return []
     free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
-    bound: set[str] = set()  # options that are free in other runs but affect training in this one
     if config.training.moe_aux_loss_coeff and not config.balances_rows:
-        bound |= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced
+        free -= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced
     if config.training.early_stopping_patience:  # the losses would be compared with those of other texts
-        bound |= {"valid_data_path", "eval_packing"}
-    restricted = [
-        change
-        for change in changes
-        if change.name in bound or (change.section not in _FREE_SECTIONS and change.name not in free)
-    ]
+        free -= {"valid_data_path", "eval_packing"}
+    restricted = [one for one in changes if one.section not in _FREE_SECTIONS and one.name not in free]
     refused = [change for change in restricted if change.name not in config.checkpoint.override]
     if refused:
         words = " ".join(change.name for change in restricted)
@@ -143,9 +117,7 @@ def same_schedules(before: Config, config: Config, step: int) -> bool:
     )
     rates = before.learning_rate_schedule(), after.learning_rate_schedule()
     windows = before.window_schedule(), after.window_schedule()
-    if rates[0] == rates[1] and windows[0] == windows[1]:
-        return True
-    return all(
+    return (rates[0] == rates[1] and windows[0] == windows[1]) or all(
         rates[0].at(t) == rates[1].at(t) and windows[0].window_at(t) == windows[1].window_at(t)
         for t in range(step, config.training.train_iters)
     )

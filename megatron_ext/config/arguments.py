@@ -204,7 +204,7 @@ def _parser(everything: bool = False) -> Parser:
     about = {section: options.__doc__ if everything else None for section, options in SECTIONS.items()}
     groups = {section: parser.add_argument_group(section, text) for section, text in about.items()}
     for name, field in FIELDS.items():
-        text = (field.help + _default(field.default)).replace("%", "%%")
+        text = (field.description + _default(field.default)).replace("%", "%%")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if not everything and name not in _COMMON.split():
             options["help"] = argparse.SUPPRESS

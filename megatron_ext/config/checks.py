@@ -60,8 +60,9 @@ def _multiples(names: str, of: str, when: Callable[[Any], Any] = lambda o: True)
 
 
 MODEL: list[Rule] = [
-    ("hidden_size", lambda o: o.kv_channels is None and not o.multi_latent_attention and o.hidden_size % o.heads,
-     ", needs a multiple of num_attention_heads {heads} or kv_channels"),
+    ("hidden_size", lambda o: o.hidden_size % o.heads and not o.multi_latent_attention
+     and (o.kv_channels is None or o.block == "gemma3"),
+     ", needs a multiple of num_attention_heads {heads}, or kv_channels (not with block gemma3)"),
     ("kv_channels", lambda o: not o.multi_latent_attention and (o.kv_channels or not o.hidden_size % o.heads)
      and o.head_size % 2,
      "{head_size}, needs an even head size for RoPE; change hidden_size"),
@@ -72,12 +73,7 @@ MODEL: list[Rule] = [
     *_only_with("add_qkv_bias qk_layernorm no_rope_freq", "block", "llama"),
     *_only_with("rotary_percent", "block", "phi"),
     *_only_with("query_pre_attn_scalar", "block", "gemma3"),
-    ("hidden_size", lambda o: o.block == "gemma3" and o.kv_channels and o.hidden_size % o.heads,
-     ", block gemma3 needs a multiple of num_attention_heads {heads} in transformers, with any kv_channels"),
-    ("softmax_type", lambda o: o.softmax_type == "learnable" and o.block == "gpt_oss",
-     " with block gpt_oss, which has attention sinks by itself; leave it out"),
-    ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd")
-     and (o.softmax_type == "learnable" or o.block == "gpt_oss"),
+    ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd") and o.has_sinks,
      ", which has no gradient of attention sinks; use auto"),
     ("rotary_percent",
      lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
@@ -88,8 +84,6 @@ MODEL: list[Rule] = [
                "tp_comm_overlap fp8_format", "multi_latent_attention"),
     ("num_query_groups", lambda o: o.multi_latent_attention and o.groups != o.heads,
      " with multi_latent_attention, needs num_attention_heads {heads}: every head has its own keys and values"),
-    ("qk_pos_emb_head_dim", lambda o: o.multi_latent_attention and o.qk_pos_emb_head_dim % 2,
-     ", needs an even number for RoPE"),
     ("v_head_dim", lambda o: o.multi_latent_attention and o.v_head_dim > o.head_size,
      ", needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
 ]  # fmt: skip
@@ -104,10 +98,9 @@ ROPE: list[Rule] = [
     ("rope_original_length",
      lambda o: o.rope_scaling in ("dynamic", "yarn", "llama3") and o.rope_original_length is None,
      ", rope_scaling {rope_scaling} needs the length that the model was trained at"),
-    ("rope_scaling_factor", lambda o: o.rope_scaling == "dynamic" and o.rope_scaling_factor < 1,
-     ", rope_scaling dynamic needs at least 1"),
-    ("rope_scaling_factor", lambda o: o.rope_scaling not in ("none", "dynamic") and o.rope_scaling_factor <= 1,
-     ", rope_scaling {rope_scaling} needs more than 1 (new length / original length)"),
+    ("rope_scaling_factor", lambda o: o.rope_scaling != "none" and o.rope_scaling_factor <= 1
+     and (o.rope_scaling, o.rope_scaling_factor) != ("dynamic", 1),
+     ", rope_scaling {rope_scaling} needs more than 1, or 1 if it is dynamic (new length / original length)"),
     ("rope_beta_fast", lambda o: o.rope_scaling == "yarn" and o.rope_beta_fast <= o.rope_beta_slow,
      ", needs more than rope_beta_slow {rope_beta_slow}"),
     ("rope_high_freq_factor",
@@ -134,14 +127,13 @@ EXPERTS: list[Rule] = [
     ("moe_router_num_groups", lambda o: o.num_experts and o.grouped
      and (o.num_experts % o.moe_router_num_groups or o.num_experts < 2 * o.moe_router_num_groups),
      ", needs a divisor of num_experts {num_experts} with at least two experts in a group"),
-    ("moe_router_group_topk", lambda o: o.grouped and o.moe_router_group_topk > o.moe_router_num_groups,
-     ", needs at most moe_router_num_groups {moe_router_num_groups}"),
-    ("moe_router_group_topk", lambda o: o.grouped and o.moe_router_topk != 2 * o.moe_router_group_topk,
-     ", needs half of moe_router_topk {moe_router_topk}: groups are compared by their two best scores"),
-    ("moe_layer_freq", lambda o: o.moe_layer_freq and len(o.moe_layer_freq) != o.num_layers,
-     ", needs a number for each of num_layers {num_layers}"),
-    ("moe_layer_freq", lambda o: o.num_experts and o.moe_layer_freq and 1 not in o.moe_layer_freq,
-     ", needs a layer with experts; leave out num_experts instead"),
+    ("moe_router_group_topk", lambda o: o.grouped
+     and not o.moe_router_topk / 2 == o.moe_router_group_topk <= o.moe_router_num_groups,
+     ", needs half of moe_router_topk {moe_router_topk}, as groups are compared by their two best scores, and at most "
+     "moe_router_num_groups {moe_router_num_groups}"),
+    ("moe_layer_freq",
+     lambda o: o.moe_layer_freq and (len(o.moe_layer_freq) != o.num_layers or 1 not in o.moe_layer_freq),
+     ", needs a number for each of num_layers {num_layers}, and a 1"),
     *_multiples("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
     *_only_with("num_experts", "block", "llama", "gpt_oss"),
     ("num_experts", lambda o: o.block == "gpt_oss" and not o.num_experts, ", block gpt_oss needs experts"),
@@ -165,11 +157,9 @@ EXPERTS: list[Rule] = [
 LAYOUT: list[Rule] = [
     ("sequence_parallel", lambda o: o.sequence_parallel and o.tp == 1,
      " with tensor_model_parallel_size 1, needs 2; use --no-sequence-parallel"),
-    ("seq_length", lambda o: o.tokens % o.cp,
-     " x micro_batch_size {micro_batch_size}, needs a multiple of context_parallel_size {cp}"),
-    ("seq_length", lambda o: not o.tokens % o.cp and o.sequence_parallel and o.tokens // o.cp % o.tp,
-     " x micro_batch_size {micro_batch_size}, sequence_parallel needs a multiple of tensor_model_parallel_size x "
-     "context_parallel_size {tpcp}"),
+    ("seq_length", lambda o: o.tokens % (o.tpcp if o.sequence_parallel else o.cp),
+     " x micro_batch_size {micro_batch_size}, needs a multiple of context_parallel_size {cp}, and sequence_parallel "
+     "one of tensor_model_parallel_size x context_parallel_size {tpcp}"),
     ("num_query_groups", lambda o: o.cp > 1 and o.cp_scheme == "ulysses" and o.groups % o.tpcp,
      ", cp_scheme ulysses needs a multiple of tensor_model_parallel_size x context_parallel_size {tpcp}; use "
      "--cp-scheme exchange"),
@@ -179,11 +169,9 @@ LAYOUT: list[Rule] = [
     ("global_batch_size", lambda o: o.even and o.global_batch_size % (o.micro_batch_size * o.dp),
      ", needs a multiple of micro_batch_size {micro_batch_size} x data-parallel size {dp} = {rows_at_once}"),
     *_multiples("num_layers", "pipeline_model_parallel_size"),
-    ("num_layers_per_virtual_pipeline_stage", lambda o: o.chunk and o.pp == 1,
-     " with pipeline_model_parallel_size 1, needs at least 2; leave it out"),
-    ("num_layers_per_virtual_pipeline_stage", lambda o: o.pp > 1 and o.stage and o.chunk and not o.divides_stage,
-     ", needs a proper divisor of the {stage} layers of a stage (num_layers {num_layers} / "
-     "pipeline_model_parallel_size {pp})"),
+    ("num_layers_per_virtual_pipeline_stage", lambda o: o.stage and o.chunk and (o.pp == 1 or not o.divides_stage),
+     " with pipeline_model_parallel_size {pp}, needs at least 2 of them and a proper divisor of the {stage} layers of "
+     "each; leave it out"),
     ("global_batch_size", lambda o: o.pp > 1 and o.divides_stage and o.even and o.microbatches % o.pp,
      "{microbatches} micro-batches per step, the interleaved pipeline needs a multiple of "
      "pipeline_model_parallel_size {pp}; raise global_batch_size"),
@@ -212,33 +200,24 @@ WEIGHTING: list[Rule] = [
      "{packings}, token_weighting dataset needs random"),
     *_only_with("score_store", "token_weighting", "frozen"),
     *_only_with("short_context", "token_weighting", "unfrozen"),
-    ("weight_post", lambda o: o.weighs and o.weight_score == "longce" and o.weight_post != "none",
-     ", weight_score longce needs none"),
-    ("weight_post", lambda o: o.weighs and o.weight_score == "rho1" and o.weight_post != "sparse",
-     ", weight_score rho1 needs sparse"),
-    *(("weight_strength", lambda o, p=post, f=fits: o.weighs and o.weight_post == p and not f(o.strength),
-       f"{{strength}}, weight_post {post} needs {needs}")
-      for post, fits, needs in (
-          ("dense", lambda x: 0 <= x <= 1, "0 <= lambda <= 1 (1 is uniform)"),
-          ("sparse", lambda x: 0 < x <= 1, "0 < kappa <= 1 (1 is uniform)"),
-          ("none", lambda x: x >= 0, "gamma >= 0 (0 is uniform)"))),
-    *_if_given("weight_shift", lambda o: o.weighs and o.weight_score not in ("ppmi", "npmi"),
-               " with weight_score {weight_score}, needs ppmi or npmi"),
-    ("weight_score", lambda o: o.token_weighting == "frozen" and not o.needs_short_losses,
-     ", which compares no two losses; use --token-weighting unfrozen"),
+    ("weight_post",
+     lambda o: o.weighs and o.weight_post != {"longce": "none", "rho1": "sparse"}.get(o.weight_score, o.weight_post),
+     " with weight_score {weight_score}; longce needs none, and rho1 sparse"),
+    ("weight_strength",
+     lambda o: o.weighs and (o.strength < 0 or (o.strength > 1 and o.weight_post != "none")
+                             or (o.strength == 0 and o.weight_post == "sparse")),
+     "{strength} with weight_post {weight_post}; dense needs 0..1, sparse above 0 and at most 1, none at least 0"),
+    *_only_with("weight_shift", "weight_score", "ppmi", "npmi"),
     ("score_store", lambda o: o.token_weighting == "frozen" and o.score_store is None,
      ", token_weighting frozen needs one; make it with {make_scores}"),
-    ("weight_score", lambda o: o.token_weighting == "unfrozen" and o.weight_score == "rho1",
-     ", which needs a reference model; use --token-weighting frozen with its score_store"),
+    ("weight_score", lambda o: (o.token_weighting, o.weight_score) in {
+        ("frozen", "focal"), ("frozen", "mile"), ("unfrozen", "rho1")},
+     " with token_weighting {token_weighting}; focal and mile need unfrozen, and rho1 frozen"),
     *_if_given("short_context", lambda o: not o.needs_short_losses,
                ", which weight_score {weight_score} does not read; leave it out"),
-    ("short_context", lambda o: o.scores and o.short_context is None,
-     ", token_weighting unfrozen needs a number of tokens, such as seq_length / 4"),
-    ("short_context", lambda o: o.scores and o.short_context is not None and o.short_context >= o.seq_length,
-     ", needs less than seq_length {seq_length}: both contexts would be the same"),
-    ("short_stride",
-     lambda o: o.scores and o.short_stride and o.short_stride > (o.short_context or o.short_stride)
-     and o.short_context < o.seq_length,
+    ("short_context", lambda o: o.scores and not 0 < (o.short_context or 0) < o.seq_length,
+     ", token_weighting unfrozen needs a number of tokens below seq_length {seq_length}, such as a quarter"),
+    ("short_stride", lambda o: o.scores and (o.short_stride or 0) > (o.short_context or math.inf),
      ", needs at most short_context {short_context}, or tokens between chunks would have no score"),
 ]  # fmt: skip
 
@@ -293,18 +272,16 @@ SPEED: list[Rule] = [
     *_excludes("compile", "recompute_granularity"),
     ("mlp_block_tokens", lambda o: o.mlp_block_tokens and "mlp" in o.recompute_modules,
      " with recompute_modules mlp; it recomputes the MLP by itself, leave mlp out"),
-    *(rule for other in ("num_experts", "compile", "fp8_format", "tp_comm_overlap")
-      for rule in _excludes("mlp_block_tokens", other)),
+    *_excludes("num_experts compile fp8_format tp_comm_overlap", "mlp_block_tokens"),
     ("offload_layer_inputs",
      lambda o: o.offload_layer_inputs and (o.recompute_granularity, o.recompute_method) != ("full", "uniform"),
      ", needs recompute_granularity full with recompute_method uniform"),
     *_excludes("offload_layer_inputs", "fp8_format"),
     *_requires("tp_comm_overlap fp8_format use_precision_aware_optimizer", "bf16"),
     *_requires("tp_comm_overlap", "sequence_parallel"),
-    ("tp_comm_overlap", lambda o: o.tp_comm_overlap and o.scores,
-     " with token_weighting unfrozen, needs micro-batches of one size, which short contexts are not"),
-    ("tp_comm_overlap", lambda o: o.tp_comm_overlap and o.eval_interval and o.eval_stride is not None and o.shorter,
-     " with eval_stride {eval_stride}, needs micro-batches of one size, which windows of {shorter} tokens are not"),
+    ("tp_comm_overlap", lambda o: o.tp_comm_overlap
+     and (o.scores or (o.eval_interval and o.eval_stride and set(o.eval_lengths) - {o.seq_length})),
+     ", needs micro-batches of one size: no token_weighting unfrozen, no eval_stride with shorter eval_lengths"),
     *((name, lambda o, n=size, s=shares: o.fp8_format and getattr(o, n) % (o.fp8_multiple * getattr(o, s)),
        f"{got}, fp8_recipe {{fp8_recipe}} needs a multiple of {{fp8_multiple}} on each of {{{shares}}} ranks")
       for name, size, shares, got in (
@@ -357,8 +334,8 @@ def _options(config: Config, world_size: int) -> Any:
     o.rows_at_once = data.micro_batch_size * o.dp
     o.microbatches = data.global_batch_size // o.rows_at_once
     o.heads, o.groups = model.num_attention_heads, model.num_query_groups
-    o.head_size, o.rotary_size, o.query_width = model.head_size, model.rotary_size, model.query_width
-    o.key_width, o.expert_width, o.has_qk_norms = o.groups * o.head_size, model.expert_width, model.has_qk_norms
+    o.head_size, o.rotary_size, o.expert_width = model.head_size, model.rotary_size, model.expert_width
+    o.query_width, o.key_width, o.has_sinks = o.heads * o.head_size, o.groups * o.head_size, model.has_sinks
     o.grouped = model.moe_router_num_groups is not None and model.moe_router_group_topk is not None
     o.tokens, o.last_window = data.micro_batch_size * data.seq_length, config.window_end
     o.chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -371,7 +348,6 @@ def _options(config: Config, world_size: int) -> Any:
     o.decay, o.falls = config.lr_decay_steps, config.optimizer.lr_decay_style != "constant"
     o.after_warmup = o.decay - config.optimizer.lr_warmup_iters
     o.packings = " ".join(sorted({data.packing, *(part.packing for part in data.mixture)} - {"random"}))
-    o.shorter = next((length for length in config.training.eval_lengths if length != data.seq_length), None)
     o.fp8_multiple = config.training.fp8_multiple
     o.make_scores, o.make_dataset = program("score"), program("preprocess")
     return o

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import yaml
-from annotated_types import Ge, Le, Lt, MinLen
+from annotated_types import Ge, Le, Lt, MinLen, MultipleOf
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
@@ -22,7 +22,7 @@ from megatron_ext.short_context import ShortContext
 
 def _option(default: Any, help: str, shown: str | None = None) -> Any:
     """Return a field; `shown` is the placeholder of its value in --help."""
-    return field(default=default, metadata={"help": help} | ({} if shown is None else {"shown": shown}))
+    return field(default=default, metadata={"description": help, "shown": shown})
 
 
 class _Section:
@@ -47,10 +47,9 @@ Decay = Annotated[NonNegativeFloat, Lt(1)]
 Folder = Annotated[str, MinLen(1)]
 Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
 
-_PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
 PRESETS: dict[str, dict[str, Any]] = {  # model sizes by name; lists become tuples, as in ModelConfig
     name: {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
-    for name, options in _PRESETS.items()
+    for name, options in yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8")).items()
     if not name.startswith(".")
 }
 if TYPE_CHECKING:
@@ -81,11 +80,7 @@ class ModelConfig(_Section):
     model_preset: Preset | None = _option(None, "a named model size; other values override it")
     block: Literal["llama", "phi", "gemma3", "olmo3", "gpt_oss"] = _option(
         "llama",
-        "layer type; llama: RMSNorm and SwiGLU, no biases; phi: attention and a GELU MLP in parallel after one "
-        "LayerNorm, with biases (Phi-1, Phi-1.5, Phi-2); gemma3: llama with GELU, norms also after attention and MLP "
-        "and of queries and keys, and a scaled embedding; olmo3: llama with norms after attention and MLP instead of "
-        "before, and of all heads of the queries and keys together; gpt_oss: llama with attention sinks, biases in "
-        "attention, router and experts, and a clamped SwiGLU",
+        "llama: RMSNorm and SwiGLU, no biases; others as in Phi-2, Gemma 3, Olmo 3 and gpt-oss (docs/conversion.md)",
     )
     num_layers: Layers = _option(4, "transformer layers")
     hidden_size: Width = _option(128, "width of the residual stream")
@@ -93,100 +88,53 @@ class ModelConfig(_Section):
     num_attention_heads: Width = _option(4, "query heads")
     num_query_groups: Width = _option(2, "key and value heads")
     kv_channels: Width | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
-    multi_latent_attention: bool = _option(
-        False,
-        "MLA (DeepSeek-V2, DeepSeek-V3, Moonlight): the keys and values of all heads are computed from one latent per "
-        "token",
-    )
+    multi_latent_attention: bool = _option(False, "MLA (DeepSeek): keys and values of heads from a latent per token")
     q_lora_rank: Width | None = _option(None, "MLA: width of the queries' latent (default: queries have none)")
     kv_lora_rank: Width = _option(512, "MLA: width of the latent of keys and values")
     qk_head_dim: Width = _option(128, "MLA: dimensions of a query or key head that are not rotated")
-    qk_pos_emb_head_dim: Width = _option(64, "MLA: further dimensions, rotated; the heads share those of the key")
+    qk_pos_emb_head_dim: Annotated[Width, MultipleOf(2)] = _option(64, "MLA: rotated dimensions, one key for all heads")
     v_head_dim: Width = _option(128, "MLA: size of a value head")
     vocab_size: Tokens | None = _option(None, "number of token ids (default: that of --tokenizer-model)")
     make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded to a multiple of this")
     norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
     rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary frequencies")
     rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that are rotated (phi)")
-    rotary_base_local: PositiveFloat | None = _option(
-        None, "base of local layers, which are then not scaled (default: as the other layers)"
-    )
+    rotary_base_local: PositiveFloat | None = _option(None, "base of local layers, unscaled (default: as other layers)")
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
         "none", "how rotary frequencies are scaled beyond --rope-original-length"
     )
     rope_scaling_factor: PositiveFloat = _option(1.0, "new length / original length")
-    rope_original_length: PositiveInt | None = _option(
-        None, "dynamic, yarn, llama3: length that the model was trained at"
-    )
-    rope_low_freq_factor: PositiveFloat = _option(
-        1.0, "llama3: wavelengths above original length / this are fully scaled"
-    )
-    rope_high_freq_factor: PositiveFloat = _option(
-        4.0, "llama3: wavelengths below original length / this are not scaled"
-    )
-    rope_beta_fast: PositiveFloat = _option(
-        32.0, "yarn: frequencies with more rotations than this in the original length are not scaled"
-    )
+    rope_original_length: PositiveInt | None = _option(None, "dynamic, yarn, llama3: length the model was trained at")
+    rope_low_freq_factor: PositiveFloat = _option(1.0, "llama3: wavelengths > original length / this are fully scaled")
+    rope_high_freq_factor: PositiveFloat = _option(4.0, "llama3: wavelengths < original length / this are not scaled")
+    rope_beta_fast: PositiveFloat = _option(32.0, "yarn: frequencies with more rotations than this are not scaled")
     rope_beta_slow: PositiveFloat = _option(1.0, "yarn: frequencies with fewer rotations than this are scaled fully")
-    rope_truncate: bool = _option(
-        True, "yarn: round the ends of the ramp between both kinds to whole pairs (gpt_oss: no)"
-    )
+    rope_truncate: bool = _option(True, "yarn: round the ends of the ramp between both to whole pairs (gpt_oss: no)")
     rope_attention_factor: PositiveFloat | None = _option(
-        None,
-        "yarn: factor of rotated queries and keys (default 0.1 ln rope_scaling_factor + 1; with rope_mscale_all_dim m, "
-        "divided by 0.1 m ln rope_scaling_factor + 1)",
+        None, "yarn: factor of rotated queries and keys (default (0.1 ln f + 1) / (0.1 m ln f + 1), f: scaling factor)"
     )
-    rope_mscale_all_dim: NonNegativeFloat = _option(
-        0.0, "MLA with yarn: m; all scores are multiplied by (0.1 m ln rope_scaling_factor + 1)^2"
-    )
-    rope_window_bases: tuple[str, ...] = _option(
-        (), "rotary base of each window up to WINDOW tokens; larger windows use --rotary-base", "WINDOW:BASE"
-    )
+    rope_mscale_all_dim: NonNegativeFloat = _option(0.0, "MLA with yarn: m; scores * (0.1 m ln f + 1)^2")
+    rope_window_bases: tuple[str, ...] = _option((), "rotary base of each window up to WINDOW tokens", "WINDOW:BASE")
     no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary embedding (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "use a separate output matrix")
     num_experts: Width | None = _option(None, "experts in each layer: SwiGLU MLPs with a router (Mixtral, Qwen3-MoE)")
     moe_router_topk: Width = _option(2, "experts per token, weighted by their router scores, normalized to sum 1")
     moe_ffn_hidden_size: Width | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
-    moe_shared_expert_intermediate_size: Width | None = _option(
-        None,
-        "width inside the shared experts of a layer together, which process every token (DeepSeek-V3; default: none)",
-    )
-    moe_layer_freq: tuple[Annotated[int, Ge(0), Le(1)], ...] = _option(
-        (), "for each layer 1 if it has experts, 0 if it has a single MLP of width ffn_hidden_size (default: all 1)"
-    )
-    moe_router_score_function: Literal["softmax", "sigmoid"] = _option(
-        "softmax", "how router logits become scores; sigmoid: of each expert by itself (DeepSeek-V3)"
-    )
-    moe_router_enable_expert_bias: bool = _option(
-        False,
-        "sigmoid: add to each score a bias that only affects which experts are chosen; after every step it rises for "
-        "experts with fewer tokens than the mean and falls for the others (DeepSeek-V3)",
-    )
-    moe_router_num_groups: Width | None = _option(
-        None, "sigmoid: consecutive experts form this many groups, and a token's experts are in few of them"
-    )
-    moe_router_group_topk: Width | None = _option(
-        None, "groups per token: those with the largest sum of their two best scores"
-    )
+    moe_shared_expert_intermediate_size: Width | None = _option(None, "width of a layer's shared experts together")
+    moe_layer_freq: tuple[Annotated[int, Ge(0), Le(1)], ...] = _option((), "for each layer 1 (experts, default) or 0")
+    moe_router_score_function: Literal["softmax", "sigmoid"] = _option("softmax", "how router logits become scores")
+    moe_router_enable_expert_bias: bool = _option(False, "sigmoid: biases on the choice balance the experts")
+    moe_router_num_groups: Width | None = _option(None, "sigmoid: groups of experts, of which each token uses a few")
+    moe_router_group_topk: Width | None = _option(None, "groups per token, by the sum of their two best scores")
     moe_router_topk_scaling_factor: PositiveFloat = _option(1.0, "sigmoid: factor of the normalized scores")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
     qk_layernorm: bool = _option(False, "normalize each head's queries and keys before RoPE (Qwen3)")
-    softmax_type: Literal["vanilla", "learnable"] = _option(
-        "vanilla",
-        "learnable: attention sinks (gpt-oss): the softmax of each query head has one more entry, a learned logit, and "
-        "its share of the attention adds nothing to the output",
-    )
-    query_pre_attn_scalar: Width | None = _option(
-        None, "scores are divided by the square root of this (gemma3; default: the head size)"
-    )
+    softmax_type: Literal["vanilla", "learnable"] = _option("vanilla", "learnable: attention sinks, as in gpt-oss")
+    query_pre_attn_scalar: Width | None = _option(None, "gemma3: scores / sqrt(this) (default: the head size)")
     local_window: PositiveInt | None = _option(None, "tokens that a token of a local layer attends to, with itself")
     window_attn_skip_freq: int | None = _option(None, "every n-th layer is not local but follows the window schedule")
     init_method_std: NonNegativeFloat = _option(0.02, "megatron: standard deviation of the initial weights")
-    init_scheme: Literal["megatron", "tinyllama"] = _option(
-        "megatron",
-        "megatron: init_method_std, / sqrt(2 num_layers) for matrices that write to the residual stream; tinyllama: "
-        "sqrt(2 / (5 hidden_size)), and 1 / (sqrt(hidden_size) num_layers) for those",
-    )
+    init_scheme: Literal["megatron", "tinyllama"] = _option("megatron", "standard deviations of the initial weights")
     hidden_dropout: Decay = _option(0.0, "dropout on the residual branches")
 
     @property
@@ -195,11 +143,6 @@ class ModelConfig(_Section):
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def query_width(self) -> int:
-        """N * H, the width of a token's queries; it differs from the hidden size if heads have their own size."""
-        return self.num_attention_heads * self.head_size
 
     @property
     def value_size(self) -> int:
@@ -284,49 +227,23 @@ class ParallelConfig(_Section):
     pipeline_model_parallel_size: PositiveInt = _option(1, "PP: ranks that share the layers")
     num_layers_per_virtual_pipeline_stage: PositiveInt | None = _option(None, "interleaved pipeline: layers per chunk")
     context_parallel_size: PositiveInt = _option(1, "CP: ranks that share each row")
-    cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option(
-        "auto", "how tokens are assigned to context-parallel ranks"
-    )
-    cp_scheme: Literal["auto", "exchange", "ulysses"] = _option(
-        "auto", "exchange: fetch the keys that are needed; ulysses: all-to-all from tokens to heads"
-    )
-    cp_row_cost: NonNegativeFloat = _option(
-        64.0, "cost of moving a key for --cp-policy auto, in attention pairs (64: NVLink; 570: between nodes)"
-    )
-    cp_overlap_parts: PositiveInt | None = _option(
-        None, "parts of the key heads whose exchange overlaps attention (default: 2 on cuda, 1 on cpu)"
-    )
+    cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option("auto", "assignment of tokens to CP ranks")
+    cp_scheme: Literal["auto", "exchange", "ulysses"] = _option("auto", "fetch needed keys, or all-to-all to heads")
+    cp_row_cost: NonNegativeFloat = _option(64.0, "--cp-policy auto: attention pairs that moving a key costs")
+    cp_overlap_parts: PositiveInt | None = _option(None, "parts of the exchange, to overlap (default: 2 on cuda)")
     expert_model_parallel_size: PositiveInt = _option(1, "EP: data- and context-parallel ranks that share the experts")
-    moe_grouped_gemm: bool = _option(
-        False, "multiply the matrices of a rank's experts in one grouped call (Transformer Engine)"
-    )
+    moe_grouped_gemm: bool = _option(False, "compute a rank's experts in one grouped product (Transformer Engine)")
     sequence_parallel: bool = _option(False, "split activations outside the matrix products over TP ranks as well")
-    tp_comm_overlap: bool = _option(
-        False, "overlap tensor-parallel communication with matrix products (Transformer Engine)"
-    )
-    use_distributed_optimizer: bool | None = _option(
-        None, "shard optimizer state over data-parallel ranks (default: with several ranks on cuda)"
-    )
-    overlap_grad_reduce: bool | None = _option(
-        None, "reduce gradients during the backward pass (default: with several ranks on cuda)"
-    )
-    overlap_param_gather: bool | None = _option(
-        None, "gather parameters during the forward pass (default: if both of the above are on)"
-    )
-    recompute_granularity: Literal["full", "selective"] | None = _option(
-        None, "recompute activations in the backward pass: whole layers or --recompute-modules"
-    )
-    recompute_modules: tuple[RecomputeModule, ...] = _option(
-        (), "modules that `selective` recomputes (default core_attn)"
-    )
+    tp_comm_overlap: bool = _option(False, "overlap tensor-parallel communication (Transformer Engine)")
+    use_distributed_optimizer: bool | None = _option(None, "shard optimizer state (default: several ranks on cuda)")
+    overlap_grad_reduce: bool | None = _option(None, "reduce gradients in backward (default: several ranks on cuda)")
+    overlap_param_gather: bool | None = _option(None, "gather parameters in forward (default: if both above are on)")
+    recompute_granularity: Literal["full", "selective"] | None = _option(None, "recompute layers, or recompute_modules")
+    recompute_modules: tuple[RecomputeModule, ...] = _option((), "what `selective` recomputes (default core_attn)")
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
     recompute_num_layers: PositiveInt = _option(1, "layers per recomputed group (uniform), or recomputed ones (block)")
-    mlp_block_tokens: PositiveInt | None = _option(
-        None, "compute the MLP in blocks of this many tokens, each recomputed in the backward pass (default: at once)"
-    )
-    offload_layer_inputs: bool = _option(
-        False, "keep the inputs of recomputed layers in host memory until the backward pass"
-    )
+    mlp_block_tokens: PositiveInt | None = _option(None, "compute the MLP in recomputed blocks of so many tokens")
+    offload_layer_inputs: bool = _option(False, "keep inputs of recomputed layers in host memory until backward")
     compile: bool = _option(False, "torch.compile the layers except attention, for small models")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: cuda if available, else cpu")
     attention_backend: Literal[
@@ -334,16 +251,8 @@ class ParallelConfig(_Section):
     ] = _option("auto", "kernel of packed attention (auto: the best for each call)")
     distributed_timeout_minutes: Minutes = _option(10, "time limit of a collective")
     watchdog_timeout: Seconds | None = _option(
-        None,
-        "time limit in seconds of a step, a save or a validation batch; then the run ends and names the hanging rank; "
-        "0: none (default: 0.9 of the above with several processes, 1800 with one)",
+        None, "seconds until a hanging step, save or validation ends the run (default: below the above); 0: never"
     )
-
-    def watchdog_seconds(self, processes: int) -> float:
-        """Return the seconds without progress after which a run ends: as given, or less than the timeout; 0: none."""
-        if self.watchdog_timeout is not None:
-            return self.watchdog_timeout
-        return 0.9 * 60 * self.distributed_timeout_minutes if processes > 1 else 1800.0
 
     def overlap_parts(self, on_cuda: bool) -> int:
         """Return the parts of the key heads: as given, or 2 if a second stream can overlap them with attention."""
@@ -379,9 +288,7 @@ class DataConfig(_Section):
     long_share: PositiveFloat | None = _option(None, "upsample_long: share of each source's tokens in long documents")
     first_sample: NonNegativeInt = _option(0, "index of the first row, such as the number of rows another run used")
     balance_batches: bool = _option(False, "assign rows to ranks and micro-batches by the cost of their attention")
-    valid_data_path: tuple[str, ...] = _option(
-        (), "validate on these datasets, given as in --data-path, instead of the second share of --split", "PREFIX"
-    )
+    valid_data_path: tuple[str, ...] = _option((), "validation data, instead of the second share of --split", "PREFIX")
     eod_mask_loss: bool = _option(False, "do not train on the token after a document's end")
 
     @property
@@ -414,18 +321,10 @@ class WindowConfig(_Section):
     window_round_to: int = _option(1024, "stepwise: windows are multiples of this")
     window_aligned: bool = _option(False, "stepwise: windows are window_end / 2^k instead")
     window_switch_step: int | None = _option(None, "continual: the first step with window_end")
-    window_cycles: float | None = _option(
-        None, "cycles of cyclic_jump (1, 2, ...; default 1) or cyclic_gradual (0.5, 1.5, ...; default 0.5)"
-    )
-    window_mask: WindowMask = _option(
-        "grid",
-        "grid: blocks of w tokens, the window; sliding: each token and the w before it, the paper's formula; "
-        "sliding_w: w tokens including itself, the authors' code",
-    )
+    window_cycles: float | None = _option(None, "cycles: 1, 2, ... (cyclic_jump) or 0.5, 1.5, ... (cyclic_gradual)")
+    window_mask: WindowMask = _option("grid", "grid: blocks of w; sliding: itself and w before; sliding_w: w in all")
     document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
-    local_window_fixed: bool = _option(
-        False, "local layers use --local-window from the first step, even if the schedule's window is smaller"
-    )
+    local_window_fixed: bool = _option(False, "--local-window from the first step, even above the schedule's window")
 
 
 @dataclass(frozen=True)
@@ -435,15 +334,9 @@ class WeightingConfig(_Section):
     token_weighting: Literal["none", "unfrozen", "frozen", "dataset"] = _option(
         "none", "weights from the model itself (unfrozen), --score-store (frozen), or the dataset"
     )
-    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile"] = _option(
-        "abs", "score of a token: |PMI| of long and short context, or another"
-    )
-    weight_post: Literal["dense", "sparse", "none"] = _option(
-        "dense", "weights from scores: dense mixes with 1, sparse keeps the highest, none keeps the score"
-    )
-    weight_strength: float | None = _option(
-        None, "dense: lambda (default 0.75); sparse: kappa (0.2, frozen 0.4); none: gamma of focal and mile (1)"
-    )
+    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile"] = _option("abs", "score of a token")
+    weight_post: Literal["dense", "sparse", "none"] = _option("dense", "how scores become weights")
+    weight_strength: float | None = _option(None, "dense: lambda 0.75; sparse: kappa 0.2, frozen 0.4; none: gamma 1")
     weight_clip: PositiveFloat | None = _option(None, "upper bound of the weights; longce's gamma (5)")
     weight_shift: Annotated[float, Ge(1)] | None = _option(None, "ppmi and npmi: k; ln k is subtracted from scores")
     short_context: PositiveInt | None = _option(None, "unfrozen: n, tokens of the short context")
@@ -464,10 +357,10 @@ class WeightingConfig(_Section):
         sparse = 0.4 if self.token_weighting == "frozen" else 0.2
         return {"dense": 0.75, "sparse": sparse, "none": 1.0}[self.weight_post]
 
-    def short(self, *, every_token: bool = False) -> ShortContext:
+    def short(self) -> ShortContext:
         """Return how rows are divided for the short context; `short_context` must be set."""
         assert self.short_context is not None
-        return ShortContext(self.short_context, self.short_stride or max(self.short_context * 3 // 4, 1), every_token)
+        return ShortContext(self.short_context, self.short_stride or max(self.short_context * 3 // 4, 1))
 
 
 MomentType = Literal["fp32", "fp16", "bf16", "fp8"]
@@ -491,16 +384,12 @@ class OptimizerConfig(_Section):
     adam_beta2: Decay = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
     clip_grad: NonNegativeFloat = _option(1.0, "limit of the global gradient norm; 0: none")
-    use_precision_aware_optimizer: bool = _option(
-        False, "gradients, master weights and moments in the types below (Transformer Engine)"
-    )
+    use_precision_aware_optimizer: bool = _option(False, "optimizer with the types below (Transformer Engine)")
     main_grads_dtype: Literal["fp32", "bf16"] = _option("fp32", "type of the gradients")
     main_params_dtype: Literal["fp32", "fp16"] = _option("fp32", "type of the master weights")
     exp_avg_dtype: MomentType = _option("fp32", "type of Adam's first moment")
     exp_avg_sq_dtype: MomentType = _option("fp32", "type of Adam's second moment")
-    optimizer_cpu_offload: bool = _option(
-        False, "keep optimizer state on the host; needs use_precision_aware_optimizer"
-    )
+    optimizer_cpu_offload: bool = _option(False, "keep optimizer state on the host")
     optimizer_offload_fraction: Share = _option(1.0, "share of the optimizer state that is offloaded")
 
 
@@ -511,22 +400,12 @@ class TrainingConfig(_Section):
     train_iters: PositiveInt = _option(100, "optimizer steps")
     seed: Seed = _option(1234, "seed of weights, data order and dropout, below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
-    fp8_format: Literal["hybrid", "e4m3"] | None = _option(
-        None, "matrix products of the layers in fp8 (Transformer Engine); hybrid: gradients in e5m2"
-    )
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = _option(
-        "tensorwise", "scaling of fp8: each tensor, or blocks; mxfp8 needs Blackwell"
-    )
-    spike_window: NonNegativeInt = _option(
-        128, "preceding losses that a loss is compared with to detect a spike; 0: no detection"
-    )
+    fp8_format: Literal["hybrid", "e4m3"] | None = _option(None, "matrix products in fp8 (Transformer Engine)")
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = _option("tensorwise", "scaling of fp8 (mxfp8: Blackwell)")
+    spike_window: NonNegativeInt = _option(128, "preceding losses that a loss is compared with; 0: no spike detection")
     spike_deviations: PositiveFloat = _option(7.0, "a loss this many standard deviations above their mean is a spike")
-    on_spike: Literal["continue", "skip", "stop"] = _option(
-        "continue", "after a loss spike: train on it, skip the update, or end the run (status 86)"
-    )
-    on_non_finite: Literal["stop", "skip"] = _option(
-        "stop", "after a loss or gradient norm that is not finite: end the run (status 86) or skip the update"
-    )
+    on_spike: Literal["continue", "skip", "stop"] = _option("continue", "after a loss spike: train on, skip it, or end")
+    on_non_finite: Literal["stop", "skip"] = _option("stop", "after a loss or gradient that is not finite")
     skip_limit: PositiveInt = _option(10, "consecutive skipped steps after which the run ends (status 86)")
     loss_block_tokens: PositiveInt = _option(4096, "number of tokens whose logits exist at a time")
     z_loss: NonNegativeFloat = _option(0.0, "coefficient of the squared log partition in the loss")
@@ -534,21 +413,15 @@ class TrainingConfig(_Section):
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss"] = _option(
         "seq_aux_loss", "balance the tokens of each row, or of each micro-batch"
     )
-    moe_router_bias_update_rate: NonNegativeFloat = _option(
-        1e-3, "by how much a step changes each bias of --moe-router-enable-expert-bias; 0: never"
-    )
+    moe_router_bias_update_rate: NonNegativeFloat = _option(1e-3, "by how much a step changes each expert's bias")
     eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none")
     eval_iters: PositiveInt = _option(4, "global batches of validation rows per evaluation")
     eval_lengths: tuple[PositiveInt, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
     eval_packing: Literal["random", "same"] = _option("random", "packing of validation rows; same: as the run's")
     eval_document_mask: bool = _option(False, "evaluate inside documents instead of across them")
     eval_stride: PositiveInt | None = _option(None, "evaluate in windows that slide by this (default: blocks)")
-    early_stopping_patience: NonNegativeInt = _option(
-        0, "evaluations without a lower validation loss after which the run ends; 0: never"
-    )
-    early_stopping_delta: NonNegativeFloat = _option(
-        0.0, "nats by which a validation loss must be below the lowest one to count as lower"
-    )
+    early_stopping_patience: NonNegativeInt = _option(0, "evaluations without a lower loss that end the run; 0: never")
+    early_stopping_delta: NonNegativeFloat = _option(0.0, "nats by which a loss must be below the lowest to count")
 
     @property
     def fp8_multiple(self) -> int:
@@ -569,9 +442,7 @@ class CheckpointConfig(_Section):
     load_if_present: bool = _option(False, "start from scratch if --load has no checkpoint")
     load_latest_complete: bool = _option(False, "if the newest checkpoint is damaged, load the one before it")
     verify_load: bool = _option(True, "compare each file of a checkpoint with its checksum before loading")
-    override: tuple[str, ...] = _option(
-        (), "options that may differ from the checkpoint's (data, schedule, optimizer)", "OPTION"
-    )
+    override: tuple[str, ...] = _option((), "options that may differ from the checkpoint's", "OPTION")
     save_interval: NonNegativeInt = _option(0, "steps between checkpoints; 0: only at the end and on a signal")
     save_seconds: NonNegativeFloat = _option(0.0, "seconds between checkpoints, in addition to save_interval; 0: none")
     async_save: bool = _option(False, "continue training while a checkpoint is written")
@@ -589,9 +460,7 @@ class LoggingConfig(_Section):
     wandb_exp_name: str | None = _option(None, "name of the Weights & Biases or MLflow run", "NAME")
     mlflow_experiment: str | None = _option(None, "log to this MLflow experiment", "NAME")
     log_interval: PositiveInt = _option(10, "at most this many steps between two progress lines in a log file")
-    attention_health_interval: NonNegativeInt = _option(
-        0, "steps between measurements of attention (entropy, sinks, S_max, distance); 0: none"
-    )
+    attention_health_interval: NonNegativeInt = _option(0, "steps between measurements of attention; 0: none")
     attention_health_queries: PositiveInt = _option(64, "queries of a step's first micro-batch that are measured")
     attention_s_max_warning: PositiveFloat = _option(100.0, "warn if a layer's largest score is above this (MuonClip)")
 

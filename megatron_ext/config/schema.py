@@ -26,8 +26,8 @@ class Option:
     section: str
     hint: Any
     default: Any
-    help: str
-    shown: str | None = None
+    description: str
+    shown: str | None
 
     @property
     def is_switch(self) -> bool:
@@ -88,9 +88,6 @@ def invalid(config: Config) -> Iterator[str]:
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a configuration file, with the help of each option as its description."""
     schema = ADAPTER.json_schema()
-    for options in SECTIONS.values():
-        for name, described in schema["$defs"][options.__name__]["properties"].items():
-            described["description"] = FIELDS[name].help
     sections = dict(schema["properties"])
     data = schema["$defs"]["DataConfig"]["properties"]
     data["mixture"] = {"description": data["mixture"]["description"], "anyOf": [data["mixture"], {"type": "string"}]}

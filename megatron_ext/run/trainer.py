@@ -71,7 +71,9 @@ def train(config: Config, request: StopRequest, *, run: Path | None, has_next_st
     info = describe_run(config, built)
     request.listen()
     ranks, save = built.ranks, config.checkpoint.save
-    timeout_s = config.parallel.watchdog_seconds(ranks.world_size)
+    timeout_s = config.parallel.watchdog_timeout
+    if timeout_s is None:
+        timeout_s = 0.9 * 60 * config.parallel.distributed_timeout_minutes if ranks.world_size > 1 else 1800.0
     with Watchdog(ranks.world, Path(save) if save else None, timeout_s):
         ending = Trainer(config, built, info).fit(request, run, has_next_stage)
         parallel.finish_stage()

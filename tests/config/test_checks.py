@@ -42,7 +42,7 @@ CASES = """
 --mlp-block-tokens 64 --recompute-granularity selective --recompute-modules mlp | mlp_block_tokens | --mlp-block-tokens 64 --recompute-granularity selective --recompute-modules layernorm
 --offload-layer-inputs --recompute-granularity selective | offload_layer_inputs | --offload-layer-inputs --recompute-granularity full
 --offload-layer-inputs --recompute-granularity full --recompute-method block | offload_layer_inputs | --recompute-granularity full --recompute-method block
---mlp-block-tokens 64 --num-experts 4 | mlp_block_tokens | --mlp-block-tokens 64
+--mlp-block-tokens 64 --num-experts 4 | num_experts | --mlp-block-tokens 64
 --tp-comm-overlap --bf16 | tp_comm_overlap | --tp-comm-overlap --bf16 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --fp8-format hybrid | fp8_format | --bf16 --fp8-format hybrid
 --bf16 --fp8-format hybrid --hidden-size 136 --kv-channels 32 | hidden_size | --hidden-size 136
@@ -79,7 +79,6 @@ CASES = """
 ## --num-experts 4
 --moe-router-topk 5 | moe_router_topk | --moe-router-topk 4
 --block phi | num_experts |
---block gpt_oss --softmax-type learnable | softmax_type | --softmax-type learnable
 --add-qkv-bias | add_qkv_bias | --qk-layernorm
 --tensor-model-parallel-size 2 | sequence_parallel | --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --moe-ffn-hidden-size 33 --sequence-parallel --tensor-model-parallel-size 2 | moe_ffn_hidden_size | --moe-ffn-hidden-size 34 --sequence-parallel --tensor-model-parallel-size 2 | 2 2
