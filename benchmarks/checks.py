@@ -13,7 +13,7 @@ import torch
 from clock import CUDA, DEVICE
 from record import ROOT, Records, parser_of
 
-from megatron_ext.monitoring import read_jsonl
+from megatron_ext.monitoring.metrics import read_jsonl
 
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 TOLERANCE = 2e-2  # relative, two different bfloat16 kernels over a few dozen steps

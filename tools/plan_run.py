@@ -15,9 +15,8 @@ from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.search import search
+from megatron_ext.planning.search import describe, search
 from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
 
 

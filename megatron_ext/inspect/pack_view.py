@@ -12,7 +12,7 @@ Of a longer row the documents are listed.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -147,28 +147,27 @@ def _token_lines(view: PackView, texts: Sequence[str] | None) -> list[str]:
     documents, segments = (
         np.searchsorted(borders, token, side="right") - 1 for borders in (view.documents, view.layout.cu_seqlens)
     )
-    lines = {
-        "token": [str(number) for number in token],
-        "document": [document_name(number) for number in documents.tolist()],
-        "segment": [str(number) for number in segments],
-        "rank": [str(rank) for rank in view.owner],
-        "keys": [str(count) for count in view.keys],
+    lines: dict[str, Iterable[object]] = {
+        "token": token,
+        "document": map(document_name, documents.tolist()),
+        "segment": segments,
     }
-    if view.ranks == 1:
-        del lines["rank"]
+    lines |= {"rank": view.owner} if view.ranks > 1 else {}
+    lines |= {"keys": view.keys}
     if texts is not None:
         printable = [repr(text)[1:-1].replace(" ", "\N{MIDDLE DOT}") for text in texts]
         lines["text"] = [
             text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}\N{HORIZONTAL ELLIPSIS}" for text in printable
         ]
-    cell = 1 + max(2, *(len(entry) for entries in lines.values() for entry in entries))
-    across = (WIDTH - _LABEL) // cell
+    cells = {name: list(map(str, values)) for name, values in lines.items()}
+    width = 1 + max(2, *(len(cell) for row in cells.values() for cell in row))
+    across = (WIDTH - _LABEL) // width
     across -= across % 8 if across > 8 else 0
     drawn: list[str] = []
     for first in range(0, view.tokens, across):
         drawn += [""] if first else []
-        for name, entries in lines.items():
-            drawn.append(name.ljust(_LABEL) + "".join(entry.rjust(cell) for entry in entries[first : first + across]))
+        for name, row in cells.items():
+            drawn.append(name.ljust(_LABEL) + "".join(cell.rjust(width) for cell in row[first : first + across]))
     return drawn
 
 

@@ -1,4 +1,4 @@
-"""Write and read a run's records, and send them to the views of `monitoring/views.py`.
+"""Write and read a run's records, and send their numbers to TensorBoard, W&B and MLflow, the views.
 
     metrics.jsonl       each step
     evaluation.jsonl    each validation
@@ -7,11 +7,16 @@
 
 One line is one JSON object with an integer `step`. JSON has no NaN and no infinity, so non-finite numbers are written
 as `null` (the views get the number itself). Only rank 0 writes.
+
+All views get the same numbers under the same names: `train/<key>` and `validation/<key>`. A name can contain a
+dataset's name, which is arbitrary text (`train/source_rows/<source>`); it is changed if MLflow would not accept it.
 """
 
 import datetime
+import importlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,9 +26,8 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.views import open_views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
@@ -111,7 +115,14 @@ class MetricsWriter:
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._views = open_views(self.folder, logging, config, resume_step)  # first: a package may be missing
+        # first: a package may be missing
+        self._views: list[Wandb | Mlflow | TensorBoard] = []
+        if logging.wandb_project is not None:
+            self._views.append(Wandb(self.folder, logging, config, resume_step))
+        if logging.mlflow_experiment is not None:
+            self._views.append(Mlflow(self.folder, logging, config, resume_step))
+        if logging.tensorboard:
+            self._views.append(TensorBoard(self.folder, config, resume_step))
         metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
         if resume_step:
             cut_back(evaluation, lambda step: step <= resume_step)
@@ -144,6 +155,89 @@ class MetricsWriter:
         named = {f"{group}/{name}": value for name, value in scalars(record)}
         for view in self._views:
             view.show(group, record["step"], named)
+
+
+class TensorBoard:
+    """Writes event files to RUN/tensorboard; it hides older events from `resume_step` on."""
+
+    def __init__(self, folder: Path, config: dict[str, Any] | None, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step, flush_secs=10)
+        if config is not None:
+            text = json.dumps(config, indent=2, default=str)
+            self._writer.add_text("configuration", "\n".join("    " + line for line in text.splitlines()), resume_step)
+
+    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        if group == "validation":
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Logs to a Weights & Biases run; its id is kept in RUN/wandb_id.txt."""
+
+    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any] | None, resume_step: int) -> None:
+        wandb, id_file = _package("wandb_project", "wandb"), folder / "wandb_id.txt"
+        known = _known_run(id_file, resume_step)
+        self._run = wandb.init(
+            project=logging.wandb_project,
+            name=logging.wandb_exp_name,
+            config=config,
+            dir=str(folder),
+            id=known,
+            resume="allow" if known else None,
+        )
+        id_file.write_text(self._run.id + "\n")
+        for group in ("train", "validation"):  # our step as the axis: W&B's own refuses to go back after a resume
+            self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+
+    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars) | {f"{group}/step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """Logs to an MLflow run; its id is kept in RUN/mlflow_id.txt. MLflow reads MLFLOW_TRACKING_URI itself."""
+
+    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any] | None, resume_step: int) -> None:
+        self._mlflow, id_file = _package("mlflow_experiment", "mlflow"), folder / "mlflow_id.txt"
+        known = _known_run(id_file, resume_step)
+        self._mlflow.set_experiment(logging.mlflow_experiment)
+        run = self._mlflow.start_run(run_id=known, run_name=logging.wandb_exp_name)
+        id_file.write_text(run.info.run_id + "\n")
+        if config is not None and known is None:
+            self._mlflow.log_dict(config, "config.yaml")
+
+    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics({mlflow_name(name): value for name, value in scalars.items()}, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _package(field: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise missing_package(field, name) from None
+
+
+def _known_run(id_file: Path, resume_step: int) -> str | None:
+    """Return the id of the view's run that a resumed run continues."""
+    return id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
+
+
+def mlflow_name(name: str) -> str:
+    """Return a name that MLflow accepts: letters, digits, `_-. :` and slashes; no part empty, `.` or `..`."""
+    parts = [re.sub(r"[^a-zA-Z0-9_\-. :]", "_", part) for part in name.split("/")]
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:250]
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+EVERY_SECONDS = 10.0
 _BAR = "{desc} |{bar:8}| {percentage:3.0f}% {postfix} [{elapsed} < {remaining}]"
 
 
@@ -14,7 +15,7 @@ class Progress:
     """Shows step, loss, gradient norm, learning rate, window, tokens/s and the remaining time on stderr or `stream`.
 
     On a terminal it is one live line. Otherwise (Slurm's log files) it prints a plain line at the first and the last
-    step, and in between whenever `every_steps` steps or `every_seconds` seconds have passed. A resumed run starts after
+    step, and in between whenever `every_steps` steps or `EVERY_SECONDS` have passed. A resumed run starts after
     `first_step` of `total_steps` steps. If not `enabled` (ranks other than 0), every method is a no-op.
     """
 
@@ -25,12 +26,10 @@ class Progress:
         enabled: bool = True,
         *,
         every_steps: int = 10,
-        every_seconds: float = 10.0,
         stream: TextIO | None = None,
     ) -> None:
-        self._stream = stream if stream is not None else sys.stderr
-        self._enabled = enabled
-        self._total, self._every_steps, self._every_seconds = total_steps, every_steps, every_seconds
+        self._stream, self._enabled = stream or sys.stderr, enabled
+        self._total, self._every_steps = total_steps, every_steps
         self._line_step, self._line_time = first_step, time.monotonic()  # of the last plain line
         self._next_line = first_step + 1
         self._bar: tqdm[Any] | None = None
@@ -53,24 +52,21 @@ class Progress:
         step = f"step {done:,}/{self._total:,}"
         figures = "loss {lm_loss:.4f} | norm {grad_norm:.3g} | lr {learning_rate:.1e} | window {window:,} | "
         figures = (figures + "{tokens_per_s:,.0f} tokens/s").format_map(record)
+        now = time.monotonic()
         if self._bar is not None:
             self._bar.set_description_str(step, refresh=False)
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(done - self._bar.n)
-            return
-        now = time.monotonic()
-        if done >= min(self._next_line, self._total) or now - self._line_time >= self._every_seconds:
+        elif done >= min(self._next_line, self._total) or now - self._line_time >= EVERY_SECONDS:
             left = (self._total - done) * (now - self._line_time) / (done - self._line_step)
-            print(f"{step} | {figures} | {tqdm.format_interval(round(left))} left", file=self._stream, flush=True)
+            self.note(f"{step} | {figures} | {tqdm.format_interval(round(left))} left")
             self._line_step, self._line_time, self._next_line = done, now, done + self._every_steps
 
     def note(self, text: str) -> None:
-        """Print a separate line above the bar."""
-        if not self._enabled:
-            return
+        """Print a separate line, on a terminal above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
-        else:
+        elif self._enabled:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:

@@ -76,35 +76,26 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
     Raises:
         UserError: a folder contains no evaluation.
     """
-    tables = []
+    found: list[Path] = []
     for folder in [*(run.folder / "evaluations" for run in runs), *evaluations]:
-        found = sorted(folder.rglob("*.md"))
-        if folder in evaluations and not found:
+        found += sorted(folder.rglob("*.md"))
+        if folder in evaluations and not any(path.is_relative_to(folder) for path in found):
             raise UserError(f"evaluations: got {folder}, which holds no .md; give the --output of tools/evaluate.py")
-        tables += [(str(path), path.read_text(encoding="utf-8", errors="replace")) for path in found]
-    notes = []
-    for run in runs[1:]:
-        if (difference := loss_difference(runs[0], run)) is not None:
-            notes.append(
-                f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
-                f"mean {difference[0]:+.4f} nats, standard deviation over steps {difference[1]:.4f}. One seed each: "
-                "this describes these two runs and says nothing about others."
-            )
-    details = []
-    for run in runs:
-        starts = [f"{start['time']}, after {start['step']:,} steps: {start['command']}" for start in run.history.starts]
-        details.append((f"Starts of {run.name}", "\n".join(starts) or "This run folder has no history.jsonl."))
-        details.append((f"Configuration of {run.name}", run.config or "This run folder has no config.yaml."))
+    notes = [
+        f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
+        f"mean {difference[0]:+.4f} nats, standard deviation over steps {difference[1]:.4f}. One seed each: "
+        "this describes these two runs and says nothing about others."
+        for run in runs[1:]
+        if (difference := loss_difference(runs[0], run)) is not None
+    ]
     columns = [table(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-    )
     config = {"responsive": True, "displaylogo": False}
-    text = environment.get_template("report.html.jinja").render(
+    template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+    text = jinja2.Template(template, autoescape=True, undefined=jinja2.StrictUndefined).render(
         title=runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs",
         plotly=get_plotlyjs(),
-        names=[run.name for run in runs],
+        runs=runs,
         colors=RUN_COLORS,
         rows=[(label, [column.get(label, "\N{EN DASH}") for column in columns]) for label in labels],
         notes=notes,
@@ -112,9 +103,7 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
             title: figure.to_html(config=config, full_html=False, include_plotlyjs=False)
             for title, figure in charts(runs).items()
         },
-        evaluations=tables,
-        passages=[run.passage.html() for run in runs if run.passage is not None],
-        details=details,
+        evaluations={path: path.read_text(encoding="utf-8", errors="replace") for path in found},
     )
     page = output.with_suffix(".html")
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -185,10 +174,12 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Return the charts of one or several runs by title, one color for each run; empty charts are omitted."""
     found = {"Training loss": go.Figure(), **_validations(runs)}  # these come first
     for key, title, unit in METRICS:
-        traces = []
-        for number, run in enumerate(runs):
-            if run.curve(key).values.any() and (key != "train_loss" or "weight_std" in run.train):
-                traces += _steps(run.curve(key), run.name, number, extremes=len(runs) == 1)
+        traces = [
+            trace
+            for number, run in enumerate(runs)
+            if run.curve(key).values.any() and (key != "train_loss" or "weight_std" in run.train)
+            for trace in _steps(run.curve(key), run.name, number, extremes=len(runs) == 1)
+        ]
         is_loss = key in ("lm_loss", "train_loss")
         found[title] = _figure(traces, unit, log=key in LOG_AXES, without_first=is_loss)
     for axis, (key, sum_up) in CLOCKS.items():

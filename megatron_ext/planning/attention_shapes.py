@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_ext.arrays import Bool
+from megatron_ext.arrays import Int64
 from megatron_ext.attention.backends import by_keys, suited
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.interface import Scheme
@@ -69,38 +69,34 @@ def _shapes(
 ) -> tuple[tuple[Shapes, ...], ...]:
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if context is None:
-        return (tuple(_whole(mask, backends) for _, mask in masks.by_layers()),)
-    plans, ranks = [(plan, context.choose(plan)) for plan in context.plans(masks)], context.group.size
+        tokens = row_length * rows
+        return (tuple(Shapes(tokens, None, _whole(mask, backends)) for _, mask in masks.by_layers()),)
+    plans = [(plan, context.choose(plan)) for plan in context.plans(masks)]
     return tuple(
-        tuple(
-            _whole(plan, backends, ranks, scheme) if scheme is Scheme.ULYSSES else _of_rank(plan, rank, backends)
-            for plan, scheme in plans
-        )
-        for rank in range(ranks)
+        tuple(_of_rank(plan, scheme, rank, backends) for plan, scheme in plans) for rank in range(context.group.size)
     )
 
 
-def _whole(
-    mask: AttentionMask | CPPlan, backends: tuple[str, ...], ranks: int = 1, scheme: Scheme | None = None
-) -> Shapes:
-    """Return the shapes of a call that sees all tokens."""
-    layout = mask.layout
-    backend = by_keys(int(layout.lengths.max()), mask.left_window, backends)
-    return Shapes(layout.tokens // ranks, scheme, Call(layout.tokens, layout.tokens, layout.segments, backend))
-
-
-def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
-    """Return the shapes of one rank under the exchange of keys."""
+def _of_rank(plan: CPPlan, scheme: Scheme, rank: int, backends: tuple[str, ...]) -> Shapes:
+    tokens = plan.layout.tokens // plan.cp_size
+    if scheme is Scheme.ULYSSES:
+        return Shapes(tokens, scheme, _whole(plan, backends))
     own = plan.pieces_of(rank)
     queries, keys = plan.pieces.end[own] - plan.pieces.start[own], plan.pieces.end[own] - plan.key_start[own]
-
-    def call(pieces: Bool) -> Call | None:
-        if not pieces.any():
-            return None
-        backend = by_keys(int(keys[pieces].max()), plan.left_window, backends)
-        return Call(int(queries[pieces].sum()), int(keys[pieces].sum()), int(pieces.sum()), backend)
-
-    local, tokens = queries == keys, int(queries.sum())  # as in `RankPlan.is_local`
     if not plan.rows_moved.any():  # every rank holds whole segments
-        return Shapes(tokens, None, call(np.ones_like(local)))
-    return Shapes(tokens, Scheme.EXCHANGE, call(local), call(~local))
+        return Shapes(tokens, None, _call(queries, keys, plan.left_window, backends))
+    local, remote = (  # as in `RankPlan.is_local`
+        _call(queries[chosen], keys[chosen], plan.left_window, backends) for chosen in (queries == keys, queries < keys)
+    )
+    return Shapes(tokens, scheme, local, remote)
+
+
+def _whole(mask: AttentionMask | CPPlan, backends: tuple[str, ...]) -> Call | None:
+    return _call(mask.layout.lengths, mask.layout.lengths, mask.left_window, backends)
+
+
+def _call(queries: Int64, keys: Int64, left_window: int | None, backends: tuple[str, ...]) -> Call | None:
+    """Return the call of pieces with these numbers of queries and keys; None if there are none."""
+    if not len(keys):
+        return None
+    return Call(int(queries.sum()), int(keys.sum()), len(keys), by_keys(int(keys.max()), left_window, backends))

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.run.rehearsal import cuda_library
+from megatron_ext.run.rehearsal.process import load_mock
 
-cuda_library.load()
+load_mock()
 
 import numpy as np
 import torch

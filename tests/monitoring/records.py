@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.monitoring import MetricsWriter
+from megatron_ext.monitoring.metrics import MetricsWriter
 
 QUIET = LoggingConfig(tensorboard=False)
 

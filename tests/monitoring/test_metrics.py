@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring import MetricsWriter, read_jsonl
-from megatron_ext.monitoring.metrics import cut_back, read_by_step
+from megatron_ext.monitoring.metrics import MetricsWriter, cut_back, read_by_step, read_jsonl
 
 from .records import QUIET, evaluation_record, step_record, write_run
 

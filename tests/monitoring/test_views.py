@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.monitoring import MetricsWriter
+from megatron_ext.monitoring.metrics import MetricsWriter
 
 from .records import evaluation_record, step_record
 

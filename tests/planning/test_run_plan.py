@@ -10,8 +10,8 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.flops import run_flops
 from megatron_ext.planning.memory import estimate
-from megatron_ext.planning.report import daly_slowdown, young_interval
 from megatron_ext.planning.run_plan import describe
+from megatron_ext.planning.search import daly_slowdown, young_interval
 
 RUN = "--model-preset 1B --data-path x --seq-length 8192 --global-batch-size 128 --train-iters 1000 --lr 1e-3"
 

@@ -1,5 +1,5 @@
 // What a CPU-only torch lacks to hold fake CUDA tensors: hooks that say there is one CUDA device, and a device guard
-// whose streams and events do nothing. No kernel is here; fake tensors call none. Built and loaded by cuda_library.py.
+// whose streams and events do nothing. No kernel is here; fake tensors call none. Built and loaded by process.py.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -28,26 +28,18 @@ namespace {
 
 using namespace c10;
 
-struct Guard : impl::DeviceGuardImplInterface {
+struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   static Device device() { return Device(DeviceType::CUDA, 0); }
   static Stream stream() { return Stream(Stream::DEFAULT, device()); }
 
-  DeviceType type() const override { return DeviceType::CUDA; }
   Device exchangeDevice(Device) const override { return device(); }
   Device getDevice() const override { return device(); }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  DeviceIndex deviceCount() const noexcept override { return 1; }
-
-  Stream getStream(Device) const override { return stream(); }
+  Stream getStream(Device) const noexcept override { return stream(); }
   Stream getDefaultStream(Device) const override { return stream(); }
   Stream getStreamFromGlobalPool(Device, bool) const override { return stream(); }
   Stream getNewStream(Device, int) const override { return stream(); }
-  Stream exchangeStream(Stream) const override { return stream(); }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
+  Stream exchangeStream(Stream) const noexcept override { return stream(); }
   void synchronizeDevice(const DeviceIndex) const override {}
-  void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
 
   // an event is any pointer that is not null: autograd records one where a gradient changes streams
   void record(void** event, const Stream&, const DeviceIndex, const EventFlag) const override {
@@ -55,7 +47,6 @@ struct Guard : impl::DeviceGuardImplInterface {
   }
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   void synchronizeEvent(void*) const override {}
 };
 

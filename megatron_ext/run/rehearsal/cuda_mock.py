@@ -1,6 +1,6 @@
 """Patch a CPU-only torch so that it behaves as if it had a GPU; each patch states its reason.
 
-`install` is called in a separate process, after `cuda_library.load` and before Megatron is imported, which imports
+`install` is called in a separate process, after `process.load_mock` and before Megatron is imported, which imports
 some of these functions by name. Nothing is restored.
 """
 
@@ -41,35 +41,15 @@ def on_sync(cause: str) -> None:
 
 
 def install() -> None:
-    """Patch torch."""
-    for patch in PATCHES:
-        patch()
-
-
-def _device() -> None:
-    """Patch device queries, which torch.cuda forwards to a library that a CPU-only build lacks."""
-    properties = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
-    )
-    answers: dict[str, Any] = {
-        "is_available": True,
-        "is_initialized": True,
-        "is_current_stream_capturing": False,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_properties": properties,
-        "get_device_capability": (9, 0),
-        "_lazy_init": None,
-        "set_device": None,
-        "empty_cache": None,
-    }
-    for name, answer in answers.items():
-        setattr(_cuda, name, _returning(answer))
-    _cuda.synchronize = lambda device=None: on_sync("torch.cuda.synchronize")
-
-
-def _returning(answer: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: answer
+    """Patch torch, then Megatron."""
+    _device()
+    _processes()
+    _values()
+    _kernels()
+    _storage_copies()
+    _module_moves()
+    _packages()
+    _fused_swiglu()
 
 
 class _Stream:
@@ -92,16 +72,34 @@ class _Stream:
         on_sync("stream or event .synchronize")
 
 
-def _streams() -> None:
-    """Replace streams and events, whose classes do not exist in a CPU-only build."""
+def _device() -> None:
+    """Replace what a CPU-only build of torch.cuda lacks: the library behind its queries, and the classes of streams.
+
+    The CPU's generator replaces the device's, whose state Megatron saves and sets around recomputation.
+    """
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_current_stream_capturing": False,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "_lazy_init": None,
+        "set_device": None,
+        "set_stream": None,
+        "empty_cache": None,
+    }
+    for name, answer in answers.items():
+        setattr(_cuda, name, lambda *args, answer=answer, **options: answer)
+    _cuda.synchronize = lambda device=None: on_sync("torch.cuda.synchronize")
     _cuda.Stream = _cuda.Event = _Stream
     _cuda.current_stream = _cuda.default_stream = lambda device=None: _Stream()
-    _cuda.stream, _cuda.set_stream = contextlib.nullcontext, _returning(None)
+    _cuda.stream = contextlib.nullcontext
     _Tensor.record_stream = lambda self, stream: None
-
-
-def _random_states() -> None:
-    """Use the CPU's generator for the device's, whose state Megatron saves and sets around recomputation."""
     _cuda.default_generators = (torch.default_generator,)
     _cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     for owner in (_cuda, _cuda.random):
@@ -110,65 +108,51 @@ def _random_states() -> None:
 
 
 def _processes() -> None:
-    """Join process groups without other processes: torch's fake backend does nothing and reports completion."""
+    """Join process groups without other processes: torch's fake backend does nothing and reports completion.
+
+    All ranks have this rank's objects: objects are pickled to bytes, which fake tensors cannot store.
+    """
     original = dist.init_process_group
 
     def init_process_group(backend: str | None = None, **options: Any) -> None:
         here = read_launch(os.environ)
         original("fake", store=FakeStore(), rank=here.rank, world_size=here.world_size)
 
-    _groups.init_process_group = init_process_group
-
-
-def _objects() -> None:
-    """Fill every rank's slot with this rank's object: objects are pickled to bytes, which fake tensors cannot store."""
-
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         on_sync("all_gather_object")
         object_list[:] = [obj] * len(object_list)
 
-    def broadcast_object_list(object_list: list[Any], src: int | None = None, **options: Any) -> None:
-        on_sync("broadcast_object_list")
-
-    _groups.all_gather_object, _groups.broadcast_object_list = all_gather_object, broadcast_object_list
+    _groups.init_process_group, _groups.all_gather_object = init_process_group, all_gather_object
 
 
-def _lists() -> None:
-    """Convert a fake CUDA tensor to lists with one copy to the host, as for a real one, not element by element.
+def _values() -> None:
+    """Read the values of a fake CUDA tensor through copies to the host that the meter sees, as of a real one.
 
-    A host tensor is converted to an array in the same way, as Megatron does with the token counts of experts.
+    A tensor becomes lists by one copy, not element by element, and on the host an array in the same way, as Megatron
+    does with the token counts of experts. torch.tensor(..., device="cuda") is built on the CPU and copied, as torch
+    does if it may not use CUDA; tensors among its values are read one by one.
     """
     fake: Any = FakeTensor
-    original = fake.tolist
+    to_list, literal = fake.tolist, torch.tensor
 
     def tolist(self: Any) -> Any:
-        return original(self.cpu() if self.device.type == "cuda" else self)
+        return to_list(self.cpu() if self.device.type == "cuda" else self)
 
     def numpy(self: Any) -> Any:
         assert self.device.type == "cpu", "torch reads no CUDA tensor into an array"
-        return np.array(original(self))
-
-    fake.tolist, fake.numpy = tolist, numpy
-
-
-def _literals() -> None:
-    """Build torch.tensor(..., device="cuda") on the CPU and copy it, as torch does if it may not use CUDA.
-
-    Tensors among the values are read one by one, as in torch, but visible to the meter.
-    """
-    _torch._C._set_only_lift_cpu_tensors(True)
-    original = torch.tensor
+        return np.array(to_list(self))
 
     def read(data: Any) -> Any:
         if isinstance(data, torch.Tensor):
             return data.item() if data.dim() == 0 else data
         return [read(one) for one in data] if isinstance(data, list | tuple) else data
 
-    @functools.wraps(original)
+    @functools.wraps(literal)
     def tensor(data: Any, **options: Any) -> torch.Tensor:
-        return original(read(data), **options)
+        return literal(read(data), **options)
 
-    _torch.tensor = tensor
+    fake.tolist, fake.numpy, _torch.tensor = tolist, numpy, tensor
+    _torch._C._set_only_lift_cpu_tensors(True)
 
 
 def _kernels() -> None:
@@ -246,19 +230,3 @@ def _fused_swiglu() -> None:
         lambda y, weights: product(y),
         lambda gradient, y, weights: (torch.empty_like(y), torch.empty_like(weights)),
     )
-
-
-PATCHES = (
-    _device,
-    _streams,
-    _random_states,
-    _processes,
-    _objects,
-    _lists,
-    _literals,
-    _kernels,
-    _storage_copies,
-    _module_moves,
-    _packages,
-    _fused_swiglu,  # imports Megatron, which imports patched functions by name
-)

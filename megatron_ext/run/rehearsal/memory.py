@@ -6,13 +6,14 @@ fragmentation are ignored.
 """
 
 import sys
-import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -54,7 +55,6 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """Total bytes."""
         return sum(self.parts.values())
 
 
@@ -71,7 +71,6 @@ class AllocationTracker:
     def __init__(self) -> None:
         self._live: dict[int, _Storage] = {}
         self.bytes = dict.fromkeys(Part, 0)  # live, of each part
-        self.total = 0
         self.reset_peak()
 
     def reset_peak(self) -> None:
@@ -87,6 +86,11 @@ class AllocationTracker:
         key, size = storage._cdata, storage.nbytes()
         self._live[key] = _Storage(size, part, weakref.ref(storage, lambda _: self._free(key)))
         self._change(part, size, site)
+
+    @property
+    def total(self) -> int:
+        """Live bytes."""
+        return sum(self.bytes.values())
 
     def resize(self, storage: UntypedStorage, site: str) -> None:
         """Update a storage whose size was changed in place, as recomputation frees and restores storages."""
@@ -114,7 +118,6 @@ class AllocationTracker:
 
     def _change(self, part: Part, size: int, site: str) -> None:
         self.bytes[part] += size
-        self.total += size
         if self.total > self.peak.total:
             self.peak = Peak(dict(self.bytes), site)
 
@@ -128,19 +131,13 @@ class AllocationTracker:
         self._change(known.part, -known.size, "")
 
 
-class _Calls(threading.local):
-    """The modules being called in a thread, the innermost last; backward passes recompute modules in other threads."""
-
-    def __init__(self) -> None:
-        self.modules: list[torch.nn.Module] = []
-
-
 class Sites:
     """Tracks the modules being called, and inspects the stack; `name` records a model's modules."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        self._calls = _Calls()
+        # the modules being called in a thread, the innermost last; backward passes recompute modules in other threads
+        self._calls: dict[int, list[torch.nn.Module]] = defaultdict(list)
 
     def name(self, model: torch.nn.Module) -> None:
         """Record the names of a model's modules."""
@@ -150,11 +147,14 @@ class Sites:
             self._names[id(module)] = name
 
     def __enter__(self) -> "Sites":
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            self._calls[get_ident()].append(module)
+
         def leave(module: torch.nn.Module, args: Any, out: Any) -> None:
-            self._calls.modules.pop()
+            self._calls[get_ident()].pop()
 
         self._hooks = (
-            module_hooks.register_module_forward_pre_hook(lambda module, args: self._calls.modules.append(module)),
+            module_hooks.register_module_forward_pre_hook(enter),
             module_hooks.register_module_forward_hook(leave, always_call=True),
         )
         return self
@@ -176,7 +176,7 @@ class Sites:
     def describe(self) -> tuple[Part, str]:
         """Return the purpose and the allocation site of a storage created now."""
         file, line = self.line()
-        modules, node = self._calls.modules, torch._C._current_autograd_node()
+        modules, node = self._calls[get_ident()], torch._C._current_autograd_node()
         where = next((name for module in reversed(modules) if (name := self._names.get(id(module)))), "")
         if node is not None and not where:
             where = f"backward, {node.name()}"

@@ -1,16 +1,21 @@
 """Measure a step operator by operator: memory, FLOPs, collectives, host synchronizations.
 
 Operators are intercepted when torch dispatches them, on fake CUDA tensors or real CPU tensors, with the same counting.
+FLOPs of attention are those of the (query, key) pairs of its segments. torch's CommDebugMode only counts calls of
+collectives; its CollectiveOp takes whole storages for a bucket's slice.
 """
 
 import contextlib
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -18,9 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from megatron_ext.run.rehearsal.costs import PRODUCTS, Collectives, attention_cost
+from megatron_ext import layout
+from megatron_ext.planning.memory import flash_backward_scratch
 from megatron_ext.run.rehearsal.memory import AllocationTracker, Part, Sites
 
+# rank order in Megatron's default: tensor-parallel ranks are adjacent, pipeline stages furthest apart
+AXES = ("TP", "CP", "DP", "PP")
+# attention operators, and their matrix products over all (query, key) pairs: the backward of flash attention recomputes
+# the scores and computes the gradients of values, probabilities, queries and keys; our kernels compute the scores and
+# their gradients twice
+PRODUCTS = {
+    "torch_attn::_varlen_attn": 2,
+    "torch_attn::_varlen_attn_backward": 5,
+    "megatron_ext::packed_attention": 2,
+    "megatron_ext::packed_attention_backward": 7,
+}
 aten = torch.ops.aten
 MOST_KNOWN = 2**26  # maximum size of an integer tensor whose values are tracked: which experts each token has
 # operators whose output shape depends on values: they synchronize the host
@@ -49,12 +66,15 @@ _FOLLOWED = {
 class Meter(TorchDispatchMode):
     """Measures everything that runs inside the context: on fake CUDA tensors, or on real ones of the CPU (`device`).
 
-    `sizes` and `named` are as for `Collectives`.
+    Args:
+        sizes: processes along each of `AXES`.
+        named: names by group_name, for groups with the same ranks as another group: experts are sharded over data-
+            and context-parallel ranks.
     """
 
-    def __init__(self, device: str, sizes: Sequence[int], named: Mapping[str, str] | None = None) -> None:
+    def __init__(self, device: str, sizes: tuple[int, ...], named: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        self.device, self.sites, self.collectives = device, Sites(), Collectives(sizes, named or {})
+        self.device, self.sites, self._sizes, self._named = device, Sites(), sizes, named or {}
         self.allocations, self.pinned = AllocationTracker(), AllocationTracker()  # of the device; of pinned host memory
         self._fake = FakeTensorMode(allow_non_fake_inputs=True) if device == "cuda" else contextlib.nullcontext()
         self._contexts = contextlib.ExitStack()
@@ -86,7 +106,8 @@ class Meter(TorchDispatchMode):
         """Reset the counts; live storages stay counted."""
         self.flops: Counter[str] = Counter()  # by operator
         self.host_syncs: Counter[str] = Counter()  # by cause and line
-        self.collectives.groups.clear()
+        # by the axes along which the ranks of a group differ: `count`, and the `sent_bytes` of this rank
+        self.collectives: dict[str, Counter[str]] = defaultdict(Counter)
         self.allocations.reset_peak()
         self.pinned.reset_peak()
 
@@ -101,7 +122,7 @@ class Meter(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         packet, pinned = func._overloadpacket, kwargs.get("pin_memory")
         if func.namespace == "c10d":
-            self.collectives.note(func, args)
+            self._count_collective(func, args)
             if packet in _JOINED and self.device == "cuda":
                 return FakeWork().boxed()
         elif func.namespace == "aten":
@@ -136,17 +157,42 @@ class Meter(TorchDispatchMode):
         if name in PRODUCTS:
             names = [argument.name for argument in func._schema.arguments]
             named = dict(zip(names, args, strict=False)) | kwargs
-            pairs, scratch = attention_cost(name, named, self.known_values)
-            self.count_attention(name, PRODUCTS[name], pairs, named["query"])
-            self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
+            self._count_attention_operator(name, named)
         elif packet in flop_registry and (here or (out is None and any(map(self._counts, args)))):
             # None: added to an argument
             self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
+
+    def _count_attention_operator(self, name: str, args: Mapping[str, Any]) -> None:
+        """Count an operator of `PRODUCTS`, with the scratch memory of a backward pass; `args` by name."""
+        query = args["query"]
+        t, heads, head_size = query.shape
+        if "packed" in name:
+            first, last = (self.known_values(args[border]).astype(np.int64) for border in ("low_t", "high_t"))
+            pairs, scratch = int((last - first + 1).sum()), 4 * t * heads  # a float for each query and head
+        else:
+            borders, (keys, key_heads, _), left = args["cu_seq_q"], args["key"].shape, args["window_size"][0]
+            known = self.known_values(borders), self.known_values(args["cu_seq_k"])
+            pairs = segment_pairs(*known, left if left >= 0 else None)  # -1: unbounded
+            sizes = t, keys, len(borders) - 1, heads, key_heads, head_size, query.element_size()
+            scratch = flash_backward_scratch(*sizes)
+        self.count_attention(name, PRODUCTS[name], pairs, query)
+        if name.endswith("backward"):
+            self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
 
     def count_attention(self, name: str, products: int, pairs: int, query: Tensor) -> None:
         """Count the FLOPs of matrix products over (query, key) pairs, for all heads of `query`, [t, N, H]."""
         _, heads, size = query.shape
         self.flops[name] += 2 * products * pairs * heads * size
+
+    def _count_collective(self, func: Any, args: Sequence[Any]) -> None:
+        """Count an operator of namespace c10d."""
+        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+        group = dist.ProcessGroup.unbox(boxed)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        name = func._schema.name.removeprefix("c10d::").strip("_")
+        sent = sent_bytes(name, args, len(ranks), ranks.index(dist.get_rank()))
+        named = self._named.get(group.group_name) or name_of(ranks, self._sizes)
+        self.collectives[named].update(count=1, sent_bytes=sent)
 
     # --- host synchronizations, and values that fake tensors do not have
 
@@ -158,8 +204,6 @@ class Meter(TorchDispatchMode):
             self._note_copy(packet, args, kwargs)
         elif packet is aten.is_pinned:
             return True
-        elif packet is aten._pin_memory:
-            return args[0]
         elif packet in _SHAPED_BY_VALUES and self._counts(args[0]):
             self.note_sync(f"the shape of {packet._qualified_op_name.removeprefix('aten::')}")
             if packet is aten.nonzero and isinstance(args[0], FakeTensor):
@@ -195,8 +239,6 @@ class Meter(TorchDispatchMode):
         if self.device == "cpu":
             return
         source = args[0] if packet is aten._to_copy else args[1]
-        if not isinstance(source, Tensor):
-            return
         if isinstance(source, FakeTensor) and source.constant is not None:
             # torch would compute on the constant itself, with a kernel of the device
             self.remember(source, source.constant)
@@ -283,3 +325,55 @@ class Meter(TorchDispatchMode):
 
 def _is_large(tensor: Tensor) -> bool:
     return tensor.numel() > (1 if tensor.is_floating_point() else MOST_KNOWN)
+
+
+def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], left_window: int | None) -> int:
+    """Count the (query, key) pairs of causal segments aligned at the bottom right.
+
+    Args:
+        borders_q, borders_kv: [S+1], of the segments' queries and keys.
+        left_window: maximum number of keys before itself that a query sees; None for all.
+    """
+    queries, keys = np.diff(borders_q).astype(np.int64), np.diff(borders_kv).astype(np.int64)
+    # the queries are the last tokens among the keys
+    return int((layout.segment_pairs(keys, left_window) - layout.segment_pairs(keys - queries, left_window)).sum())
+
+
+@cache
+def name_of(ranks: Sequence[int], sizes: Sequence[int]) -> str:
+    """Name a group after the axes along which its ranks differ: "TP", "CP x DP"; "alone" for one rank."""
+    places = np.unravel_index(ranks, sizes, order="F")  # along each axis
+    return " x ".join(axis for axis, along in zip(AXES, places, strict=True) if np.ptp(along)) or "alone"
+
+
+def sent_bytes(name: str, args: Sequence[Any], n: int, own: int) -> int:
+    """Return the bytes that rank `own` of `n` sends in a collective of c10d by the usual algorithm.
+
+    An all-gather sends (n - 1) times the rank's part, a reduce-scatter (n - 1) / n of the whole, an all-reduce both of
+    these, an all-to-all the parts for other ranks.
+    """
+    match name:
+        case "allreduce" | "allreduce_coalesced":
+            return 2 * (n - 1) * _size(args[0]) // n
+        case "reduce" | "broadcast":
+            return (n - 1) * _size(args[0]) // n
+        case "allgather" | "allgather_base" | "allgather_into_tensor_coalesced":
+            return (n - 1) * _size(args[1])
+        case "reduce_scatter" | "reduce_scatter_base" | "reduce_scatter_tensor_coalesced":
+            return (n - 1) * _size(args[1]) // n
+        case "alltoall_base":  # (output, input, group, output splits, input splits, ...)
+            rows, counts = args[1], args[4]
+            kept = counts[own] if counts else len(rows) // n
+            return (len(rows) - kept) * (_size(rows) // max(len(rows), 1))
+        case "alltoall":
+            return _size(args[1]) - _size(args[1][own])
+        case "send":
+            return _size(args[0])
+        case "recv" | "recv_any_source" | "barrier":
+            return 0
+    raise NotImplementedError(f"no count of bytes for the collective {name}")
+
+
+def _size(tensors: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_size, tensors))

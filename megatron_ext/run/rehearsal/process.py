@@ -3,22 +3,29 @@
 `in_process` starts python -m megatron_ext.run.rehearsal.process REQUEST FILE: JSON, and the file for the result.
 """
 
+import ctypes
+import hashlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.run.rehearsal import cuda_library
+from megatron_ext.files.atomic import atomic_write
 
 GIB = 2**30
+MOCK = Path(__file__).with_name("cuda_mock.cpp")
+SUPPORTED = ("2.11", "2.12", "2.13")
+COMPILERS = ("c++", "g++", "clang++")
 
 
 @dataclass(frozen=True)
@@ -56,38 +63,74 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _fault(found["fault"], "the model cannot be built")
     for step in found["steps"]:
         yield ""
-        yield from _step(step)
-
-
-def _step(step: Mapping[str, Any]) -> Iterator[str]:
-    yield (
-        f"  window {step['window']:,}: {step['microbatches']} micro-batches, {step['measured']} of them run with "
-        f"{step['segments']:,} segments"
-    )
-    yield from _fault(step["fault"], "the step fails")
-    peak = sum(step["memory"].values())
-    yield f"    peak memory    {peak / GIB:8.2f} GiB at {step['peak_at']}"
-    for part, size in step["memory"].items():
-        yield f"      {part:<12} {size / GIB:8.2f} GiB"
-    if step["pinned"] >= 2**20:
-        yield f"    pinned memory  {step['pinned'] / GIB:8.2f} GiB of the host"
-    if step["cycles"]:
-        yield f"    reference cycles kept {step['cycles'] / GIB:.2f} GiB until the step's end"
-    flops = step["flops"]
-    attention = sum(count for name, count in flops.items() if "attn" in name or "attention" in name)
-    total = sum(flops.values())
-    yield f"    FLOPs          {total:.3e}, of which attention {attention:.3e} ({attention / max(total, 1):.0%})"
-    for group, calls in sorted(step["collectives"].items()):
-        yield f"    sent over {group:<8} {calls['sent_bytes'] / GIB:8.3f} GiB in {calls['count']} collectives"
-    syncs = step["host_syncs"]
-    yield f"    host syncs     {sum(syncs.values())}"
-    for what, count in syncs.items():
-        yield f"      {count:>4} x {what}"
+        yield (
+            f"  window {step['window']:,}: {step['microbatches']} micro-batches, {step['measured']} of them run with "
+            f"{step['segments']:,} segments"
+        )
+        yield from _fault(step["fault"], "the step fails")
+        yield f"    peak memory    {sum(step['memory'].values()) / GIB:8.2f} GiB at {step['peak_at']}"
+        for part, size in step["memory"].items():
+            yield f"      {part:<12} {size / GIB:8.2f} GiB"
+        if step["pinned"] >= 2**20:
+            yield f"    pinned memory  {step['pinned'] / GIB:8.2f} GiB of the host"
+        if step["cycles"]:
+            yield f"    reference cycles kept {step['cycles'] / GIB:.2f} GiB until the step's end"
+        flops, syncs = step["flops"], step["host_syncs"]
+        total = sum(flops.values())
+        attention = sum(count for name, count in flops.items() if "attn" in name or "attention" in name)
+        yield f"    FLOPs          {total:.3e}, of which attention {attention:.3e} ({attention / max(total, 1):.0%})"
+        for group, calls in sorted(step["collectives"].items()):
+            yield f"    sent over {group:<8} {calls['sent_bytes'] / GIB:8.3f} GiB in {calls['count']} collectives"
+        yield f"    host syncs     {sum(syncs.values())}"
+        for what, count in syncs.items():
+            yield f"      {count:>4} x {what}"
 
 
 def _fault(fault: Mapping[str, Any] | None, what: str) -> Iterator[str]:
     if fault is not None:
         yield f"  FAULT: {what}, at {fault['line'] or 'no line of this package'}: {fault['error']}"
+
+
+def load_mock() -> None:
+    """Give torch a CUDA device without memory; call once per process, before torch is imported and looks for CUDA.
+
+    The library is cached in the user's cache folder, by torch's version and the hash of its source.
+
+    Raises:
+        UserError: an unsupported torch, a CUDA build of torch, no C++ compiler, or one that cannot build the mock.
+    """
+    assert "torch" not in sys.modules, "torch has already looked for CUDA"
+    torch = distribution("torch")
+    folder, found = Path(str(torch.locate_file("torch"))), torch.version
+    if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
+        raise UserError(f"torch: got {found}, a rehearsal needs {SUPPORTED[0]} to {SUPPORTED[-1]}; pip install one")
+    if any((folder / "lib").glob("libtorch_cuda*")):  # only one guard and one set of hooks can be registered
+        raise UserError(
+            "torch: got a build for CUDA, a rehearsal needs one for the CPU; in a virtual environment of its own, "
+            "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+        )
+    digest = hashlib.sha256(MOCK.read_bytes()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
+    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{digest}.so"
+    if not library.exists():
+        _build(library, folder)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _build(target: Path, torch: Path) -> None:
+    named = os.environ.get("CXX")
+    compiler = next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
+    if compiler is None:
+        wanted = f"CXX={named}" if named else " or ".join(COMPILERS)
+        raise UserError(f"compiler: found no {wanted}, a rehearsal builds one C++ file; install g++, or set CXX")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(target) as made:  # two rehearsals may build at once
+        command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", str(MOCK)]
+        command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            wrong = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+            raise UserError(f"compiler: {compiler} cannot build {MOCK.name}: {wrong}; install g++ 11 or newer")
 
 
 def run(request: Request, result_file: str) -> None:
@@ -114,7 +157,7 @@ def main(request_json: str, result_file: str) -> int:
     request = Request(**json.loads(request_json))
     try:
         if request.fake:
-            cuda_library.load()
+            load_mock()
         run(request, result_file)
     except UserError as error:
         print(error, file=sys.stderr)

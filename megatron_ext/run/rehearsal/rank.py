@@ -35,9 +35,8 @@ from megatron_ext.engine.weights import initialise
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.inputs import RowAt
 from megatron_ext.run.rehearsal import cuda_mock
-from megatron_ext.run.rehearsal.costs import segment_pairs
 from megatron_ext.run.rehearsal.memory import Part, shown
-from megatron_ext.run.rehearsal.meter import Meter
+from megatron_ext.run.rehearsal.meter import Meter, segment_pairs
 from megatron_ext.run.rehearsal.rows import rows_of
 
 
@@ -92,8 +91,12 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
     config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))  # nothing takes its rows
     device_platform = platform.choose(config.parallel.device)
     ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
+    named: dict[str, str] = {}
+    if ranks.expert_size > 1:  # the ranks of these may equal those of data- or context-parallel groups
+        named[ranks.expert_group.group_name] = "EP"
+        named[ranks.expert_tensor_group.group_name] = "TP x EP" if ranks.tensor_size > 1 else "EP"
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
-    meter = Meter("cuda" if fake else "cpu", sizes, _expert_groups(ranks))
+    meter = Meter("cuda" if fake else "cpu", sizes, named)
     if fake:
         cuda_mock.on_sync = meter.note_sync  # type: ignore[assignment]
         count_flash_attention_4(meter)
@@ -109,7 +112,14 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
             optimizer = build_optimizer(model, config)
             group = parallel.context_group(config.parallel, ranks, device_platform)
             stepper = Stepper(model, optimizer, device_platform, ranks, config, group)
-            _label(stepper, meter)
+            for chunk in model:
+                meter.sites.name(chunk)
+                for parameter in chunk.parameters():
+                    meter.allocations.label(parameter.untyped_storage(), Part.WEIGHTS)
+                    meter.allocations.label(parameter.main_grad.untyped_storage(), Part.GRADIENTS)
+            optimizer.step()  # allocates its state
+            optimizer.zero_grad()
+            meter.allocations.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
     except Exception as error:
         return replace(done, fault=_fault(error))
     runner = _StepRunner(config, stepper, meter, context_options(config, group), row_at)
@@ -151,26 +161,6 @@ def count_flash_attention_4(meter: Meter) -> None:
 
     count("_flash_attn_fwd", 2)
     count("_flash_attn_bwd", 5)
-
-
-def _expert_groups(ranks: parallel.Ranks) -> dict[str, str]:
-    """Name the process groups of experts: their ranks may equal those of data- or context-parallel groups."""
-    if ranks.expert_size == 1:
-        return {}
-    both = "TP x EP" if ranks.tensor_size > 1 else "EP"
-    return {ranks.expert_group.group_name: "EP", ranks.expert_tensor_group.group_name: both}
-
-
-def _label(stepper: Stepper, meter: Meter) -> None:
-    """Label the storages of weights, gradients and optimizer state; the latter exists after the first step."""
-    for chunk in stepper.model:
-        meter.sites.name(chunk)
-        for parameter in chunk.parameters():
-            meter.allocations.label(parameter.untyped_storage(), Part.WEIGHTS)
-            meter.allocations.label(parameter.main_grad.untyped_storage(), Part.GRADIENTS)
-    stepper.optimizer.step()
-    stepper.optimizer.zero_grad()
-    meter.allocations.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
 
 
 @dataclass(frozen=True)
@@ -225,7 +215,7 @@ class _StepRunner:
             cycles=before - meter.allocations.total,
             peak_at=meter.allocations.peak.site,
             flops=dict(meter.flops),
-            collectives={name: dict(calls) for name, calls in meter.collectives.groups.items()},
+            collectives={name: dict(calls) for name, calls in meter.collectives.items()},
             host_syncs=dict(meter.host_syncs.most_common()),
             fault=fault,
         )

@@ -52,7 +52,7 @@ def waits() -> Any:
         dist.all_gather_into_tensor(torch.empty(16, device="cuda"), x, group=row)
         dist.reduce_scatter_tensor(torch.empty(4, device="cuda"), x, group=row)
         dist.all_to_all_single(torch.empty(7, device="cuda"), x[:6], [3, 4], [2, 4], group=row)
-    calls = {name: [one["count"], one["sent_bytes"]] for name, one in meter.collectives.groups.items()}
+    calls = {name: [one["count"], one["sent_bytes"]] for name, one in meter.collectives.items()}
     return {"waits": found, "values": values, "collectives": calls, "composed": composed()}
 
 
@@ -107,9 +107,9 @@ def fault() -> Any:
 
 
 if __name__ == "__main__":
-    from megatron_ext.run.rehearsal import cuda_library
+    from megatron_ext.run.rehearsal.process import load_mock
 
-    cuda_library.load()
+    load_mock()
     warnings.simplefilter("ignore")
     if sys.argv[1] == "fault":
         print(json.dumps(fault()))

@@ -17,9 +17,9 @@ from megatron_ext.run.rehearsal.process import Request
 def main(request_json: str, result_file: str) -> None:
     request = Request(**json.loads(request_json))
     if request.fake:
-        from megatron_ext.run.rehearsal import cuda_library
+        from megatron_ext.run.rehearsal.process import load_mock
 
-        cuda_library.load()
+        load_mock()
         from megatron_ext.run.rehearsal import cuda_mock
 
         cuda_mock.KERNELS = tuple(name for name in cuda_mock.KERNELS if "norm" not in name)

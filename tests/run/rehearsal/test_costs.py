@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.planning.memory import flash_backward_scratch
-from megatron_ext.run.rehearsal.costs import segment_pairs
+from megatron_ext.run.rehearsal.meter import segment_pairs
 
 
 def seen(queries: int, keys: int, left: int) -> int:
