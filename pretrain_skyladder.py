@@ -2,7 +2,6 @@
 """Pretrain a long-context language model: python pretrain_skyladder.py --config FILE [--flag value ...]"""
 
 import logging
-import os
 import sys
 
 from megatron_ext.cli import FAILED, command, print_traceback
@@ -16,10 +15,10 @@ from megatron_ext.launch import is_first, read_launch
 def main(argv: list[str]) -> int:
     """Parse flags and YAML into a configuration and train it; return the exit status of run/signals.py."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("megatron_ext").setLevel(logging.INFO if is_first(os.environ) else logging.WARNING)
+    logging.getLogger("megatron_ext").setLevel(logging.INFO if is_first() else logging.WARNING)
     dry, world_size = parse_dry_run(argv)
     stages = parse_stages(argv)
-    processes = world_size or read_launch(os.environ).world_size
+    processes = world_size or read_launch().world_size
     check_stages(stages, processes)
     if dry is not None:
         from megatron_ext.run.dry_run import dry_run  # importing torch takes seconds

@@ -117,10 +117,12 @@ def print_error(error: Exception) -> None:
     text = str(error)
     if isinstance(error, OSError):
         text = f"{error.strerror}" if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
-    lines = [_shorten(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    lines = [printable(line) for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    end = MAX_CHARACTERS // 3
+    lines = [line if len(line) <= 3 * end else f"{line[: 2 * end]} ... {line[-end:]}" for line in lines]
     report_to_torchrun(lines[0])
     of_this_process = isinstance(error, OSError) or getattr(error, "of_this_process", False)
-    if not of_this_process and not is_first(os.environ):
+    if not of_this_process and not is_first():
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(10)  # torchrun ends all processes when one exits: let the first one print before that
         return
@@ -139,12 +141,6 @@ def _rank() -> str:
     return f"rank {rank}: " if rank and os.environ.get("WORLD_SIZE") != "1" else ""
 
 
-def _shorten(line: str) -> str:
-    """Shorten a line that is too long by removing its middle."""
-    end = MAX_CHARACTERS // 3
-    return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - end]} ... {line[-end:]}"
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UserError with one line, suggests the nearest flag, and takes no abbreviations."""
 
@@ -154,16 +150,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, rest = self.parse_known_args(args, namespace)
+        if name := next((word.split("=")[0] for word in rest if word.startswith("-")), None):
+            raise UserError(f"{name}: no such flag{nearest(name, self.flags())}; --help lists all")
         if rest:
-            self.refuse(rest)
+            raise UserError(f"{rest[0]}: got a word that belongs to no flag; values follow their --flag")
         return known
-
-    def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Raise a UserError for unrecognized arguments."""
-        name = next((word.split("=")[0] for word in words if word.startswith("-")), None)
-        if name is None:
-            raise UserError(f"{words[0]}: got a word that belongs to no flag; values follow their --flag")
-        raise UserError(f"{name}: no such flag{nearest(name, self.flags())}; --help lists all")
 
     def flags(self) -> list[str]:
         """Return all flags, including those of subparsers."""
@@ -192,6 +183,15 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 positive = integer(1)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the commands that compute with trained models: their tokenizer and dtype."""
+    add = parser.add_argument
+    add("--tokenizer", metavar="FOLDER", help="tokenizer of another folder [each model's own]")
+    add("--eod-token", metavar="TOKEN", help="token that ends a text [the tokenizer's]")
+    add("--bos", action="store_true", help="begin texts with the bos_token_id of a Hugging Face folder")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on cuda, else float32")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

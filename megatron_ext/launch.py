@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +31,13 @@ class Launch:
     local_rank: int = 0
 
 
-def read_launch(environment: Mapping[str, str]) -> Launch:
+def read_launch() -> Launch:
     """Read this process's rank and the world size.
 
     Raises:
         LaunchError: only one of RANK and WORLD_SIZE is set, or several processes have no rendezvous address.
     """
+    environment = os.environ
     if ("RANK" in environment) != ("WORLD_SIZE" in environment):
         missing = "WORLD_SIZE" if "RANK" in environment else "RANK"
         raise LaunchError(f"{missing}: got none, RANK and WORLD_SIZE need each other; {_REMEDY}")
@@ -47,9 +47,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     return Launch(int(environment.get("RANK", 0)), size, int(environment.get("LOCAL_RANK", 0)))
 
 
-def is_first(environment: Mapping[str, str]) -> bool:
+def is_first() -> bool:
     """Return whether this process is rank 0 or the only one."""
-    return environment.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0"
 
 
 def report_to_torchrun(message: str) -> None:

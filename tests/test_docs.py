@@ -40,7 +40,7 @@ def missing_paths(page: Path, text: str) -> list[str]:
 
 @functools.cache
 def known_flags() -> set[str]:
-    patterns = ("tools/*.py", "benchmarks/**/*.py", "docs/experiments/*.py", "megatron_ext/evaluation/flags.py")
+    patterns = ("tools/*.py", "benchmarks/**/*.py", "docs/experiments/*.py", "megatron_ext/cli.py")
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     scripts = [path.read_text(encoding="utf-8") for path in files]
     named = {flag for text in scripts for flag in FLAG.findall(text)}

@@ -1,6 +1,8 @@
 """The environment of torchrun or Slurm: a wrong one is refused before any process waits for another."""
 
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -10,16 +12,17 @@ ROOT = Path(__file__).resolve().parents[1]
 GOOD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def changed(change: dict[str, str | None]) -> dict[str, str]:
-    return {name: value for name, value in (GOOD | change).items() if value is not None}
+def with_environment(change: dict[str, str | None]) -> Launch:
+    environment = {name: value for name, value in (GOOD | change).items() if value is not None}
+    with patch.dict(os.environ, environment, clear=True):
+        assert is_first() == ("RANK" not in environment)
+        return read_launch()
 
 
 def test_good_environments() -> None:
-    assert read_launch({}) == Launch(0, 1, 0)
-    assert read_launch(GOOD) == Launch(1, 2, 1)
-    assert read_launch(changed({"LOCAL_RANK": None})) == Launch(1, 2, 0)
-    assert is_first({})
-    assert not is_first(GOOD)
+    assert with_environment(dict.fromkeys(GOOD)) == Launch(0, 1, 0)
+    assert with_environment({}) == Launch(1, 2, 1)
+    assert with_environment({"LOCAL_RANK": None}) == Launch(1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,6 @@ def test_good_environments() -> None:
 )
 def test_wrong_environments(change: dict[str, str | None], text: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        read_launch(changed(change))
+        with_environment(change)
     assert str(caught.value).startswith(text)
     assert "torchrun" in str(caught.value)

@@ -10,16 +10,14 @@ parallel flags (--tensor-model-parallel-size, --context-parallel-size, --device,
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli import Parser, command, integer, positive
+from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.launch import is_first, read_launch
 
 
@@ -98,9 +96,9 @@ def check(options: argparse.Namespace) -> None:
 @command
 def main(argv: list[str]) -> int:
     options, flags = parse_options(argv)
-    first = is_first(os.environ)
+    first = is_first()
     logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
-    read_launch(os.environ)
+    read_launch()
     check(options)
     processes = parse_processes(flags)
     from megatron_ext.evaluation.report import write_record  # these imports take seconds

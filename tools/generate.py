@@ -11,14 +11,12 @@ processes share the prompts.
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command, integer, positive
+from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.evaluation.sampling import Sampling
 from megatron_ext.launch import is_first, read_launch
 
@@ -64,8 +62,8 @@ def check(options: argparse.Namespace) -> Sampling:
 @command
 def main(argv: list[str]) -> int:
     options, flags = parse_options(argv)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING if is_first(os.environ) else logging.ERROR)
-    read_launch(os.environ)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING if is_first() else logging.ERROR)
+    read_launch()
     sampling, processes = check(options), parse_processes(flags)
     from megatron_ext.run.generate_text import generate_text  # importing Megatron takes seconds
 

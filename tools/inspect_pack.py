@@ -65,7 +65,7 @@ def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
         raise UserError("text: got no tokenizer to decode tokens with; give --tokenizer-model or leave --text out")
     config = config_of(options)
     vocab_size = vocabulary(config) if options.tokenizer_model else sys.maxsize
-    row = open_rows(config, vocab_size).train(options.sample)
+    row = open_rows(config, vocab_size).row(options.sample)
     ends = row.document_ends.tolist()
     if not options.text:
         return ends, None

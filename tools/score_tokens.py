@@ -14,7 +14,6 @@ draws the density of PMI, the short-context losses of one store minus the losses
 
 import argparse
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -69,9 +68,9 @@ def main(argv: list[str]) -> int:
         return density(argv[1:])
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options, flags = parse_options(argv)
-    first = is_first(os.environ)
+    first = is_first()
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
-    read_launch(os.environ)
+    read_launch()
     config = parse(flags)
     stride = options.stride if options.stride is not None else max(options.context * 3 // 4, 1)
     if not 1 <= stride <= options.context <= config.data.seq_length:

@@ -166,7 +166,7 @@ def find_names(row: TokenRow, texts: list[str], common: set[str]) -> list[Name]:
 def held_out_names(hf: Path, out: Path, count: int) -> list[list[Name]]:
     """Find the names in the rows that all models are evaluated on."""
     flags = [*of_data("valid", hf, out), "--seq-length", ROW, "--seed", 0]
-    row_at = open_rows(parse([str(flag) for flag in flags]), 512).train
+    row_at = open_rows(parse([str(flag) for flag in flags]), 512).row
     rows = [row_at(number) for number in range(count)]
     texts = token_texts(hf)
     common = TITLES | {

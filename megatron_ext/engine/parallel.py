@@ -79,7 +79,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
-        read_launch(os.environ)  # several processes have an address
+        read_launch()  # several processes have an address
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)

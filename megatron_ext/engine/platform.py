@@ -54,7 +54,7 @@ def choose(device: str) -> Platform:
     if not cuda:
         install_cpu()
         return Platform(_CPU, "gloo", transformer_engine=False)
-    local = torch.device("cuda", read_launch(os.environ).local_rank)
+    local = torch.device("cuda", read_launch().local_rank)
     torch.cuda.set_device(local)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # lets run/watchdog.py write the collectives when one hangs
     try:

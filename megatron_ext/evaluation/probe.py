@@ -4,6 +4,8 @@ A sample is correct if the model's greedy answer contains the hidden string. `ne
 (arXiv 2404.06654), `json_kv` HELMET's JSON KV (arXiv 2410.02694); the benchmarks themselves are tasks of lm-eval.
 """
 
+import functools
+import itertools
 import random
 import re
 import uuid
@@ -27,7 +29,8 @@ class Sample:
     answer: str  # the string that the answer must contain
 
 
-def _needle(size: int, depth: float, draw: random.Random, text: Sequence[str]) -> tuple[str, str]:
+def _needle(size: int, depth: float, seed: str, text: Sequence[str]) -> tuple[str, str]:
+    draw = random.Random(seed)
     key, value = str(uuid.UUID(int=draw.getrandbits(128))), str(draw.randint(10**6, 10**7 - 1))
     sentences = [text[place % len(text)] for place in range(size)]
     sentences.insert(round(depth * size), f"The special magic number for {key} is: {value}.")
@@ -38,8 +41,9 @@ def _needle(size: int, depth: float, draw: random.Random, text: Sequence[str]) -
     ), value
 
 
-def _json_kv(size: int, depth: float, draw: random.Random, text: Sequence[str]) -> tuple[str, str]:
+def _json_kv(size: int, depth: float, seed: str, text: Sequence[str]) -> tuple[str, str]:
     """Ask for one of `size` keys, after two solved examples."""
+    draw = random.Random(seed)
     pairs = [[str(uuid.UUID(int=draw.getrandbits(128))) for _ in range(2)] for _ in range(size)]
     key, value = pairs[round(depth * (size - 1))]
     examples = [pair for pair in draw.sample(pairs, min(3, size)) if pair[0] != key][:2]
@@ -51,48 +55,34 @@ def _json_kv(size: int, depth: float, draw: random.Random, text: Sequence[str]) 
     ), value
 
 
-TASKS: dict[str, Callable[[int, float, random.Random, Sequence[str]], tuple[str, str]]] = {
-    "needle": _needle,
-    "json_kv": _json_kv,
-}
+TASKS = {"needle": _needle, "json_kv": _json_kv}
 
 
 def make_samples(
     tasks: Sequence[str],
     lengths: Sequence[int],
-    count: Callable[[str], int],
+    encode: Callable[[str], Sequence[int]],
     number: int,
     seed: int,
     text: str | None = None,
 ) -> Iterator[Sample]:
     """Make `number` samples of each task in `TASKS` that fill each length, the tokens of prompt and answer.
 
-    `count` returns the number of tokens of a string; `text` is around the needle, None for a repeated sentence.
+    `text` is around the needle, None for a repeated sentence.
 
     Raises:
         UserError: a length that is too short for a sample.
     """
     sentences = re.split(r"(?<=[.!?])\s+", NOISE if text is None else text.strip())
-    for task in tasks:
-        for length in lengths:
-            for place in range(number):
-                yield _fill(task, length, count, place % DEPTHS / (DEPTHS - 1), f"{seed}:{task}:{place}", sentences)
-
-
-def _fill(
-    task: str, length: int, count: Callable[[str], int], depth: float, seed: str, sentences: Sequence[str]
-) -> Sample:
-    """Make the longest sample that fits, starting from an estimate of the tokens per sentence or pair."""
-
-    def make(size: int) -> tuple[str, str]:
-        return TASKS[task](size, depth, random.Random(seed), sentences)
-
-    budget = length - NEW_TOKENS
-    short, longer = count(make(4)[0]), count(make(36)[0])
-    size = max(4 + int((budget - short) * 32 / max(longer - short, 1)), 1)
-    while count(make(size)[0]) > budget:
-        if size == 1:
-            raise UserError(f"lengths: got {length}, {task} needs at least {count(make(1)[0]) + NEW_TOKENS} tokens")
-        size = max(size - max(size // 50, 1), 1)
-    prompt, answer = make(size)
-    return Sample(task, length, prompt, answer)
+    for task, length, place in itertools.product(tasks, lengths, range(number)):
+        depth, own_seed = place % DEPTHS / (DEPTHS - 1), f"{seed}:{task}:{place}"
+        make = functools.partial(TASKS[task], depth=depth, seed=own_seed, text=sentences)
+        budget = length - NEW_TOKENS
+        # start from an estimate of the tokens per sentence or pair
+        short, longer = len(encode(make(4)[0])), len(encode(make(36)[0]))
+        size = max(4 + int((budget - short) * 32 / max(longer - short, 1)), 1)
+        while (needed := len(encode(make(size)[0]))) > budget:
+            if size == 1:
+                raise UserError(f"lengths: got {length}, {task} needs at least {needed + NEW_TOKENS} tokens")
+            size = max(size - max(size // 50, 1), 1)
+        yield Sample(task, length, *make(size))

@@ -70,14 +70,14 @@ def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: 
     if folder is None:
         return text
     folder.mkdir(parents=True, exist_ok=True)
-    kind = record["kind"]
-    lines = [
-        json.dumps({"model": name, **item}, ensure_ascii=False, default=str) for name in items for item in items[name]
-    ]
-    contents = {f"{kind}.md": text, f"{kind}.json": json.dumps(record, indent=2) + "\n"}
-    contents |= {f"{kind}.items.jsonl": "".join(line + "\n" for line in lines)} if items else {}
-    for name, content in contents.items():
-        with atomic_write(folder / name) as aside:  # incomplete characters of answers are written as JSON escapes
+    contents = {".md": text, ".json": json.dumps(record, indent=2) + "\n"}
+    if items:
+        every = [{"model": name, **item} for name in items for item in items[name]]
+        lines = [json.dumps(item, ensure_ascii=False, default=str) + "\n" for item in every]
+        contents[".items.jsonl"] = "".join(lines)
+    for ending, content in contents.items():
+        with atomic_write(folder / (record["kind"] + ending)) as aside:
+            # incomplete characters of answers are written as JSON escapes
             aside.write_text(content, encoding="utf-8", errors="backslashreplace")
     return text
 
@@ -115,21 +115,14 @@ def markdown(record: Record) -> str:
             pivot(by_position, ("model", "length"), ("position",)),
         ]
     if record["differences"]:
-        head = ["models", "task", "metric", "length", "difference", "95 % interval"]
+        rows: list[list[object]] = []
+        for pair in record["differences"]:
+            models, length = f"{pair['second']} - {pair['first']}", pair.get("length", "")
+            interval = "one item" if pair["low"] is None else f"{pair['low']:+.4f} to {pair['high']:+.4f}"
+            rows.append([models, pair["task"], pair["metric"], length, f"{pair['value']:+.4f}", interval])
         parts += [
             "## Differences",
             "On the same items; the interval is of paired bootstrap samples.",
-            table(head, map(_difference, record["differences"])),
+            table(["models", "task", "metric", "length", "difference", "95 % interval"], rows),
         ]
     return "\n\n".join(parts) + "\n"
-
-
-def _difference(pair: Record) -> list[object]:
-    return [
-        f"{pair['second']} - {pair['first']}",
-        pair["task"],
-        pair["metric"],
-        pair.get("length", ""),
-        f"{pair['value']:+.4f}",
-        "one item" if pair["low"] is None else f"{pair['low']:+.4f} to {pair['high']:+.4f}",
-    ]

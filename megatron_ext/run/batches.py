@@ -6,11 +6,12 @@ samples of the step -> rows -> tokens end to end, masks -> scores (weighted runs
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from megatron_ext.attention.health import sample_queries
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
@@ -34,23 +35,15 @@ def division(config: Config, ranks: Ranks, tokens: int) -> Division:
     )
 
 
+@dataclass(frozen=True, eq=False)
 class BatchMaker:
-    """Makes micro-batches, as a pure function of the sample index and the step.
+    """Makes micro-batches, as a pure function of the sample index and the step."""
 
-    `short_losses` returns the losses of a frozen scorer for a sample, float32 [L]; `bos_id` is the token at the start
-    of the data's documents, if any.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        context: ContextOptions | None,
-        short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None,
-        bos_id: int | None = None,
-    ) -> None:
-        self.config, self.ranks, self.context, self.short_losses = config, ranks, context, short_losses
-        self.bos_id = bos_id
+    config: Config
+    ranks: Ranks
+    context: ContextOptions | None
+    short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None  # of a frozen scorer for a sample, float32 [L]
+    bos_id: int | None = None  # the token at the start of the data's documents, if any
 
     def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
         """Make the batches of the optimizer step that starts at a sample."""
@@ -123,27 +116,30 @@ class BatchMaker:
         weighting, seed = self.config.weighting, self.config.training.seed
         if weighting.token_weighting not in ("frozen", "unfrozen"):
             return [None] * len(samples), []
+        batches: list[PackedBatch] = []
+        short: list[Tensor | None] = [None] * len(samples)
+        same: list[Tensor | None] = [None] * len(samples)
+        if weighting.token_weighting == "frozen":
+            assert self.short_losses is not None
+            short = [torch.from_numpy(np.concatenate([self.short_losses(s) for s in group])) for group in samples]
+        elif weighting.needs_short_losses:
+            cut = division(self.config, self.ranks, len(tokens[0].tokens))
+            work = short_pass(tokens, masks, weighting.short(), cut, self.context, bos_id=self.bos_id)
+            batches = work.batches
+            # tokens that the pass does not score have the same context in both passes: their score is 0
+            same = list(torch.from_numpy(~work.scored).chunk(len(tokens)))
         scores = [
             RowScores(
                 trained_T=torch.from_numpy(own.trained),
                 labels_T=torch.from_numpy(own.labels),
                 samples=tuple(group),
                 seeds=tuple(row_seed(seed, sample) for sample in group),
+                short_loss_T=short_T,
+                same_context_T=same_T,
             )
-            for group, own in zip(samples, tokens, strict=True)
+            for group, own, short_T, same_T in zip(samples, tokens, short, same, strict=True)
         ]
-        if weighting.token_weighting == "frozen":
-            assert self.short_losses is not None
-            short = [np.concatenate([self.short_losses(sample) for sample in group]) for group in samples]
-            return [replace(s, short_loss_T=torch.from_numpy(own)) for s, own in zip(scores, short, strict=True)], []
-        if not weighting.needs_short_losses:
-            return scores, []
-        cut = division(self.config, self.ranks, len(tokens[0].tokens))
-        work = short_pass(tokens, masks, weighting.short(), cut, self.context, bos_id=self.bos_id)
-        # tokens that the pass does not score have the same context in both passes: their score is 0
-        same = np.split(~work.scored, len(tokens))
-        scores = [replace(s, same_context_T=torch.from_numpy(own)) for s, own in zip(scores, same, strict=True)]
-        return scores, work.batches
+        return scores, batches
 
 
 def row_seed(seed: int, sample: int) -> int:

@@ -37,11 +37,7 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
 
 
 def look_at_inputs(stage: Stage, vocab_size: int) -> Iterator[str]:
-    """Check the inputs that are present here as training would, and yield a line for each dataset and missing input.
-
-    Raises:
-        UserError: an input that training would refuse.
-    """
+    """Check the inputs that are present here as training would, and yield a line for each dataset and missing input."""
     config, source = stage.config, find_checkpoint(stage.config)
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     finished = source is not None and source.manifest.step == config.training.train_iters

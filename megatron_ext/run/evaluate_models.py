@@ -86,12 +86,8 @@ def _recall(
     if options.haystack is not None:
         haystack = "\n".join(document.text for document in read_documents(options.haystack, options.json_key))
     encode = next(iter(models.values())).encode  # their tokenizers are the same
-
-    def count(part: str) -> int:
-        return len(encode(part))
-
-    lengths = _lengths(options, models)
-    samples = list(make_samples(options.tasks, lengths, count, options.samples, options.seed, haystack))
+    tasks, lengths = list(dict.fromkeys(options.tasks)), _lengths(options, models)
+    samples = list(make_samples(tasks, lengths, encode, options.samples, options.seed, haystack))
     results: list[Result] = []
     items: dict[str, list[Result]] = {}
     scores: dict[str, dict[Key, Float64]] = {}
@@ -111,11 +107,13 @@ def _recall(
             }
             for sample, prompt, tokens in zip(samples, prompts, answers, strict=True)
         ]
-        scores[name] = {}
-        for task, length in dict.fromkeys((sample.task, sample.length) for sample in samples):
-            own = np.array([item["score"] for item in items[name] if (item["task"], item["length"]) == (task, length)])
-            scores[name][task, "score", length] = own
-            at = {"model": name, "task": task, "metric": "score", "length": length}
-            results.append({**at, "value": own.mean(), "count": len(own)})
+        by_task = np.array([item["score"] for item in items[name]]).reshape(len(tasks), len(lengths), -1)
+        scores[name] = {
+            (task, "score", length): by_task[i, j] for i, task in enumerate(tasks) for j, length in enumerate(lengths)
+        }
+        results += [
+            {"model": name, "task": task, "metric": metric, "length": length, "value": own.mean(), "count": len(own)}
+            for (task, metric, length), own in scores[name].items()
+        ]
     settings = {"samples": options.samples, "seed": options.seed, "haystack": options.haystack}
     return {"settings": settings, "results": results, "differences": list(compare(scores))}, items

@@ -8,7 +8,7 @@ because tokens are sent to experts on all of them.
 import argparse
 import itertools
 import math
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -74,10 +74,6 @@ class _Text:
     draws: np.random.Generator
     answer: list[int]
 
-    @property
-    def last(self) -> int:
-        return self.answer[-1] if self.answer else self.prompt.tokens[-1]
-
 
 @contextmanager
 def open_generator(
@@ -132,23 +128,20 @@ class Generator:
         self, requests: Sequence[Request], compute: Callable[[list[tuple[int, Request]]], dict[int, Result]]
     ) -> list[Result]:
         """Compute a share of the numbered requests on each copy of the model; return all results in order."""
-        for number, request in enumerate(requests):
-            self._check(number, request)
-        own = compute([(number, requests[number]) for number in range(self.share, len(requests), self.shares)])
-        gathered: list[dict[int, Result]] = [{} for _ in range(self.model.ranks.world_size)]
-        dist.all_gather_object(gathered, own)
-        joined = {number: result for results in gathered for number, result in results.items()}
-        return [joined[number] for number in range(len(joined))]
-
-    def _check(self, number: int, request: Prompt | Choice) -> None:
-        if not request.tokens:
-            raise UserError(f"prompt {number + 1}: has no token to continue; give a text, or --bos")
         original = self.model.pretrained.model.rope_original_length
-        if self.model.follows_text and original is not None and request.length > original:
-            raise UserError(
-                f"prompt {number + 1}: got up to {request.length} tokens, but {self.model.pretrained.folder} has "
-                f"dynamic RoPE, which would rotate all cached keys anew beyond {original} tokens; ask for fewer"
-            )
+        for number, request in enumerate(requests, start=1):
+            if not request.tokens:
+                raise UserError(f"prompt {number}: has no token to continue; give a text, or --bos")
+            if self.model.follows_text and original is not None and request.length > original:
+                raise UserError(
+                    f"prompt {number}: got up to {request.length} tokens, but {self.model.pretrained.folder} has "
+                    f"dynamic RoPE, which would rotate all cached keys anew beyond {original} tokens; ask for fewer"
+                )
+        own = compute([(number, requests[number]) for number in range(self.share, len(requests), self.shares)])
+        gathered = [own] * self.model.ranks.world_size
+        dist.all_gather_object(gathered, own)
+        joined = ChainMap(*gathered)
+        return [joined[number] for number in range(len(joined))]
 
     @torch.inference_mode()
     def _generate(
@@ -169,7 +162,8 @@ class Generator:
                     active[slot] = _Text(number, prompt, sampling.draws(number), [])
             self._prefill(cache, new)
             texts = list(active.values())
-            logits_nV = self._forward(cache, {slot: [text.last] for slot, text in active.items()})
+            last = {slot: [(text.answer or text.prompt.tokens)[-1]] for slot, text in active.items()}
+            logits_nV = self._forward(cache, last)
             chosen = None if logits_nV is None else choose(logits_nV, sampling, [text.draws for text in texts])
             for slot, token in zip(list(active), self._broadcast(chosen, len(texts)), strict=True):
                 text = active[slot]
@@ -196,29 +190,28 @@ class Generator:
             self._prefill(cache, {slot: choice.tokens[:-1] for slot, choice in enumerate(some)})
             scores: list[list[Likelihood]] = [[] for _ in some]
             for place in range(max(len(choice.options) for choice in some)):
-                options = {
-                    slot: choice.options[place] for slot, choice in enumerate(some) if place < len(choice.options)
-                }
-                contexts = {slot: some[slot].tokens for slot in options}
-                for slot, likelihood in self._score_options(cache, contexts, options).items():
+                present = {slot: choice for slot, choice in enumerate(some) if place < len(choice.options)}
+                options = {slot: choice.options[place] for slot, choice in present.items()}
+                inputs = {slot: [choice.tokens[-1], *options[slot][:-1]] for slot, choice in present.items()}
+                for slot, likelihood in self._score_options(cache, inputs, options).items():
                     scores[slot].append(likelihood)
-                    cache.keep(slot, len(contexts[slot]) - 1)
+                for slot, choice in present.items():
+                    cache.keep(slot, len(choice.tokens) - 1)
             if self.stages.rank() == self.stages.size() - 1:
                 found |= dict(zip(numbers, scores, strict=True))
         return found
 
     def _score_options(
-        self, cache: KeyValueCache, contexts: Mapping[int, Sequence[int]], options: Mapping[int, Sequence[int]]
+        self, cache: KeyValueCache, inputs: Mapping[int, Sequence[int]], labels: Mapping[int, Sequence[int]]
     ) -> dict[int, Likelihood]:
-        """Score one option of each slot, whose context is in the cache except its last token; last stage only."""
-        by_token: dict[int, list[Likelihood]] = {slot: [] for slot in options}
-        inputs = {slot: [contexts[slot][-1], *option[:-1]] for slot, option in options.items()}
-        for part in _passes(options, max(PASS_LOGITS // self.model.vocab_size, 1)):
+        """Append the inputs of some slots to the cache and score the label of each; last stage only."""
+        by_token: dict[int, list[Likelihood]] = {slot: [] for slot in labels}
+        for part in _passes(labels, max(PASS_LOGITS // self.model.vocab_size, 1)):
             logits_nV = self._forward(cache, {slot: inputs[slot][at] for slot, at in part.items()}, every=True)
             if logits_nV is None:
                 continue
-            labels = itertools.chain.from_iterable(options[slot][at] for slot, at in part.items())
-            label_n = torch.tensor(list(labels), device=logits_nV.device)
+            wanted = itertools.chain.from_iterable(labels[slot][at] for slot, at in part.items())
+            label_n = torch.tensor(list(wanted), device=logits_nV.device)
             log_probability_n = logits_nV.log_softmax(dim=-1).gather(1, label_n[:, None])[:, 0]
             greedy_n = logits_nV.argmax(dim=-1) == label_n
             scored = zip(log_probability_n.tolist(), greedy_n.tolist(), strict=True)

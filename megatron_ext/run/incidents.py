@@ -66,22 +66,21 @@ class Incidents:
         incident, action = self._check(result)
         if not result.without_tokens and math.isfinite(result.lm_loss):
             self.losses.append(result.lm_loss)
-        if incident is None:
-            self._skips = 0
-            return
-        ends = incident
         self._skips = self._skips + 1 if result.refused else 0
+        if incident is None:
+            return
         if action == "skip" and self._skips >= self.options.skip_limit:
             action = "stop"
-            needs = f"{incident.needs} in one of skip_limit {self.options.skip_limit} steps, which were skipped"
-            ends = DivergedError(incident.what, incident.value, needs)
         self.records.note(
             f"the {incident.what} of step {done.step} is {incident.value:.4f}, needs {incident.needs}; "
             f"{_CONSEQUENCES[action]}"
         )
-        done.spike = incident.what == SPIKE
+        done.spike = int(incident.what == SPIKE)
+        if action == "stop" and result.refused:
+            needs = f"{incident.needs} in one of skip_limit {self.options.skip_limit} steps, which were skipped"
+            raise DivergedError(incident.what, incident.value, needs)
         if action == "stop":
-            raise ends
+            raise incident
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs for identical decisions, as JSON types."""

@@ -1,7 +1,6 @@
 """Load a trained model for inference, on one process or several."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,15 +59,14 @@ def open_model(
             pretrained.length,
             pretrained.folder,
         )
-    launch = read_launch(os.environ)
-    vocab_size = pretrained.model.vocab_size
+    world_size, vocab_size = read_launch().world_size, pretrained.model.vocab_size
     assert vocab_size is not None
     device = platform.choose(processes.device)
     half = device.device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
-    config = inference_config(pretrained, processes, length, launch.world_size, bf16=half)
+    config = inference_config(pretrained, processes, length, world_size, bf16=half)
     # experts under tensor parallelism need sequence parallelism only in training
     trained = replace(config.parallel, sequence_parallel=processes.tensor_model_parallel_size > 1)
-    check(config if config.model.num_experts is None else replace(config, parallel=trained), launch.world_size)
+    check(config if config.model.num_experts is None else replace(config, parallel=trained), world_size)
     check_same_texts(config.parallel)
     ranks = parallel.start(config.parallel, config.model.num_layers, device, config.training.seed)
     chunks = build_chunks(config, vocab_size, device)

@@ -25,21 +25,13 @@ TRAINING, VALIDATION = 0, 1  # indices into the shares of `--split`
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows by sample index."""
-
-    train: RowAt
-    valid: RowAt | None  # None if the run never validates
-    mixed: BlendedRows | None = None  # of training; None for a single dataset
-
-
-@dataclass(frozen=True)
 class Inputs:
     """The inputs of a run."""
 
     checkpoint: Checkpoint | None  # to resume from; None for a new run
     vocab_size: int
-    rows: Rows
+    train: RowSource
+    valid: RowSource | None  # None if the run never validates
     scores: ScoreStore | None  # of a frozen scorer
     pretrained: Pretrained | None  # initial weights of a new run; None for random weights
     bos_id: int | None = None  # the token at the start of the data's documents
@@ -56,7 +48,8 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
     return Inputs(
         checkpoint=checkpoint,
         vocab_size=vocab_size,
-        rows=open_rows(config, vocab_size),
+        train=open_rows(config, vocab_size),
+        valid=open_rows(config, vocab_size, VALIDATION) if config.training.eval_interval else None,
         scores=open_scores(config, vocab_size, end_of_samples(config, checkpoint)),
         pretrained=first_weights(config, vocab_size) if pretrained and checkpoint is None else None,
         bos_id=bos_of(config),
@@ -130,22 +123,16 @@ def splits(config: Config, vocab_size: int, share: int) -> list[Split]:
     return [open_part(config, vocab_size, share, index) for index in range(len(parts))]
 
 
-def open_rows(config: Config, vocab_size: int) -> Rows:
-    """Open the datasets of training and validation. Raises what `open_part` and `open_split` raise."""
-
-    def blend(share: int) -> RowSource:
-        row_length, opened = config.data.seq_length, splits(config, vocab_size, share)
-        sources: list[RowSource] = []
-        for split in opened:
-            sequences = open_split(split, config)
-            sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
-        if len(sources) == 1:
-            return sources[0]
-        return BlendedRows(sources, [one.part.weight for one in opened], [one.part.label for one in opened])
-
-    train = blend(TRAINING)
-    valid = blend(VALIDATION).row if config.training.eval_interval else None
-    return Rows(train.row, valid, train if isinstance(train, BlendedRows) else None)
+def open_rows(config: Config, vocab_size: int, share: int = TRAINING) -> RowSource:
+    """Open the datasets of training or validation. Raises what `open_part` and `open_split` raise."""
+    row_length, opened = config.data.seq_length, splits(config, vocab_size, share)
+    sources: list[RowSource] = []
+    for split in opened:
+        sequences = open_split(split, config)
+        sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
+    if len(sources) == 1:
+        return sources[0]
+    return BlendedRows(sources, [one.part.weight for one in opened], [one.part.label for one in opened])
 
 
 def open_split(split: Split, config: Config) -> RowDataset | PackedRows:

@@ -67,7 +67,7 @@ def _documents(config: Config, samples: range, window: int, characters: int) -> 
     tokenizer = Tokenizer(model) if model else None
     base = config.model.rotary_base_at(window) if config.model.rope_window_bases else None
     for sample in samples:
-        row = built.inputs.rows.train(sample)
+        row = built.inputs.train.row(sample)
         batch = replace(pack([row], window, config.mask_options()), rotary_base=base)
         (loss_t,) = pipeline.token_losses([batch.to(built.platform.device)])
         losses = loss_t.cpu().numpy()

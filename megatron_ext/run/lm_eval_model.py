@@ -166,11 +166,7 @@ class TrainedModel(TemplateLM):
 def evaluate(
     options: argparse.Namespace, processes: ParallelConfig, models: Mapping[str, ModelText]
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Run lm-eval on trained models; return a part of the record, and every answer of each model. Collective.
-
-    Raises:
-        UserError: an unknown task, data that cannot be read, or no --max-length.
-    """
+    """Run lm-eval on trained models; return a part of the record, and every answer of each model. Collective."""
     results: list[dict[str, Any]] = []
     items, samples = {}, {}
     for name, text in models.items():

@@ -58,11 +58,7 @@ class Stream:
 def evaluate_perplexity(
     options: argparse.Namespace, processes: ParallelConfig, models: Mapping[str, ModelText], lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Score documents with windows of several lengths; return a part of the record. Collective.
-
-    Raises:
-        UserError: documents that cannot be read, or a model that does not fit the layout.
-    """
+    """Score documents with windows of several lengths; return a part of the record. Collective."""
     windows = []
     for length in lengths:
         stride = options.stride if options.stride is not None else max(length // 2, 1)
@@ -91,7 +87,7 @@ def evaluate_perplexity(
                 losses[name]["all", "loss", window.length] = sums[0].sum(dim=1).numpy()
                 for task, own in chosen.items():
                     at = {"model": name, "task": task, "length": window.length}
-                    results += [{**at, **result} for result in results_of(sums[:, own])]
+                    results += [at | result for result in results_of(sums[:, own])]
     counts = dict.fromkeys(losses[name], sums[1].sum(dim=1).numpy())  # the same for all models and lengths
     settings = {
         "document_mask": options.document_mask,
@@ -117,11 +113,7 @@ def file_documents(options: argparse.Namespace, text: ModelText) -> Iterator[Doc
 
 
 def dataset_documents(options: argparse.Namespace, vocab_size: int | None) -> Iterator[Document]:
-    """Read documents of the .bin/.idx datasets of `--data-path`.
-
-    Raises:
-        UserError: a dataset cannot be read, or has token ids beyond the model's vocabulary.
-    """
+    """Read documents of the .bin/.idx datasets of `--data-path`."""
     for prefix in options.data_path:
         source = IndexedSource(prefix, vocab_size)
         lengths = source.document_lengths

@@ -45,7 +45,7 @@ class StepRecord:
     step_time_s: float
     data_wait_s: float  # the wait for its batches, part of `step_time_s`
     save_stall_s: float  # training time lost to saving since the previous step
-    spike: bool = False  # whether its loss is a spike; set by `Incidents`
+    spike: int = 0  # 1 if its loss is a spike; set by `Incidents`
     source_rows: Mapping[str, int] | None = None  # its rows from each dataset of a mixture; None for a single dataset
 
 
@@ -91,7 +91,6 @@ class RunRecords:
             "grad_norm": result.grad_norm,
             "denominator": result.denominator,
             "skipped": int(result.skipped),
-            "spike": int(done.spike),
             "tokens_per_s": self.tokens_per_step / done.step_time_s,
             "flops": step_flops(*work),
         }
@@ -132,8 +131,8 @@ class RunRecords:
             # records are comparable only if these two are equal
             "document_mask": training.eval_document_mask,
             "stride": training.eval_stride,
-            "by_length": {str(length): mean_loss(at) for length, at in sums.items()},
-            "by_position": {str(keys): mean for keys, mean in losses_by_position(longest).items()},
+            "by_length": {length: mean_loss(at) for length, at in sums.items()},
+            "by_position": losses_by_position(longest),
         }
         if loss is not None:
             self.note(f"validation after {step} steps: loss {loss:.4f} at context {max(sums)}")

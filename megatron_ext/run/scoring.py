@@ -55,7 +55,7 @@ def score_rows(
             f"checkpoint: {scorer.folder} knows {size} token ids, needs at least the {vocab_size} of the data; "
             "give a scorer of the same vocabulary"
         )
-    row_at = open_rows(replace(config, training=replace(config.training, eval_interval=0)), vocab_size).train
+    row_at = open_rows(config, vocab_size).row
     identity = StoreIdentity(
         rows=end,
         short_context=short.length,

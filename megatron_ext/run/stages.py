@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import DivergedError, UserError
-from megatron_ext.launch import read_launch, report_to_torchrun
+from megatron_ext.launch import is_first, report_to_torchrun
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
@@ -36,7 +35,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
         UserError: any error of `train`, a folder that a stage cannot write to, or a previous stage that has not ended.
     """
     run = stages[0].run
-    if run is not None and read_launch(os.environ).rank == 0:
+    if run is not None and is_first():
         unmark(run)
     with StopRequest() as request:
         _check_all(stages)
@@ -128,13 +127,13 @@ def _has_ended(stage: Stage) -> bool:
         return False
     config, steps = stage.config, _steps(stage.config)
     # it may have been stopped between its last checkpoint and that validation
-    validated = not config.training.eval_interval or steps in read_losses(Path(config.checkpoint.save or ""), steps)
+    validated = not config.training.eval_interval or steps in read_losses(config.checkpoint.save, steps)
     return validated and _has_all_steps(config, steps)
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:
     """Return whether a number of steps is all of a run, or all until it stopped early."""
-    losses = read_losses(Path(config.checkpoint.save), steps) if config.checkpoint.save is not None else {}
+    losses = read_losses(config.checkpoint.save, steps)
     return steps == config.training.train_iters or stop_reason(losses, config.training) is not None
 
 

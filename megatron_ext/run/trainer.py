@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.checks import WARNINGS, broken
+from megatron_ext.data.rows.blend import BlendedRows
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine import environment, parallel
@@ -64,8 +65,7 @@ def train(config: Config, request: StopRequest, *, run: Path | None, has_next_st
         run: the folder to pass to --load to continue; a stage's own folder is inside it.
         has_next_stage: another stage follows, which a signal during the last step must stop.
 
-    Raises:
-        UserError: data, tokenizer or checkpoint that the configuration cannot use.
+    Raises what `build` raises.
     """
     built = build(config)
     info = describe_run(config, built)
@@ -75,7 +75,7 @@ def train(config: Config, request: StopRequest, *, run: Path | None, has_next_st
     if timeout_s is None:
         timeout_s = 0.9 * 60 * config.parallel.distributed_timeout_minutes if ranks.world_size > 1 else 1800.0
     with Watchdog(ranks.world, Path(save) if save else None, timeout_s):
-        ending = Trainer(config, built, info).fit(request, run, has_next_stage)
+        ending = Trainer(config, built, info, request).fit(run, has_next_stage)
         parallel.finish_stage()
     return ending
 
@@ -148,21 +148,12 @@ def describe_run(config: Config, built: Built) -> RunInfo:
         "parameters": parameters,
         "versions": {name: version for name, version in here.versions.items() if version is not None},
     }
-    if (mixed := inputs.rows.mixed) is not None:
+    if isinstance(mixed := inputs.train, BlendedRows):
         facts["sources"] = {
             label: {"share": share, "row_tokens": dataset.row_tokens}
             for label, share, dataset in zip(mixed.labels, mixed.shares, mixed.datasets, strict=True)
         }
     return RunInfo(count_active_parameters(config.model, inputs.vocab_size), peak_flops, facts)
-
-
-@dataclass(frozen=True)
-class RankConsensus:
-    """State of all ranks after a step."""
-
-    signal: int = 0  # received by any rank
-    writing: bool = True  # any rank is still writing or publishing a checkpoint, or this is not known yet
-    by_clock: bool = False  # a checkpoint is due by the clock of any rank
 
 
 class Trainer:
@@ -171,14 +162,13 @@ class Trainer:
     On CUDA, a step's results are copied to the host while the next step runs; the callbacks are called after the copy.
     """
 
-    def __init__(self, config: Config, built: Built, info: RunInfo) -> None:
+    def __init__(self, config: Config, built: Built, info: RunInfo, request: StopRequest) -> None:
         platform, ranks, inputs, chunks = built.platform, built.ranks, built.inputs, built.chunks
-        self.config, self.platform, self.ranks, self.inputs = config, platform, ranks, inputs
+        self.config, self.platform, self.ranks, self.inputs, self.request = config, platform, ranks, inputs, request
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         self.window = config.window_schedule()
         self.learning_rate = config.learning_rate_schedule()
-        context = parallel.context_group(config.parallel, ranks, platform)
-        self.context = context
+        self.context = context = parallel.context_group(config.parallel, ranks, platform)
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         self.stepper = Stepper(
@@ -199,15 +189,19 @@ class Trainer:
         losses: Losses = {}
         if (own := self.continued) is not None:
             losses = parallel.run_on_rank0(ranks, lambda: read_losses(own, self.began.step), own, reads=True)
-        self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, losses)
+        self.validation = Validation(config, self.stepper, self.batches, inputs.valid, self.records, losses)
         self.callbacks: list[Incidents | RunRecords | Trajectory] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
             self.trajectory = Trajectory(config, chunks, ranks, inputs, self.stepper.weigher, self.step)
             self.callbacks.append(self.trajectory)
         # steps in flight, the oldest first; each waits for the results of its step
-        self.pending: deque[Callable[[], tuple[StepRecord, RankConsensus]]] = deque()
+        self.pending: deque[Callable[[], StepRecord]] = deque()
         self._collected = 0.0  # when the results of the last step arrived
+        # the same on all ranks, as of the last collected step:
+        self.stopped_by = 0  # a signal that any rank has received
+        self.writing = True  # any rank is still writing or publishing a checkpoint, or this is not known yet
+        self.save_by_clock = False  # a checkpoint is due by the clock of any rank
 
     def _restore(self) -> Position:
         """Load the checkpoint, or the optimizer's state that a new run starts with."""
@@ -222,14 +216,14 @@ class Trainer:
                 logger.info("optimizer state from %s", self.inputs.pretrained.folder)
         return Position(step=0, consumed_samples=0)
 
-    def fit(self, request: StopRequest, run: Path | None = None, has_next_stage: bool = False) -> Ending:
+    def fit(self, run: Path | None, has_next_stage: bool) -> Ending:
         """Run all remaining steps, or until early stopping; save when requested and at the end. Args as of `train`."""
         gc.collect()
         gc.freeze()  # libraries, model and optimizer: half a million permanent objects. Collections then take
         gc.collect()  # milliseconds, and the reference cycles of a checkpoint do not accumulate
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as prefetch:
-                stopped_by = self._train(request, prefetch)
+                self._train(prefetch)
         except DivergedError as error:  # raised on all ranks; nothing is saved anymore
             self.checkpointer.finish()
             self.records.close(self.step, f"diverged: the {error.what} was {error.value}")
@@ -238,47 +232,45 @@ class Trainer:
             return Ending(0, self.step, saved, error)
         finally:
             gc.unfreeze()
-        return self._finish(stopped_by, run, has_next_stage)
+        return self._finish(run, has_next_stage)
 
-    def _train(self, request: StopRequest, prefetch: ThreadPoolExecutor) -> int:
-        """Train; return the signal that stopped the run before its last step, or 0."""
-        step, last, stopped_by = self.step, self.config.training.train_iters, 0
-        if step == 0:  # signals are deferred: there is no checkpoint to continue from
-            self.validation.after_step(0, None)
+    def _train(self, prefetch: ThreadPoolExecutor) -> None:
+        """Train until the last step, a signal, or early stopping."""
+        last, validation = self.config.training.train_iters, self.validation
+        if self.step == 0:  # signals are deferred: there is no checkpoint to continue from
+            validation.after_step(0, None)
         elif self.continued is not None:  # perhaps stopped before the validation of this step
-            stopped_by = self.validation.after_step(step, request)
-        batches = prefetch.submit(self.make_batches, step) if step < last else None
-        while batches is not None and not stopped_by and self.validation.stop_reason is None:
-            heartbeat.beat(f"step {step}")
+            self.stopped_by = validation.after_step(self.step, self.request)
+        batches = prefetch.submit(self.make_batches, self.step) if self.step < last else None
+        while batches is not None and not self.stopped_by and validation.stop_reason is None:
+            heartbeat.beat(f"step {self.step}")
             began = time.perf_counter()
             batch = batches.result()
-            batches = prefetch.submit(self.make_batches, step + 1) if step + 1 < last else None
-            self.launch(batch, began, request)
+            batches = prefetch.submit(self.make_batches, self.step + 1) if self.step + 1 < last else None
+            self.launch(batch, began)
             step = self.step
             # a validation, a trajectory and a decision to skip a step need the results of all steps before
-            waits = self.validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
-            consensus = self.collect_results(keep=0 if waits else self.platform.steps_ahead)
-            due = self.checkpointer.poll(step, writing=consensus.writing, by_clock=consensus.by_clock)
-            due, stopped_by = due or step == last, consensus.signal
-            if stopped_by or due:  # save before the validation, which may outlast the grace period of a signal
-                stopped_by = self.collect_results().signal or stopped_by
+            waits = validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
+            self.collect_results(keep=0 if waits else self.platform.steps_ahead)
+            due = self.checkpointer.poll(step, writing=self.writing, by_clock=self.save_by_clock) or step == last
+            if self.stopped_by or due:  # save before the validation, which may outlast the grace period of a signal
+                self.collect_results()
                 self._save()
-            if not stopped_by:
-                stopped_by = self.validation.after_step(step, request)
-                if (stopped_by or self.validation.stop_reason is not None) and not due:
+            if not self.stopped_by:
+                self.stopped_by = validation.after_step(step, self.request)
+                if (self.stopped_by or validation.stop_reason is not None) and not due:
                     self._save()
-        return stopped_by
 
     def make_batches(self, step: int) -> StepBatches:
         """Make this rank's batches of a step; depends only on the step."""
         first_sample = self.config.data.first_sample + self.consumed_samples(step)
-        return self.batches.train(self.inputs.rows.train, step, first_sample, self.window.window_at(step))
+        return self.batches.train(self.inputs.train.row, step, first_sample, self.window.window_at(step))
 
     def consumed_samples(self, step: int) -> int:
         """Return the number of rows before a step: they are consecutive, also if a resumed run has a larger batch."""
         return self.began.consumed_samples + (step - self.began.step) * self.config.data.global_batch_size
 
-    def launch(self, batches: StepBatches, began: float, request: StopRequest) -> None:
+    def launch(self, batches: StepBatches, began: float) -> None:
         """Launch the next step on the device: forward, backward and update. The host does not wait.
 
         `began` is when the host began to wait for the batches, by `time.perf_counter`.
@@ -288,18 +280,22 @@ class Trainer:
         set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
         self.context.take_sent_bytes()  # exclude those of validations
         result = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
-        results = AsyncHostCopy(torch.cat([result.values, self._of_all_ranks(request.signal)]))
+        results = AsyncHostCopy(torch.cat([result.values, self._of_all_ranks()]))
         save_stall, threads = self.checkpointer.take_stall(), self.checkpointer.threads
 
-        def finish() -> tuple[StepRecord, RankConsensus]:
+        def finish() -> StepRecord:
             *values, stop_signal, writing, by_clock, peak_memory, cp_bytes = results.values()
-            now, mixed = time.perf_counter(), self.inputs.rows.mixed
+            self.stopped_by = int(stop_signal) or self.stopped_by
+            # the status is outdated if the step was launched before the last result began to be published
+            self.writing = bool(writing) or threads != self.checkpointer.threads
+            self.save_by_clock = bool(by_clock)
+            now, rows = time.perf_counter(), self.inputs.train
             first, consumed = self.consumed_samples(step), self.consumed_samples(step + 1)
             samples = range(self.config.data.first_sample + first, self.config.data.first_sample + consumed)
             record = StepRecord(
                 step=step,
                 samples=samples,
-                source_rows=mixed.rows_of(samples) if mixed is not None and self.ranks.world == 0 else None,
+                source_rows=rows.rows_of(samples) if isinstance(rows, BlendedRows) and self.ranks.world == 0 else None,
                 consumed_samples=consumed,
                 window=self.window.window_at(step),
                 learning_rate=learning_rate,
@@ -311,40 +307,33 @@ class Trainer:
                 save_stall_s=save_stall,
             )
             self._collected = now
-            # the status is outdated if the step was launched before the last result began to be published
-            outdated = threads != self.checkpointer.threads
-            return record, RankConsensus(int(stop_signal), bool(writing) or outdated, bool(by_clock))
+            return record
 
         self.pending.append(finish)
         self.step += 1
 
-    def collect_results(self, keep: int = 0) -> RankConsensus:
+    def collect_results(self, keep: int = 0) -> None:
         """Wait for the results of all pending steps except the last `keep`, and call the callbacks.
 
         Raises:
             DivergedError: the run cannot continue after a step; `self.step` is then this one.
         """
-        consensus = RankConsensus()
+        self.writing, self.save_by_clock = True, False
         while len(self.pending) > keep:
-            record, latest = self.pending.popleft()()
-            consensus = replace(latest, signal=consensus.signal or latest.signal)
+            record = self.pending.popleft()()
             try:
                 for callback in self.callbacks:
                     callback.after_step(record)
             except DivergedError:
                 self.step = record.step
                 raise
-        return consensus
 
-    def _of_all_ranks(self, stop_signal: int) -> Tensor:
-        """Reduce the `RankConsensus`, the peak memory (maximum) and the context-parallel bytes (sum); float64 [5]."""
+    def _of_all_ranks(self) -> Tensor:
+        """Reduce the signal, the saving status, the peak memory (maximum) and the sent bytes (sum); float64 [5]."""
         on_cuda = self.platform.device.type == "cuda"
-        peak = (
-            torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        )
-        mine = to_device(
-            [stop_signal, *self.checkpointer.status(), peak, self.context.take_sent_bytes()], self.platform.device
-        )
+        host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak, sent = torch.cuda.max_memory_allocated() if on_cuda else host_peak, self.context.take_sent_bytes()
+        mine = to_device([self.request.signal, *self.checkpointer.status(), peak, sent], self.platform.device)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)
         of_all = torch.stack(everyone)
@@ -364,14 +353,14 @@ class Trainer:
         consumed = self.consumed_samples(self.step)
         self.checkpointer.save(self.folder, Position(self.step, consumed, self.incidents.state_dict()))
 
-    def _finish(self, stopped_by: int, run: Path | None, has_next_stage: bool) -> Ending:
+    def _finish(self, run: Path | None, has_next_stage: bool) -> Ending:
         """Publish the last checkpoint, report how the run ended, and close its files."""
         heartbeat.beat(f"the end after {self.step} steps")
         self.checkpointer.finish()
         step, training, saved = self.step, self.config.training, self.checkpointer.saved
         early = self.validation.stop_reason if step < training.train_iters else None
         left = has_next_stage or step < training.train_iters or self.validation.is_due(step)
-        ending = Ending(stopped_by if left else 0, step, saved)
+        ending = Ending(self.stopped_by if left else 0, step, saved)
         note = None
         if ending.signal and saved is None:
             note = "stopped by a signal; nothing saved: no --save folder"

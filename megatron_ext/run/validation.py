@@ -6,7 +6,7 @@ compared runs: independent of the training mask, only --eval-document-mask keeps
 
 import itertools
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,24 +14,24 @@ import torch.distributed as dist
 
 from megatron_ext import heartbeat
 from megatron_ext.config import Config, TrainingConfig
+from megatron_ext.data.rows.dataset import RowSource
 from megatron_ext.engine.step import Stepper
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, mean_loss
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
 from megatron_ext.run.batches import BatchMaker
-from megatron_ext.run.inputs import RowAt
 from megatron_ext.run.records import RunRecords
 from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
-Losses = Mapping[int, float | None]  # of validations by completed steps, ascending; None without trained tokens
+Losses = dict[int, float | None]  # of validations by completed steps, ascending; None without trained tokens
 
 
-def read_losses(run: Path, step: int) -> dict[int, float | None]:
-    """Read the losses of a run's validations after at most `step` steps.
+def read_losses(run: Path | str | None, step: int) -> Losses:
+    """Read the losses of a run's validations after at most `step` steps; {} without a folder.
 
     They are not in a checkpoint, which is saved before the validation of the same step.
     """
-    records = read_by_step(run / EVALUATION_FILE)
+    records = {} if run is None else read_by_step(Path(run) / EVALUATION_FILE)
     return {after: record["valid_loss"] for after, record in records.items() if after <= step}
 
 
@@ -59,30 +59,25 @@ def stop_reason(losses: Losses, training: TrainingConfig) -> str | None:
     )
 
 
+@dataclass
 class Validation:
-    """Runs validations when due; every process calls every method.
+    """Runs validations when due; every process calls every method."""
 
-    `row_at` is None if the run never validates; `losses` are those of the validations before the run was resumed.
-    """
+    config: Config
+    stepper: Stepper
+    batches: BatchMaker
+    rows: RowSource | None  # None if the run never validates
+    records: RunRecords
+    losses: Losses  # of the validations so far, also those before the run was resumed
 
-    def __init__(
-        self,
-        config: Config,
-        stepper: Stepper,
-        batches: BatchMaker,
-        row_at: RowAt | None,
-        records: RunRecords,
-        losses: Losses,
-    ) -> None:
-        self.config, self.training, self.window = config, config.training, config.window_schedule()
-        self.stepper, self.batches, self.row_at, self.records = stepper, batches, row_at, records
-        self.losses = dict(losses)
-        self.stop_reason = stop_reason(losses, config.training)
+    @property
+    def stop_reason(self) -> str | None:
+        return stop_reason(self.losses, self.config.training)
 
     def is_due(self, step: int) -> bool:
         """Return whether a run validates after this many steps."""
-        interval = self.training.eval_interval
-        return bool(interval) and (step % interval == 0 or step == self.training.train_iters)
+        training = self.config.training
+        return training.eval_interval > 0 and (step % training.eval_interval == 0 or step == training.train_iters)
 
     def after_step(self, step: int, request: StopRequest | None) -> int:
         """Validate if it is due after `step` completed steps, until a signal interrupts it; None: signals are deferred.
@@ -95,11 +90,12 @@ class Validation:
         """
         if not self.is_due(step) or step in self.losses:
             return 0
-        assert self.row_at is not None
-        lengths = sorted(self.training.eval_lengths or (self.config.data.seq_length,))
-        trained_window = self.window.window_at(max(step - 1, 0))
+        assert self.rows is not None
+        training, data = self.config.training, self.config.data
+        lengths = sorted(training.eval_lengths or (data.seq_length,))
+        trained_window = self.config.window_schedule().window_at(max(step - 1, 0))
         sums = {length: torch.zeros(2, BINS, dtype=torch.float64) for length in lengths}
-        for length, number in itertools.product(lengths, range(self.training.eval_iters)):
+        for length, number in itertools.product(lengths, range(training.eval_iters)):
             heartbeat.beat(f"validating after {step} steps")
             if request is not None:
                 # a signal may reach only one process, but all must leave this loop together
@@ -107,8 +103,7 @@ class Validation:
                 dist.all_reduce(received, dist.ReduceOp.MAX)
                 if received:
                     return int(received)
-            first_sample = number * self.config.data.global_batch_size
-            batches = self.batches.evaluate(self.row_at, first_sample, length, trained_window)
+            batches = self.batches.evaluate(self.rows.row, number * data.global_batch_size, length, trained_window)
             sums[length] += self.stepper.evaluate(batches)
         for at_length in sums.values():
             loss = mean_loss(at_length)
@@ -116,5 +111,4 @@ class Validation:
                 raise DivergedError(VALIDATION_LOSS, loss)
         self.records.evaluation(step, sums)
         self.losses[step] = mean_loss(sums[max(sums)])
-        self.stop_reason = stop_reason(self.losses, self.training)
         return 0

@@ -15,7 +15,7 @@ from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.rows.dataset import part_seed
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.errors import UserError
-from megatron_ext.run.inputs import first_weights, open_rows
+from megatron_ext.run.inputs import VALIDATION, first_weights, open_rows
 from tests.theirs import write_theirs
 
 LENGTH = 16
@@ -45,12 +45,12 @@ def write_data(prefix: Path, token: int, length: int) -> str:
 
 def test_rows_are_counted_by_dataset(tmp_path: Path) -> None:
     parts = [write_data(tmp_path / folder / "x", token, 20) for token, folder in enumerate("ab", start=1)]
-    rows = open_rows(Config(data=DataConfig(data_path=("7", parts[0], "3", parts[1]), seq_length=LENGTH)), 10)
-    assert rows.mixed.labels == ["x (1)", "x (2)"]
-    assert rows.mixed.shares == pytest.approx((0.7, 0.3))
+    mixed = open_rows(Config(data=DataConfig(data_path=("7", parts[0], "3", parts[1]), seq_length=LENGTH)), 10)
+    assert mixed.labels == ["x (1)", "x (2)"]
+    assert mixed.shares == pytest.approx((0.7, 0.3))
     for samples in (range(8), range(5, 33), range(1000, 1001)):
-        counted = Counter(int(rows.train(sample).tokens[0]) for sample in samples)
-        assert rows.mixed.rows_of(samples) == {"x (1)": counted[1], "x (2)": counted[2]}
+        counted = Counter(int(mixed.row(sample).tokens[0]) for sample in samples)
+        assert mixed.rows_of(samples) == {"x (1)": counted[1], "x (2)": counted[2]}
 
 
 def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     source = IndexedSource(padded)
     arguments = ("best_fit", source, range(40), LENGTH, part_seed(config.training.seed, 1))
     save_plan(build_plan(*arguments), padded)
-    mixed = open_rows(config, 10).mixed
+    mixed = open_rows(config, 10)
     assert [dataset.row_tokens for dataset in mixed.datasets] == [16.0, 12.0]
     drawn = mixed.rows_of(range(700))
     assert drawn == {"full": 300, "padded": 400}
@@ -79,10 +79,10 @@ def test_validation_rows_do_not_depend_on_packing(tmp_path: Path) -> None:
         if packing == "decomposition":
             arguments = (packing, source, range(300), 2048, config.training.seed)
             save_plan(build_plan(*arguments), prefix)
-        rows = open_rows(config, 100)
-        found = [rows.valid(sample).tokens.tolist() for sample in range(9)]
+        rows = open_rows(config, 100, VALIDATION)
+        found = [rows.row(sample).tokens.tolist() for sample in range(9)]
         if packing == "random":
             wanted = found
     assert found == wanted
     with pytest.raises(UserError, match="has no decomposition plan"):
-        open_rows(replace(config, training=replace(training, eval_packing="same")), 100)
+        open_rows(replace(config, training=replace(training, eval_packing="same")), 100, VALIDATION)

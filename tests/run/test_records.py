@@ -127,7 +127,7 @@ def test_repeated_events_are_logged_once(tmp_path: Path, capsys: pytest.CaptureF
 def test_validation_is_due_at_multiples_and_at_the_end() -> None:
     def due(interval: int) -> list[int]:
         config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
-        validation = Validation(config, stepper=None, batches=None, row_at=None, records=None, losses={})  # type: ignore[arg-type]
+        validation = Validation(config, stepper=None, batches=None, rows=None, records=None, losses={})  # type: ignore[arg-type]
         return [step for step in range(8) if validation.is_due(step)]
 
     assert due(3) == [0, 3, 6, 7]

@@ -18,17 +18,13 @@ TOOL = "tools/evaluate.py"
 LENGTHS = [600, 1500]
 
 
-def count(text: str) -> int:
-    return len(text.encode())
-
-
 @pytest.mark.parametrize("task", ["needle", "json_kv"])
 def test_samples_fill_their_length_and_hide_at_every_depth(task: str) -> None:
     essay = " ".join(f"Lily saw {number} dogs in the park. They were happy!" for number in range(50))
-    samples = list(make_samples([task], [8000], count, 6, 42, essay))
+    samples = list(make_samples([task], [8000], str.encode, 6, 42, essay))
     places = []
     for sample in samples:
-        tokens = count(sample.prompt) + NEW_TOKENS
+        tokens = len(sample.prompt.encode()) + NEW_TOKENS
         assert 7600 <= tokens <= 8000
         assert sample.prompt.count(sample.answer) == 1
         key = sample.prompt.rsplit("magic number for " if task == "needle" else "Key: ", 1)[1][:36]
@@ -38,14 +34,14 @@ def test_samples_fill_their_length_and_hide_at_every_depth(task: str) -> None:
     assert places == sorted(places)
     assert places[0] < 0.1
     assert places[-1] > 0.8
-    assert samples == list(make_samples([task], [8000], count, 6, 42, essay))
+    assert samples == list(make_samples([task], [8000], str.encode, 6, 42, essay))
     with pytest.raises(UserError, match=f"lengths: got 100, {task} needs at least"):
-        list(make_samples([task], [100], count, 1, 42))
+        list(make_samples([task], [100], str.encode, 1, 42))
 
 
 def test_answers_are_those_of_transformers_in_any_layout(stories_model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(stories_model)
-    samples = list(make_samples(["needle", "json_kv"], LENGTHS, lambda text: len(tokenizer.encode(text)), 1, 42))
+    samples = list(make_samples(["needle", "json_kv"], LENGTHS, tokenizer.encode, 1, 42))
     model = AutoModelForCausalLM.from_pretrained(stories_model, dtype=torch.float32).eval()
     prompts = [tokenizer.encode(sample.prompt) for sample in samples]
     texts = greedy_texts(model, prompts, NEW_TOKENS, [2, tokenizer.eod_id])

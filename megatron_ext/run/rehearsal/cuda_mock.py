@@ -115,7 +115,7 @@ def _processes() -> None:
     original = dist.init_process_group
 
     def init_process_group(backend: str | None = None, **options: Any) -> None:
-        here = read_launch(os.environ)
+        here = read_launch()
         original("fake", store=FakeStore(), rank=here.rank, world_size=here.world_size)
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:

@@ -21,7 +21,7 @@ def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[Row
     """
     if documents is None:
         with contextlib.suppress(UserError, OSError):
-            return open_rows(config, vocab_size).train, "the run's own"
+            return open_rows(config, vocab_size).row, "the run's own"
     length, seed = config.data.seq_length, config.training.seed
     tokens, trained = np.arange(length + 1, dtype=np.int64) % vocab_size, np.ones(length, dtype=np.bool_)
     weights = np.ones(length, dtype=np.float32) if config.weighting.token_weighting == "dataset" else None
