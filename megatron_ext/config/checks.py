@@ -5,7 +5,6 @@ VALUE" followed by the message, whose braces may name any option or derived numb
 unintended effects, which training and a dry run print.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.cli import program
-from megatron_ext.config.options import Config, ParallelConfig
+from megatron_ext.config.options import Config
 from megatron_ext.config.schema import FIELDS, flag, invalid
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
@@ -59,35 +58,6 @@ def _multiples(names: str, of: str, when: Callable[[Any], Any] = lambda o: True)
     ]
 
 
-MODEL: list[Rule] = [
-    ("hidden_size", lambda o: o.hidden_size % o.heads and not o.multi_latent_attention
-     and (o.kv_channels is None or o.block == "gemma3"),
-     ", needs a multiple of num_attention_heads {heads}, or kv_channels (not with block gemma3)"),
-    ("kv_channels", lambda o: not o.multi_latent_attention and (o.kv_channels or not o.hidden_size % o.heads)
-     and o.head_size % 2,
-     "{head_size}, needs an even head size for RoPE; change hidden_size"),
-    *_multiples("num_attention_heads", "num_query_groups"),
-    *_multiples("num_attention_heads num_query_groups make_vocab_size_divisible_by", "tensor_model_parallel_size"),
-    *_multiples("ffn_hidden_size", "tensor_model_parallel_size", lambda o: not o.num_experts or 0 in o.moe_layer_freq),
-    *_excludes("qk_layernorm", "add_qkv_bias"),
-    *_only_with("add_qkv_bias qk_layernorm no_rope_freq", "block", "llama"),
-    *_only_with("rotary_percent", "block", "phi"),
-    *_only_with("query_pre_attn_scalar", "block", "gemma3"),
-    ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd") and o.has_sinks,
-     ", which has no gradient of attention sinks; use auto"),
-    ("rotary_percent",
-     lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
-     ", needs at most 1 and an even number of a head's {head_size} dimensions; change it or kv_channels"),
-    *_requires("q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_mscale_all_dim",
-               "multi_latent_attention"),
-    *_excludes("block softmax_type kv_channels add_qkv_bias qk_layernorm local_window no_rope_freq compile "
-               "tp_comm_overlap fp8_format", "multi_latent_attention"),
-    ("num_query_groups", lambda o: o.multi_latent_attention and o.groups != o.heads,
-     " with multi_latent_attention, needs num_attention_heads {heads}: every head has its own keys and values"),
-    ("v_head_dim", lambda o: o.multi_latent_attention and o.v_head_dim > o.head_size,
-     ", needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
-]  # fmt: skip
-
 ROPE: list[Rule] = [
     *_only_with("rope_scaling_factor", "rope_scaling", "linear", "dynamic", "yarn", "llama3"),
     *_only_with("rope_original_length", "rope_scaling", "dynamic", "yarn", "llama3"),
@@ -116,7 +86,37 @@ ROPE: list[Rule] = [
 _SIGMOID = ("moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk "
             "moe_router_topk_scaling_factor")  # fmt: skip
 _LLAMA_EXPERTS = f"moe_shared_expert_intermediate_size moe_layer_freq {_SIGMOID}"
-EXPERTS: list[Rule] = [
+_LOWERED = "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
+RULES: list[Rule] = [
+    # the model
+    ("hidden_size", lambda o: o.hidden_size % o.heads and not o.multi_latent_attention
+     and (o.kv_channels is None or o.block == "gemma3"),
+     ", needs a multiple of num_attention_heads {heads}, or kv_channels (not with block gemma3)"),
+    ("kv_channels", lambda o: not o.multi_latent_attention and (o.kv_channels or not o.hidden_size % o.heads)
+     and o.head_size % 2,
+     "{head_size}, needs an even head size for RoPE; change hidden_size"),
+    *_multiples("num_attention_heads", "num_query_groups"),
+    *_multiples("num_attention_heads num_query_groups make_vocab_size_divisible_by", "tensor_model_parallel_size"),
+    *_multiples("ffn_hidden_size", "tensor_model_parallel_size", lambda o: not o.num_experts or 0 in o.moe_layer_freq),
+    *_excludes("qk_layernorm", "add_qkv_bias"),
+    *_only_with("add_qkv_bias qk_layernorm no_rope_freq", "block", "llama"),
+    *_only_with("rotary_percent", "block", "phi"),
+    *_only_with("query_pre_attn_scalar", "block", "gemma3"),
+    ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd") and o.has_sinks,
+     ", which has no gradient of attention sinks; use auto"),
+    ("rotary_percent",
+     lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
+     ", needs at most 1 and an even number of a head's {head_size} dimensions; change it or kv_channels"),
+    *_requires("q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_mscale_all_dim",
+               "multi_latent_attention"),
+    *_excludes("block softmax_type kv_channels add_qkv_bias qk_layernorm local_window no_rope_freq compile "
+               "tp_comm_overlap fp8_format", "multi_latent_attention"),
+    ("num_query_groups", lambda o: o.multi_latent_attention and o.groups != o.heads,
+     " with multi_latent_attention, needs num_attention_heads {heads}: every head has its own keys and values"),
+    ("v_head_dim", lambda o: o.multi_latent_attention and o.v_head_dim > o.head_size,
+     ", needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
+    *ROPE,
+    # experts
     *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
                f"moe_router_load_balancing_type moe_router_score_function {_LLAMA_EXPERTS}", "num_experts"),
     *_only_with(f"moe_router_score_function {_LLAMA_EXPERTS}", "block", "llama"),
@@ -152,9 +152,7 @@ EXPERTS: list[Rule] = [
     ("loss_denominator", lambda o: o.num_experts and o.moe_aux_loss_coeff and o.loss_denominator == "weights"
      and o.weighs,
      " with token_weighting {token_weighting} and moe_aux_loss_coeff {moe_aux_loss_coeff}, needs tokens"),
-]  # fmt: skip
-
-LAYOUT: list[Rule] = [
+    # processes and pipeline
     ("sequence_parallel", lambda o: o.sequence_parallel and o.tp == 1,
      " with tensor_model_parallel_size 1, needs 2; use --no-sequence-parallel"),
     ("seq_length", lambda o: o.tokens % (o.tpcp if o.sequence_parallel else o.cp),
@@ -181,9 +179,7 @@ LAYOUT: list[Rule] = [
       else o.recompute_num_layers > o.chunk_layers),
      " with recompute_method {recompute_method}, needs a divisor of the {chunk_layers} layers of a model chunk; block "
      "needs at most as many"),
-]  # fmt: skip
-
-WINDOW: list[Rule] = [
+    # window and local layers
     ("window_end", lambda o: o.last_window > o.seq_length,
      ", needs at most seq_length {seq_length}; lower it or leave it out"),
     *_requires("window_attn_skip_freq local_window_fixed rotary_base_local", "local_window"),
@@ -193,9 +189,7 @@ WINDOW: list[Rule] = [
     ("window_attn_skip_freq", lambda o: o.local_window and o.window_attn_skip_freq is not None
      and not 2 <= o.window_attn_skip_freq <= o.num_layers,
      ", needs 2..num_layers {num_layers}; leave it out if all layers are local"),
-]  # fmt: skip
-
-WEIGHTING: list[Rule] = [
+    # token weighting
     ("packing", lambda o: o.token_weighting == "dataset" and o.packings,
      "{packings}, token_weighting dataset needs random"),
     *_only_with("score_store", "token_weighting", "frozen"),
@@ -219,9 +213,7 @@ WEIGHTING: list[Rule] = [
      ", token_weighting unfrozen needs a number of tokens below seq_length {seq_length}, such as a quarter"),
     ("short_stride", lambda o: o.scores and (o.short_stride or 0) > (o.short_context or math.inf),
      ", needs at most short_context {short_context}, or tokens between chunks would have no score"),
-]  # fmt: skip
-
-OPTIMIZER: list[Rule] = [
+    # learning rate and spikes
     ("min_lr", lambda o: o.min_lr > o.lr, ", needs at most lr {lr}"),
     ("lr_decay_iters", lambda o: o.falls and o.lr_first_step >= o.decay and not o.min_lr,
      "{decay}, but the run begins at step {lr_first_step} of the schedule, where the rate is 0; give the steps of all "
@@ -235,9 +227,7 @@ OPTIMIZER: list[Rule] = [
      " with spike_window 0, needs losses to compare with; raise it"),
     *_requires("early_stopping_patience valid_data_path", "eval_interval"),
     ("spike_window", lambda o: o.spike_window == 1, ", needs 0 (none) or at least 2 losses for a deviation"),
-]  # fmt: skip
-
-DATA: list[Rule] = [
+    # data
     ("long_share", lambda o: o.long_share and (o.mixture or o.packing != "upsample_long"),
      " with a mixture or packing {packing}, needs packing upsample_long"),
     ("data_path", lambda o: o.mixture and o.data_path, " together with a mixture; leave one of them out"),
@@ -245,9 +235,7 @@ DATA: list[Rule] = [
      " with a mixture, whose parts have their own packings; leave it out"),
     ("data_path", lambda o: not (o.mixture or o.data_path),
      ", needs the prefix of a dataset, or a mixture; make a dataset with {make_dataset}"),
-]  # fmt: skip
-
-SAVING: list[Rule] = [
+    # checkpoints and evaluation
     ("vocab_size", lambda o: o.vocab_size is None and o.tokenizer_model is None,
      ", needs a number or a tokenizer_model to take it from"),
     ("eval_lengths", lambda o: max(o.eval_lengths, default=0) > o.seq_length,
@@ -257,10 +245,7 @@ SAVING: list[Rule] = [
     *_requires("load_if_present load_latest_complete", "load"),
     *_requires("keep_every", "keep_last"),
     ("override", lambda o: set(o.override) - FIELDS.keys(), ", needs names of options, such as lr or data_path"),
-]  # fmt: skip
-
-_LOWERED = "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
-SPEED: list[Rule] = [
+    # speed and memory
     ("overlap_param_gather",
      lambda o: o.overlap_param_gather and not (o.use_distributed_optimizer and o.overlap_grad_reduce),
      ", needs use_distributed_optimizer and overlap_grad_reduce; set both"),
@@ -368,9 +353,7 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
     if outside := list(invalid(config)):
         yield from outside
         return  # the rules divide by these values
-    yield from broken(
-        [*MODEL, *ROPE, *EXPERTS, *LAYOUT, *WINDOW, *WEIGHTING, *OPTIMIZER, *DATA, *SAVING, *SPEED], config, world_size
-    )
+    yield from broken(RULES, config, world_size)
     yield from _raised(check_tokens, config.data.micro_batch_size * config.data.seq_length)
     if config.window_end <= config.data.seq_length:
         yield from _raised(config.window_schedule)
@@ -415,16 +398,6 @@ def _parts(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def check_same_texts(parallel: ParallelConfig) -> None:
-    """Raise UserError unless ranks that share experts process the same texts, which is required outside training."""
-    ep, cp = parallel.expert_model_parallel_size, parallel.context_parallel_size
-    if cp % ep:
-        raise UserError(
-            f"expert_model_parallel_size: got {ep}, outside training it needs a divisor of context_parallel_size {cp}: "
-            "ranks that share experts must compute the same texts; change one of them"
-        )
-
-
 def check(config: Config, world_size: int) -> None:
     """Raise UserError with one line per mistake, if there are any."""
     check_stages([Stage(None, config)], world_size)
@@ -441,13 +414,10 @@ def check_stages(stages: Sequence[Stage], world_size: int) -> None:
         lines += [f"stage {stage.name}: {line}" if stage.name else line for line in wrong]
     if not lines:
         lines += [line for stage in stages for line in _jumps(stage)]
-    for stage, following in itertools.pairwise(stages):
-        for name in ("device", "distributed_timeout_minutes"):  # processes are initialized once for all stages
-            then, now = (getattr(config.parallel, name) for config in (stage.config, following.config))
-            if now != then:
-                lines.append(
-                    f"stage {following.name}: {name}: got {now}, needs {then} as {stage.name} has; give one for all"
-                )
+    for name in ("device", "distributed_timeout_minutes"):  # processes are initialized once for all stages
+        values = dict.fromkeys(getattr(stage.config.parallel, name) for stage in stages)
+        if len(values) > 1:
+            lines.append(f"stages: {name}: got {', '.join(map(str, values))}; give one value for all stages")
     if lines:
         raise UserError("\n".join(lines))
 

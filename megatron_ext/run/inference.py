@@ -8,10 +8,11 @@ from typing import Literal
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ParallelConfig, TrainingConfig, WindowConfig
-from megatron_ext.config.checks import check, check_same_texts
+from megatron_ext.config.checks import check
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.state import load_weights
+from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
 from megatron_ext.rope import follows_text
 
@@ -67,7 +68,11 @@ def open_model(
     # experts under tensor parallelism need sequence parallelism only in training
     trained = replace(config.parallel, sequence_parallel=processes.tensor_model_parallel_size > 1)
     check(config if config.model.num_experts is None else replace(config, parallel=trained), world_size)
-    check_same_texts(config.parallel)
+    ep, cp = config.parallel.expert_model_parallel_size, config.parallel.context_parallel_size
+    if cp % ep:  # ranks that share experts must compute the same texts
+        raise UserError(
+            f"expert_model_parallel_size: got {ep}, outside training needs a divisor of context_parallel_size {cp}"
+        )
     ranks = parallel.start(config.parallel, config.model.num_layers, device, config.training.seed)
     chunks = build_chunks(config, vocab_size, device)
     load_weights(chunks, pretrained, ranks)
