@@ -198,12 +198,6 @@ def milliseconds(attend: Attend, case: Case) -> tuple[float, float]:
     return statistics.median(forwards[1:]) * 1e3, statistics.median(backwards[1:]) * 1e3
 
 
-def objection(name: str) -> str | None:
-    """Return why a backend cannot run here; None if it can."""
-    capability = torch.cuda.get_device_capability() if CUDA else None
-    return None if name == "auto" else BACKENDS[name].objection(DEVICE, torch.bfloat16, 128, capability)
-
-
 def main() -> int:
     """Run the benchmark; return 1 if a kernel is wrong or fails."""
     parser = parser_of(__doc__)
@@ -225,7 +219,7 @@ def main() -> int:
     failed = False
     rows = [None] if step == "parity" else options.rows or ([8192, 32768, 131072, 524288] if CUDA else [512])
     for row, name in itertools.product(rows, names):
-        reason = objection(name)
+        reason = None if name == "auto" else BACKENDS[name].objection(DEVICE, torch.bfloat16, 128)
         if reason is not None:
             records.add(backend=name, step=step, skipped=reason)
             continue

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_ext.arrays import Int64
+from megatron_ext.arrays import Bool, Float32, Int64
 from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.attention.health import Probe, SampledQueries
+from megatron_ext.attention.health import Probe
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.config import Config
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
@@ -66,8 +65,7 @@ class PackedBatch:
     places: Places | None = None  # positions of those losses, to gather them over ranks; None if they are not gathered
     scores: RowScores | None = None  # inputs of the weights, if these depend on losses
     rotary_base: float | None = None  # RoPE base for the step's window; None for the model's own
-    sampled: SampledQueries | None = None  # queries whose attention is measured; None for none
-    probe: Probe | None = None  # measures the sampled queries
+    probe: Probe | None = None  # measures the attention of sampled queries; None for none
     rows_t: Tensor | None = None  # int64 [t], the row of each token, from 0; None with a single row or if not requested
 
     @property
@@ -114,8 +112,6 @@ class ContextOptions:
             choices.append(
                 [first if mask is leading else first.under(mask.layout, mask.left_window) for mask in of_layers]
             )
-        if len(choices) == 1:
-            return choices[0]
         return min(choices, key=lambda plans: sum(n * p.cost for n, p in zip(layers, plans, strict=True)))
 
     def choose(self, plan: CPPlan) -> Scheme:
@@ -150,25 +146,19 @@ def context_options(config: Config, group: ContextGroup) -> ContextOptions | Non
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """All T tokens of a micro-batch before they are split over ranks; numpy arrays [T].
+    """All T tokens of a micro-batch before they are split over ranks; arrays [T]. Default: weights of 1, all wanted."""
 
-    tokens, labels: int64. trained: bool. weights: float32, 1 by default. wanted: bool, all by default.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
-    trained: npt.NDArray[np.bool_]
-    weights: npt.NDArray[np.float32] | None = None
-    wanted: npt.NDArray[np.bool_] | None = None
+    tokens: Int64
+    labels: Int64
+    trained: Bool
+    weights: Float32 | None = None
+    wanted: Bool | None = None
 
 
 def pack(
     rows: Sequence[TokenRow], window: int, options: MaskOptions, context: ContextOptions | None = None
 ) -> PackedBatch:
-    """Concatenate rows of equal length; the window's grid restarts at each row.
-
-    With `context`, return the tokens of this rank, in the plan's order.
-    """
+    """Concatenate rows of equal length; the window's grid restarts at each row. With `context`, see `assemble`."""
     masks = options.at(len(rows[0].tokens) - 1, [row.document_ends for row in rows], window)
     return assemble(lay_end_to_end(rows), masks, context)
 
@@ -199,39 +189,34 @@ def assemble(
     `sampled` has the queries to measure, among the T tokens. With `number_rows`, a batch of several rows also has each
     token's row.
     """
-    total = masks.widest.tokens
-    if context is None:
-        by_rank: Sequence[npt.NDArray[np.int64]] = [np.arange(total)]
-        rank = 0
-        calls = [AttentionCall.of_layout(mask.layout, mask.left_window) for _, mask in masks.by_layers()]
-    else:
+    total, row_length = masks.widest.tokens, masks.widest.row_length
+    if context is not None:
         plans = context.plans(masks)
-        by_rank, rank = plans[0].rows, context.group.rank
-        calls = [AttentionCall.of_plan(plan, context.group, context.choose(plan)) for plan in plans]
-    mine = by_rank[rank]
+        group, by_rank = context.group, plans[0].rows
+        calls = [AttentionCall.of_plan(plan, group, context.choose(plan)) for plan in plans]
+    else:
+        group, by_rank = ContextGroup(0, 1, None), (np.arange(total, dtype=np.int64),)
+        calls = [AttentionCall.of_layout(mask.layout, mask.left_window) for _, mask in masks.by_layers()]
+    mine = by_rank[group.rank]
     places = None
     if tokens.wanted is not None or scores is not None:  # the losses are gathered over ranks
         wanted = by_rank if tokens.wanted is None else [own[tokens.wanted[own]] for own in by_rank]
         places = Places(tuple(len(own) for own in wanted), torch.from_numpy(np.concatenate(wanted)))
-    weights = np.ones(len(mine), dtype=np.float32) if tokens.weights is None else tokens.weights[mine]
+    weights = np.ones(total, dtype=np.float32) if tokens.weights is None else tokens.weights
     return PackedBatch(
         tokens_t=torch.from_numpy(tokens.tokens[mine]),
         labels_t=torch.from_numpy(tokens.labels[mine]),
         positions_t=torch.from_numpy(masks.widest.positions()[mine]),
-        weights_t=torch.from_numpy(weights),
+        weights_t=torch.from_numpy(weights[mine]),
         trained_t=torch.from_numpy(tokens.trained[mine]),
         masks=masks,
         attention=calls[0],
         total_trained=int(tokens.trained.sum()),
-        total_weight=float(
-            (tokens.trained if tokens.weights is None else tokens.weights[tokens.trained]).sum(dtype=np.float64)
-        ),
+        total_weight=float(weights[tokens.trained].sum(dtype=np.float64)),
         local_attention=calls[1] if len(calls) > 1 else None,
         wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[mine])),
         places=places,
         scores=scores,
-        sampled=None if sampled is None else SampledQueries.of(sampled, masks, by_rank, rank),
-        rows_t=torch.from_numpy(mine // masks.widest.row_length)
-        if number_rows and total > masks.widest.row_length
-        else None,
+        probe=None if sampled is None else Probe.of(sampled, masks, by_rank, group),
+        rows_t=torch.from_numpy(mine // row_length) if number_rows and total > row_length else None,
     )

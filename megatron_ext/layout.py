@@ -48,10 +48,6 @@ class PackedLayout:
         """int64 [S], the tokens of each segment."""
         return np.diff(self.cu_seqlens).astype(np.int64)
 
-    @property
-    def max_seqlen(self) -> int:
-        return int(self.lengths.max())
-
     def attention_pairs(self, left_window: int | None = None) -> int:
         """Count the (query, visible key) pairs; `left_window` limits the tokens before itself that a query sees."""
         return int(segment_pairs(self.lengths, left_window).sum())

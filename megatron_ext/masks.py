@@ -17,7 +17,7 @@ on a grid of w = 4, a token sees
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -138,20 +138,15 @@ class MaskOptions:
 
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:
         """Build the masks of concatenated rows, each given by its documents' exclusive ends."""
-
-        def mask(grid: int, left_window: int | None) -> AttentionMask:
-            documents = [ends if self.document_mask else () for ends in document_ends]
-            return AttentionMask(concatenate([build_layout(row_length, ends, grid) for ends in documents]), left_window)
-
-        of_scheduled, of_local = self.bounds(row_length, window)
-        scheduled = mask(*of_scheduled)
-        if of_local is None or of_local == of_scheduled:
-            local = None if of_local is None else scheduled
-        elif of_local[0] == of_scheduled[0]:
-            local = replace(scheduled, left_window=of_local[1])
-        else:
-            local = mask(*of_local)
-        return LayerMasks(scheduled, local, tuple(self.is_local(number) for number in range(1, self.num_layers + 1)))
+        scheduled, local = self.bounds(row_length, window)
+        documents = [ends if self.document_mask else () for ends in document_ends]
+        layouts = {
+            grid: concatenate([build_layout(row_length, ends, grid) for ends in documents])
+            for grid in {scheduled[0], (local or scheduled)[0]}
+        }
+        masks = {bounds: AttentionMask(layouts[bounds[0]], bounds[1]) for bounds in {scheduled, local or scheduled}}
+        is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
+        return LayerMasks(masks[scheduled], None if local is None else masks[local], is_local)
 
     def whole_row_context(self, row_length: int, window: int) -> float:
         """Compute C, the mean over tokens and layers, of a row that is one document, without arrays."""

@@ -42,7 +42,7 @@ def test_the_drawing() -> None:
     layout = build_layout(12, [3, 10], 4)
     assert layout.cu_seqlens.tolist() == [0, 3, 4, 8, 10, 12]
     assert layout.cu_seqlens.dtype == np.int32
-    assert (layout.row_length, layout.tokens, layout.segments, layout.max_seqlen) == (12, 12, 5, 4)
+    assert (layout.row_length, layout.tokens, layout.segments) == (12, 12, 5)
     assert layout.lengths.tolist() == [3, 1, 4, 2, 2]
     assert layout.lengths.dtype == np.int64
     assert layout.positions().tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0, 1]
@@ -74,7 +74,6 @@ def test_positions_and_effective_context_count_keys(row: tuple[int, list[int], i
     layout = build_layout(*row)
     keys = dense_mask(*row).sum(axis=1)  # C_i, the token itself included
     assert layout.positions().tolist() == (keys - 1).tolist()
-    assert layout.max_seqlen == keys.max()
     assert layout.attention_pairs() == keys.sum()
     assert np.square(layout.lengths).sum() == (2 * keys - 1).sum()  # 1 + 3 + 5 + ... = len^2
     assert AttentionMask(layout).effective_context == pytest.approx((2 * keys.sum() - row[0]) / row[0], rel=1e-12)

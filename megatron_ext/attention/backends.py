@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 
 SHORT = 128  # triton_packed serves queries that see up to this many keys
 LONG = ("flash_attn_4", "torch_varlen", "flash_attn", "triton_packed", "te_thd")  # in order of preference
-HALF = (torch.bfloat16, torch.float16)
-ANY = (torch.float32, *HALF)
-ANY_NUMBER = 2**31 - 1
+LARGEST_HEAD = 256
 # FlashAttention 2 puts segments along the second or third axis of a CUDA grid, at most 65,535 blocks. Its backward
 # indexes an fp32 buffer [rows, N, H rounded up] in int32; rows are the queries and 128 more between segments.
 FA2_SEGMENTS = 65_535
@@ -40,14 +38,14 @@ FA2_GAP = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A kernel for packed attention and its limits."""
+    """A kernel for packed attention and its limits.
+
+    All but the reference run on CUDA, compute in half precision, and take heads of up to `LARGEST_HEAD` that 8 divides.
+    """
 
     name: str  # the value of `--attention-backend`
     kernel: Attend
-    devices: tuple[str, ...] = ("cuda",)
     capability: tuple[int, int] = (8, 0)  # the lowest one of CUDA
-    dtypes: tuple[torch.dtype, ...] = HALF  # of queries, keys and values
-    largest_head: int = 256
     flash_attention_2: bool = False  # whether FlashAttention 2's limits apply; see `takes`
     sinks: bool = False  # whether it computes attention sinks, with exact gradients
     # whether value heads may be smaller than key heads, if 8 divides their size; otherwise kernels get values padded
@@ -66,30 +64,27 @@ class Backend:
         return call.segments <= FA2_SEGMENTS and rows * heads * -(-head_size // unit) * unit <= FA2_NUMBERS
 
     def objection(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_size: int,
-        capability: tuple[int, int] | None = None,
-        *,
-        sinks: bool = False,
-        installed: bool = False,
+        self, device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False, installed: bool = False
     ) -> str | None:
         """Return why the backend cannot be used, with the remedy; None if it can.
 
-        A `capability` of None is that of an unknown GPU. See `objections`.
+        With `installed`, assume that every package is installed and that the GPU is new enough.
         """
+        if self.name == "reference":
+            return None
         if not installed and (missing := self.missing()):
             return missing
-        if device.type not in self.devices:
-            return f"runs on {' and '.join(self.devices)}, not on {device.type}; use --attention-backend reference"
-        if capability is not None and capability < self.capability:
-            needed, found = (f"sm_{major}{minor}" for major, minor in (self.capability, capability))
-            return f"needs {needed} or newer, this is {found}; use reference"
-        if dtype not in self.dtypes:
+        if device.type != "cuda":
+            return f"runs on cuda, not on {device.type}; use --attention-backend reference"
+        if not installed and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(device)
+            if capability < self.capability:
+                needed, found = (f"sm_{major}{minor}" for major, minor in (self.capability, capability))
+                return f"needs {needed} or newer, this is {found}; use reference"
+        if dtype not in (torch.bfloat16, torch.float16):
             return f"computes in half precision, not in {str(dtype).removeprefix('torch.')}; use --bf16"
-        if head_size > self.largest_head or (head_size % 8 and self.dtypes == HALF):
-            return f"takes head sizes up to {self.largest_head} that 8 divides, not {head_size}; use reference"
+        if head_size > LARGEST_HEAD or head_size % 8:
+            return f"takes head sizes up to {LARGEST_HEAD} that 8 divides, not {head_size}; use reference"
         if sinks and not self.sinks:
             return "does not differentiate its log-sum-exp, which softmax_type learnable needs; use auto"
         return self.sinks_missing() if sinks and not installed else None
@@ -115,15 +110,7 @@ _BACKENDS = (
     ),
     Backend(name="flash_attn", kernel=adapters.flash_attn, flash_attention_2=True, missing=adapters.flash_attn_missing),
     Backend(name="te_thd", kernel=adapters.te_thd, missing=adapters.te_thd_missing),
-    Backend(
-        name="reference",
-        kernel=reference.attend,
-        devices=("cpu", "cuda"),
-        capability=(0, 0),
-        dtypes=ANY,
-        largest_head=ANY_NUMBER,
-        sinks=True,
-    ),
+    Backend(name="reference", kernel=reference.attend),
 )
 BACKENDS = {backend.name: backend for backend in _BACKENDS}
 
@@ -131,14 +118,9 @@ BACKENDS = {backend.name: backend for backend in _BACKENDS}
 def objections(
     device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False, installed: bool = False
 ) -> dict[str, str | None]:
-    """Return, for each backend, why it cannot be used, with the remedy; None if it can.
-
-    With `installed`, assume that every package is installed and that the GPU is new enough.
-    """
-    known = device.type == "cuda" and torch.cuda.is_available() and not installed
-    capability = torch.cuda.get_device_capability(device) if known else None
+    """Return `Backend.objection` of each backend, by name."""
     return {
-        name: backend.objection(device, dtype, head_size, capability, sinks=sinks, installed=installed)
+        name: backend.objection(device, dtype, head_size, sinks=sinks, installed=installed)
         for name, backend in BACKENDS.items()
     }
 

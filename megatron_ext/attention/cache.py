@@ -25,10 +25,7 @@ class KeyValueCache:
     def __init__(self, slots: int, capacity: int) -> None:
         self.capacity = capacity
         self.lengths = np.zeros(slots, dtype=np.int64)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def free(self, slot: int) -> None:
-        self.lengths[slot] = 0
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer, slots * capacity rows each
 
     def keep(self, slot: int, tokens: int) -> None:
         """Truncate a slot to its first tokens."""
@@ -55,14 +52,6 @@ class KeyValueCache:
             cu_seqlens_kv=np.append(0, np.cumsum(after)),
         )
 
-    def of_layer(self, layer_number: int, key_tGH: Tensor, value_tGW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values, slots * capacity rows each, allocated at the first call."""
-        if layer_number not in self._layers:
-            rows = len(self.lengths) * self.capacity
-            key, value = (x.new_empty(rows, *x.shape[1:]) for x in (key_tGH, value_tGW))
-            self._layers[layer_number] = key, value
-        return self._layers[layer_number]
-
 
 @dataclass(frozen=True, eq=False)
 class Appended:
@@ -82,6 +71,10 @@ class Appended:
 
     def extend(self, layer_number: int, key_tGH: Tensor, value_tGW: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return all that the call sees, [u, G, H] and [u, G, W]."""
-        keys, values = self.cache.of_layer(layer_number, key_tGH, value_tGW)
+        if layer_number not in self.cache.layers:
+            rows = len(self.cache.lengths) * self.cache.capacity
+            keys, values = (x.new_empty(rows, *x.shape[1:]) for x in (key_tGH, value_tGW))
+            self.cache.layers[layer_number] = keys, values
+        keys, values = self.cache.layers[layer_number]
         keys[self.write], values[self.write] = key_tGH, value_tGW
         return keys[self.read], values[self.read]

@@ -11,9 +11,6 @@ pieces runs while rows are in transit, then that of remote pieces. The heads can
 is in transit while another is computed. Backward runs in reverse: gradients are sent once the remote pieces are
 done, and the local pieces are computed while they travel.
 
-Local rows are a few slices of the rank's rows: in 200 rows of documents of 128K tokens on 8 ranks, 88 % of the tokens
-and 68 % of the attention pairs are local, in 3 slices on average and 9 at most.
-
 Legend: t tokens of this rank, u key rows of the local call, N query heads, G key heads, H size of a query or key head,
 W size of a value head.
 """

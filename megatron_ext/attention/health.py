@@ -20,7 +20,7 @@ Legend: Q sampled queries; C context-parallel ranks; other letters as in the res
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -44,36 +44,67 @@ def sample_queries(seed: int, step: int, tokens: int, count: int) -> Int64:
 
 def visible_from(mask: AttentionMask, queries: Int64) -> Tensor:
     """Return the first token of each query's segment and the first key that it sees; int64 [2, Q]."""
-    borders = mask.layout.cu_seqlens.astype(np.int64)
-    starts = borders[np.searchsorted(borders, queries, side="right") - 1]
-    first = starts if mask.left_window is None else np.maximum(starts, queries - mask.left_window)
-    return torch.from_numpy(np.stack([starts, first]))
+    starts = queries - mask.layout.positions()[queries]
+    return torch.from_numpy(np.stack([starts, mask.first_keys()[queries]]))
 
 
 @dataclass(frozen=True, eq=False)
-class SampledQueries:
-    """The sampled queries of a micro-batch, and those of one context-parallel rank."""
+class Probe:
+    """Measures sampled queries of a micro-batch in the layers of this process, in one forward pass."""
 
+    context: ContextGroup
     counts: tuple[int, ...]  # number of queries on each rank
     rows_q: Tensor  # int64, this rank's queries, as indices into its own tokens
     tokens_Q: Tensor  # int64, the queries as indices into all T tokens, those of rank 0 first
     tokens_t: Tensor  # int64, this rank's tokens as indices into the T tokens
     scheduled_2Q: Tensor  # the keys visible in layers that follow the window schedule, as `visible_from` returns them
     local_2Q: Tensor | None  # the keys visible in local layers; None if there are none
+    # by layer, counted from 1: what `find` returned, and the softmax scale
+    found: dict[int, tuple[Tensor, float]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> "SampledQueries":
+    def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], context: ContextGroup) -> "Probe":
         """Distribute the queries, int64 [Q], to the ranks that hold their tokens; `by_rank` has those of each rank."""
         rows = [np.flatnonzero(np.isin(tokens, queries)) for tokens in by_rank]
         tokens = np.concatenate([tokens[own] for tokens, own in zip(by_rank, rows, strict=True)])
         return cls(
+            context=context,
             counts=tuple(len(own) for own in rows),
-            rows_q=torch.from_numpy(rows[rank]),
+            rows_q=torch.from_numpy(rows[context.rank]),
             tokens_Q=torch.from_numpy(tokens),
-            tokens_t=torch.from_numpy(by_rank[rank]),
+            tokens_t=torch.from_numpy(by_rank[context.rank]),
             scheduled_2Q=visible_from(masks.scheduled, tokens),
             local_2Q=visible_from(masks.local, tokens) if masks.local is not None else None,
         )
+
+    @torch.no_grad()
+    def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
+        """Measure a layer (counted from 1) at its first forward pass; recomputation in backward is ignored.
+
+        Queries and keys are those of this rank's tokens, after rotary embedding.
+        """
+        if layer_number in self.found:
+            return
+        visible_2Q = self.local_2Q if local else self.scheduled_2Q
+        assert visible_2Q is not None
+        shape = query_tNH.shape[1:]
+        mine = query_tNH.index_select(0, self.rows_q).float().flatten()
+        everyone = self.context.gather(mine, [count * shape.numel() for count in self.counts])
+        query_QNH = everyone.unflatten(0, (-1, *shape))
+        self.found[layer_number] = find(query_QNH, key_tGH, self.tokens_Q, self.tokens_t, visible_2Q, scale), scale
+
+    def measured(self) -> tuple[list[int], Tensor]:
+        """Return the layers measured here, ascending, and their statistics as in `by_head`, float64 [6, layers, N].
+
+        Collective: all context-parallel ranks call this together and get the same result.
+        """
+        layers = sorted(self.found)
+        results, scales = zip(*(self.found[layer] for layer in layers), strict=True)
+        found = torch.stack(results, dim=1)
+        everyone = self.context.gather(found.flatten(), [found.numel()] * self.context.size)
+        by_rank = everyone.unflatten(0, (self.context.size, *found.shape)).transpose(0, 1).double()
+        scale = moved(torch.tensor(scales, dtype=torch.float64), found.device)[:, None, None]
+        return layers, by_head(by_rank, scale)
 
 
 def by_head(found_5CQN: Tensor, scale: Tensor | float) -> Tensor:
@@ -136,45 +167,6 @@ def find(
         ]
         found.append(torch.stack([largest, *sums]))
     return torch.cat(found, dim=1)
-
-
-class Probe:
-    """Measures the layers of this process during the forward pass."""
-
-    def __init__(self, sampled: SampledQueries, context: ContextGroup) -> None:
-        self.sampled, self.context = sampled, context
-        self._found: dict[int, tuple[Tensor, float]] = {}
-
-    @torch.no_grad()
-    def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
-        """Measure a layer (counted from 1) at its first forward pass; recomputation in backward is ignored.
-
-        Queries and keys are those of this rank's tokens, after rotary embedding.
-        """
-        if layer_number in self._found:
-            return
-        sampled = self.sampled
-        visible_2Q = sampled.local_2Q if local else sampled.scheduled_2Q
-        assert visible_2Q is not None
-        shape = query_tNH.shape[1:]
-        mine = query_tNH.index_select(0, sampled.rows_q).float().flatten()
-        everyone = self.context.gather(mine, [count * shape.numel() for count in sampled.counts])
-        query_QNH = everyone.unflatten(0, (-1, *shape))
-        found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.tokens_t, visible_2Q, scale)
-        self._found[layer_number] = found, scale
-
-    def measured(self) -> tuple[list[int], Tensor]:
-        """Return the layers measured here, ascending, and their statistics as in `by_head`, float64 [6, layers, N].
-
-        Collective: all context-parallel ranks call this together and get the same result.
-        """
-        layers = sorted(self._found)
-        found = torch.stack([self._found[layer][0] for layer in layers], dim=1)
-        everyone = self.context.gather(found.flatten(), [found.numel()] * self.context.size)
-        by_rank = everyone.unflatten(0, (self.context.size, *found.shape)).transpose(0, 1).double()
-        scales = [self._found[layer][1] for layer in layers]
-        scale = moved(torch.tensor(scales, dtype=torch.float64), found.device)[:, None, None]
-        return layers, by_head(by_rank, scale)
 
 
 class AttentionHealth(NamedTuple):

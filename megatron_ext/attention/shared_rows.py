@@ -125,10 +125,7 @@ def share_rows(
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     context = ContextGroup(rank, size, group)
     made = plan(mask.layout, size, policy, left_window=mask.left_window)
-    if group is None:
-        call = AttentionCall.of_layout(mask.layout, mask.left_window)
-    else:
-        call = AttentionCall.of_plan(made, context, Scheme(scheme))
+    call = AttentionCall.of_plan(made, context, Scheme(scheme) if group is not None else Scheme.EXCHANGE)
     tokens = made.rows[rank]
     there = torch.device(device)
     return SharedRows(

@@ -7,13 +7,7 @@ does not depend on the number of segments or on their mix of lengths.
 FlexAttention with a block mask was rejected: it has no backward on a CPU, so it could not be tested here, and its mask
 is rebuilt for each window.
 
-A call launches 1 kernel in forward and 2 in backward. For t queries, u keys and b bytes per element they move
-
-    forward     b * H * (2 t N + 2 u G) + 4 t N                        (queries, out; keys, values; statistics)
-    backward    b * H * (6 t N + 6 u G) + 16 t N                       (each of two kernels reads its inputs once)
-
-bytes, and 8 t more for the ranges: for 128K tokens with 32 query heads and 8 key heads of 128 in bf16 this is 2.7 and
-8.1 GB, or 0.8 and 2.4 ms at 3.35 TB/s [predicted]. The backward has no atomics, so it is deterministic.
+A call launches 1 kernel in forward and 2 in backward. The backward has no atomics, so it is deterministic.
 
 A non-finite value spreads over its tile, beyond its segment; training stops on it anyway.
 
@@ -36,7 +30,7 @@ from megatron_ext.attention.sinks import attend_with_sink
 class Tile(NamedTuple):
     """Tile sizes and launch parameters of one kernel."""
 
-    queries: int  # rows per tile; queries or keys are the program's own, the others are those of a loop iteration
+    queries: int  # rows per tile: of the program itself and, for the other one, of each loop iteration
     keys: int
     warps: int
     stages: int  # of the loop's loads

@@ -156,7 +156,7 @@ class Stepper:
         self.by_weights = config.weighting.loss_denominator == "weights"
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
-        self.context, self.layers, self.heads = context, config.model.num_layers, config.model.num_attention_heads
+        self.layers, self.heads = config.model.num_layers, config.model.num_attention_heads
         self.pipeline = Pipeline(model, ranks.expert_group)
         data = config.data
         self.groups = data.global_batch_size // (1 if config.balances_rows else data.micro_batch_size)
@@ -185,18 +185,14 @@ class Stepper:
             losses = self.pipeline.token_losses(short, spare=batches)
             if self.ranks.last_stage:
                 batches = self.weigher.fill_in(batches, short, losses)
-        score_times, probe = (score_begin, _now(device)), None
-        if batches[0].sampled is not None:
-            probe = Probe(batches[0].sampled, self.context)
-            batches[0] = replace(batches[0], probe=probe)
-
+        score_times = score_begin, _now(device)
         if self.balance.coefficient:
             self.balance.begin(facts[-1], self.groups)
         biases = [bias.clone() for bias in self.expert_biases]
         sums, largest = self._forward_backward(batches)
         attention = torch.empty(0, dtype=torch.float64, device=device)
         if step.attention_measured:
-            attention = of_layers(self._attention_by_head(probe)).flatten()
+            attention = of_layers(self._attention_by_head(batches[0].probe)).flatten()
         # without a trained token the gradient is zero, but momentum and weight decay would still change the weights
         skipped = not trained and not facts[-1].item()
         squared_norm = torch.zeros((), device=device) if skipped else squared_gradient_norm(self.optimizer, device)

@@ -109,7 +109,7 @@ def describe(view: PackView, texts: Sequence[str] | None = None) -> str:
     facts = (
         f"effective context {AttentionMask(view.layout).effective_context:,.2f}, keys per token {view.keys.mean():,.2f}"
     )
-    parts += [[f"longest segment {view.layout.max_seqlen:,}, {facts}"]]
+    parts += [[f"longest segment {view.layout.lengths.max():,}, {facts}"]]
     if view.ranks > 1:
         parts += [_rank_table(view)]
     return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts)

@@ -157,7 +157,7 @@ class Generator:
             for slot in range(slots):
                 if slot not in active and waiting:
                     number, prompt = waiting.popleft()
-                    cache.free(slot)
+                    cache.keep(slot, 0)
                     new[slot] = prompt.tokens[:-1]
                     active[slot] = _Text(number, prompt, sampling.draws(number), [])
             self._prefill(cache, new)

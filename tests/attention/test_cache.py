@@ -25,7 +25,7 @@ def test_pieces_of_texts_see_what_whole_texts_see(left_window: int | None) -> No
     calls = [{0: (0, 3)}, {1: (1, 2), 0: (0, 1)}, {0: (0, 1), 1: (1, 3)}, {1: (2, 3), 0: (0, 2)}, {1: (2, 1)}]
     for call in calls:
         if call.get(1, (0, 0))[0] == 2 and done[2] == 0:
-            cache.free(1)
+            cache.keep(1, 0)
         appended = cache.append(list(call), [count for _, count in call.values()])
         pieces = [[x[done[text] : done[text] + count] for x in texts[text]] for text, count in call.values()]
         assert appended.positions.tolist() == [

@@ -10,7 +10,6 @@ from megatron_ext.attention.health import (
     SINK,
     AttentionHealth,
     Probe,
-    SampledQueries,
     by_head,
     find,
     of_layers,
@@ -79,7 +78,7 @@ def dense(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, queries
 
 def measured(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, queries: np.ndarray) -> AttentionHealth:
     tokens = np.arange(len(query))
-    probe = Probe(SampledQueries.of(queries, masks, [tokens], 0), ALONE)
+    probe = Probe.of(queries, masks, [tokens], ALONE)
     probe.observe(1, local, query, key, SCALE)
     layers, heads = probe.measured()
     assert layers == [1]
@@ -125,7 +124,7 @@ def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
     queries = sample_queries(5, 0, 2 * LENGTH, 30)
     parts = []
     for rank in range(size):
-        sampled = SampledQueries.of(queries, masks, by_rank, rank)
+        sampled = Probe.of(queries, masks, by_rank, ContextGroup(rank, size, None))
         assert sorted(sampled.tokens_Q.tolist()) == queries.tolist()
         assert sampled.tokens_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
         tokens = sampled.tokens_Q, sampled.tokens_t
