@@ -124,16 +124,14 @@ def cross_entropy(
 
     Forward keeps the statistics of each token's logits; backward recomputes each block's logits. Logits are float32,
     and so are the sums of the weight's gradient. On CUDA, memory beyond the arguments and their gradients is one block
-    of logits, float32 [block_tokens, v], and without `weight_grad_vD` the weight's gradient in float32. A block takes
-    six kernel launches on CUDA: the logits and their statistics in forward; the logits, their gradient, and one product
-    per gradient in backward.
+    of logits, float32 [block_tokens, v], and without `weight_grad_vD` the weight's gradient in float32.
 
     In plain torch without tensor parallelism, the last block of forward is kept for backward, which starts with it: a
     row of one block takes three products instead of four, with the same results.
 
     Args:
         hidden_tD: the last layer's output, the same on every rank of `shard.group`.
-        weight_vD: this rank's rows of the output matrix, described by `shard`.
+        weight_vD: this rank's rows of the output matrix.
         labels_t: int64 [t], 0 <= label < shard.size.
         block_tokens: b, number of tokens whose logits exist at one time.
         weight_grad_vD: float32 buffer to which backward adds the weight's gradient; autograd then gets none, because

@@ -1,8 +1,6 @@
 """Triton kernels of the loss head: forward reads a block of logits once; backward reads and writes it once.
 
-Each kernel is one launch with one program per token, which loops over the token's logits. For b tokens and v
-vocabulary entries, `softmax_statistics` reads 4 b v bytes of device memory; `softmax_gradient` reads 4 b v and writes
-2 b v in bf16.
+Each kernel is one launch with one program per token, which loops over the token's logits.
 
 The gradient is written in place of the logits. bf16 is half as wide, so a token's gradient fills the first half of
 its row:
@@ -139,12 +137,10 @@ def softmax_gradient(
 ) -> None:
     """Overwrite logits by scale * exp(logit - highest), minus the label's `loss_grad`; view it with `in_place_of`.
 
-    Args:
+    Args as for `softmax_statistics`; the gradient of padding is 0.
+
         logits_bv: float32, contiguous.
-        labels_b: int64, token ids of the whole vocabulary.
         highest_b, scale_b, loss_grad_b: float32.
-        first: token id of the first column.
-        entries: number of columns of the vocabulary; the others are padding, and their gradient is 0.
         dtype: of the gradient, float32 or narrower.
     """
     tokens, columns = logits_bv.shape

@@ -14,9 +14,8 @@ T_x = (end - start) / rate is the length of the expansion in steps; after it the
     cyclic_jump      `cycles` ramps of T_x steps, each from `start` up
     cyclic_gradual   2 * cycles ramps of T_x steps, up, down, up, ..., ending with an upward ramp
 
-A cycle of `cyclic_jump` is one ramp. A cycle of `cyclic_gradual` is two ramps, up and down; the number of cycles ends
-in a half, so that the window rises to `end` and stays there: 1.5 cycles are up, down, up (the paper's Table 22 has 4.5,
-2.5, 1.5).
+The cycles of `cyclic_gradual` end in a half, so that the window rises to `end` and stays there: 1.5 cycles are up,
+down, up (the paper's Table 22 has 4.5, 2.5, 1.5).
 
 Every value is floored to an integer and clamped to [start, end]. Rates and fractions are exact decimal numbers, not
 the nearest float: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99...

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ext.arrays import Bool, Int32, Int64, overlaps, ranges
-from megatron_ext.context_parallel.assignment import Pieces, Policy, contiguous, cut_at_segments, zigzag
-from megatron_ext.context_parallel.balanced import TOLERANCES, balanced
+from megatron_ext.context_parallel import assignment
+from megatron_ext.context_parallel.assignment import Pieces, Policy
 from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, check_tokens, segment_pairs
 
@@ -121,7 +121,7 @@ class CPPlan:
 
     def under(self, layout: PackedLayout, left_window: int | None) -> "CPPlan":
         """Plan the same assignment for layers with other segments or another left window."""
-        pieces = cut_at_segments(layout, self.pieces.start, self.pieces.rank)
+        pieces = assignment.cut_at_segments(layout, self.pieces.start, self.pieces.rank)
         return CPPlan(layout, self.cp_size, self.policy, left_window, pieces, self.row_cost)
 
     def pieces_of(self, rank: int) -> Int64:
@@ -227,8 +227,8 @@ def plan(
         return _cheapest(layout, cp_size, left_window, row_cost)
     if policy == Policy.BALANCED:
         return _balanced(layout, cp_size, left_window, row_cost)
-    pieces = (contiguous if policy == Policy.CONTIGUOUS else zigzag)(layout, cp_size)
-    return CPPlan(layout, cp_size, Policy(policy), left_window, pieces, row_cost)
+    by_policy = assignment.contiguous if policy == Policy.CONTIGUOUS else assignment.zigzag
+    return CPPlan(layout, cp_size, Policy(policy), left_window, by_policy(layout, cp_size), row_cost)
 
 
 def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:
@@ -238,15 +238,15 @@ def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_c
     saves rows and costs pairs: it is tried while each plan is cheaper and moves no more rows than the one before, and
     while the rows cost more than the pairs that the next tolerance may add.
     """
-    made = CPPlan(layout, cp_size, Policy.BALANCED, left_window, contiguous(layout, cp_size), row_cost)
+    made = CPPlan(layout, cp_size, Policy.BALANCED, left_window, assignment.contiguous(layout, cp_size), row_cost)
     if _good_enough(made):
         return made
     mean, tries = made.pairs.mean(), []
     best: CPPlan | None = None
-    for tolerance in TOLERANCES:
+    for tolerance in assignment.TOLERANCES:
         if best is not None and best.exchange_cost <= tolerance * mean - max(best.pairs.max(), EVEN * mean):
             break
-        pieces = balanced(layout, cp_size, left_window, tolerance)
+        pieces = assignment.Balancer(layout, cp_size, left_window, tolerance).assign()
         made = CPPlan(layout, cp_size, Policy.BALANCED, left_window, pieces, row_cost)
         tries.append(made)
         if made.pairs.max() <= (tolerance + 0.005) * mean:
