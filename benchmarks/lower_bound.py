@@ -28,17 +28,13 @@ from megatron_ext.layout import PackedLayout, segment_pairs
 
 
 def fewest_rows(layout: PackedLayout, cp_size: int, tolerance: float) -> int:
-    """Return a lower bound on the rows that any assignment moves.
+    """Return a lower bound on the rows that any assignment to `cp_size` ranks moves, without left windows.
 
-    Args:
-        layout: the segments of the T tokens; each token sees all of its segment up to itself.
-        cp_size: ranks, of T/cp tokens each.
-        tolerance: upper bound of the slowest rank's attention pairs over the mean.
+    `tolerance` is the upper bound of the slowest rank's attention pairs over the mean.
     """
     room = layout.tokens // cp_size
     bearable = tolerance * layout.attention_pairs() / cp_size + 1e-6  # pairs are counted; rounding must not lose one
-    # indexed by position in the segment: the number of tokens of the row there, and running sums of them and their
-    # pairs
+    # by position in the segment: the number of tokens of the row there, and running sums of them and their pairs
     counts = len(layout.lengths) - np.cumsum(np.bincount(layout.lengths))[:-1]
     tokens = np.concatenate([[0], np.cumsum(counts)])
     pairs = np.concatenate([[0], np.cumsum(counts * np.arange(1, len(counts) + 1))])

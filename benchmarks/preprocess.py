@@ -46,27 +46,21 @@ if __name__ == "__main__":
 
 
 class Spent(NamedTuple):
-    """Resources of a run: CPU seconds, megabytes of the largest process."""
+    """Resources of a run."""
 
-    cpu: float
-    peak_mb: float
+    cpu: float  # seconds
+    peak_mb: float  # of the largest process
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A command that tokenizes.
-
-    Attributes:
-        folder: what it writes; a later run continues there, except Megatron-LM's.
-        dataset: the prefix of its .bin and .idx.
-        path: a folder for its imports.
-    """
+    """A command that tokenizes."""
 
     name: str
     command: str
-    folder: Path
-    dataset: str
-    path: str = ""
+    folder: Path  # what it writes; a later run continues there, except Megatron-LM's
+    dataset: str  # the prefix of its .bin and .idx
+    path: str = ""  # a folder for its imports
 
     def run(self, fresh: bool = True, kill_at: float | None = None) -> Spent:
         """Run it once, or kill it with `kill_at` bytes of tokens on disk; the resources include its workers'."""

@@ -46,12 +46,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 class Records:
     """Prints results, one JSON object per line, and appends them to a file immediately.
 
-    Each line of the file includes the machine, so that the results before a failure are complete.
-
-    Args:
-        part: of benchmarks/gpu.sh or of the script, stored under "part" in each line.
-        output: the file; None to only print.
-        context: further facts for each line of the file.
+    Each line of the file also has the machine and `context`, so that the results before a failure are complete.
     """
 
     def __init__(self, part: str, output: Path | None, **context: Any) -> None:

@@ -125,11 +125,7 @@ class Job:
         return int(pointer.read_text()) if pointer.exists() else 0
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 600) -> None:
-        """Wait while the job runs without faults.
-
-        Raises:
-            FailedError: it ends, or does not reach the condition in time.
-        """
+        """Wait for a condition; raise `FailedError` if the job ends, or does not reach it in time."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             status = self.status()
@@ -170,11 +166,7 @@ def inject(job: Job, kind: str, number: int) -> int | None:
 
 
 def train_with_faults(job: Job, seconds: float, every_s: float, chance: random.Random) -> list[dict[str, Any]]:
-    """Train for some time with faults, and stop with a warning; return the faults.
-
-    Raises:
-        FailedError: the run does not continue after a fault, or has ended without one.
-    """
+    """Train for some time with faults, and stop with a warning; return the faults."""
     began, faults, queue = time.monotonic(), list[dict[str, Any]](), list[str]()
     job.start()
     while True:

@@ -47,25 +47,16 @@ PAPER_STEPS = 95_367  # of 1,048,576 tokens: arXiv 2503.15450, Tables 8 and 11
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its rows.
+    """A model and its rows."""
 
-    Attributes:
-        preset: one of megatron_ext.config.options.PRESETS.
-        length: tokens of a row.
-        rows: of a step, in micro-batches of `micro`.
-        rate: tokens by which the window grows in each of the paper's steps.
-        mfu: the goal at the full window.
-        saving: the goal, as a share of the step's time.
-    """
-
-    preset: str
-    length: int
-    rows: int
+    preset: str  # one of megatron_ext.config.options.PRESETS
+    length: int  # tokens of a row
+    rows: int  # of a step, in micro-batches of `micro`
     micro: int = 1
     layers: int | None = None
-    rate: float = 0.125
-    mfu: float = 0.0
-    saving: float | None = None
+    rate: float = 0.125  # tokens by which the window grows in each of the paper's steps
+    mfu: float = 0.0  # the goal at the full window
+    saving: float | None = None  # the goal, as a share of the step's time
 
     def windows(self) -> list[int]:
         """Return the windows at evenly spaced moments of the paper's run."""

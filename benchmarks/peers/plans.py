@@ -48,13 +48,7 @@ Scheme = Callable[[PackedLayout, int], dict[str, float]]  # of a layout and cp: 
 
 
 def figures(received: np.ndarray, pairs: np.ndarray, tokens: int) -> dict[str, float]:
-    """Return moved, most, balance and tokens as above.
-
-    Args:
-        received: int64 [cp], rows of keys and values that each rank receives.
-        pairs: [cp], attention pairs of each rank.
-        tokens: total tokens computed by all ranks.
-    """
+    """Return the figures from the rows that each rank receives and its pairs, [cp] each, and the tokens of all."""
     shares = {"moved": received.sum() / ((len(received) - 1) * ROW), "most": received.max()}
     return shares | {"balance": pairs.max() / pairs.mean(), "tokens": tokens / ROW}
 

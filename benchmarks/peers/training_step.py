@@ -26,12 +26,7 @@ BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 
 
 class Loop:
-    """Optimizer steps of a model of transformers over micro-batches of one row, as in a plain trainer.
-
-    Args:
-        options: further arguments of the model.
-        rows: of each step: tokens and labels [1, s].
-    """
+    """Optimizer steps of a model of transformers over micro-batches of one row, tokens and labels [1, s]."""
 
     def __init__(self, model: LlamaForCausalLM, rows: list[tuple[Tensor, Tensor]], **options: Tensor | None) -> None:
         self._model, self._rows, self._options = model, rows, options
