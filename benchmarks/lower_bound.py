@@ -22,6 +22,8 @@ Each segment's bound assumes that all ranks are available to it alone, so the su
 It is 0 for segments that fit on a rank; the cost of cutting short segments to fill ranks is not counted.
 """
 
+from bisect import bisect_left
+
 import numpy as np
 
 from megatron_ext.layout import PackedLayout, segment_pairs
@@ -52,14 +54,10 @@ def fewest_rows(layout: PackedLayout, cp_size: int, tolerance: float) -> int:
     for length, times in zip(lengths[::-1].tolist(), alike[::-1].tolist(), strict=True):
         ends = [length]  # f(0), f(1), ...
         while ends[-1] and len(ends) <= cp_size:
-            low, high = max(length - len(ends) * room, 0), ends[-1]
-            while low < high:
-                middle = (low + high) // 2
-                if fits(length, middle, len(ends)):
-                    high = middle
-                else:
-                    low = middle + 1
-            ends.append(low)
+            ranks = len(ends)
+            possible = range(max(length - ranks * room, 0), ends[-1])
+            first = bisect_left(possible, True, key=lambda end: fits(length, end, ranks))
+            ends.append(possible.start + first)
         moved = sum(ends) - length
         if not moved:  # it fits on a rank, and so do shorter ones
             break

@@ -65,10 +65,6 @@ class LayerMasks:
     is_local: tuple[bool, ...] = (False,)  # one flag per layer of the model, in order
 
     @property
-    def layers(self) -> int:
-        return len(self.is_local)
-
-    @property
     def widest(self) -> PackedLayout:
         """The widest segments of any layer; positions that restart in them are valid for all layers."""
         return (self.local or self.scheduled).layout
@@ -81,7 +77,7 @@ class LayerMasks:
     def by_layers(self) -> Iterator[tuple[int, AttentionMask]]:
         """Yield each mask with the number of layers that use it."""
         local_layers = sum(self.is_local)
-        yield self.layers - local_layers, self.scheduled
+        yield len(self.is_local) - local_layers, self.scheduled
         if self.local is not None:
             yield local_layers, self.local
 

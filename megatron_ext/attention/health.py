@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_ext.arrays import Int64
 from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.device import moved
+from megatron_ext.device import to_device
 from megatron_ext.masks import AttentionMask, LayerMasks
 
 SINK = 0.3  # a first token with more attention than this is a sink (arXiv 2410.10781)
@@ -103,7 +103,7 @@ class Probe:
         found = torch.stack(results, dim=1)
         everyone = self.context.gather(found.flatten(), [found.numel()] * self.context.size)
         by_rank = everyone.unflatten(0, (self.context.size, *found.shape)).transpose(0, 1).double()
-        scale = moved(torch.tensor(scales, dtype=torch.float64), found.device)[:, None, None]
+        scale = to_device(scales, found.device)[:, None, None]
         return layers, by_head(by_rank, scale)
 
 

@@ -70,21 +70,13 @@ def _equal_segments(
         visible = torch.ones(own, place + own - seen, dtype=torch.bool, device=query.device).tril(place - seen)
         if left_window is not None:
             visible = visible.triu(place - seen - left_window)
-        rows = query[:, :, first : first + own], key[:, :, seen : place + own], value[:, :, seen : place + own]
-        if sink_N is not None:
-            rows, visible = _with_sink(*rows, visible, sink_N)
-        blocks.append(F.scaled_dot_product_attention(*rows, attn_mask=visible, scale=scale, enable_gqa=grouped))
+        query_b, key_b, value_b = query[:, :, first : first + own], *(x[:, :, seen : place + own] for x in (key, value))
+        if sink_N is not None:  # one more key, with a value of 0; torch differentiates a mask of logits
+            key_b, value_b = (F.pad(x, (0, 0, 0, 1)) for x in (key_b, value_b))
+            hidden = query.new_zeros(visible.shape).masked_fill(~visible, -torch.inf)
+            sinks = sink_N.to(query.dtype)[None, :, None, None].expand(1, -1, own, 1)
+            visible = torch.cat([hidden.expand(1, len(sink_N), *visible.shape), sinks], dim=-1)
+        blocks.append(
+            F.scaled_dot_product_attention(query_b, key_b, value_b, attn_mask=visible, scale=scale, enable_gqa=grouped)
+        )
     return torch.cat(blocks, dim=2).transpose(1, 2).flatten(0, 1)
-
-
-def _with_sink(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sink_N: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Append a key and a value of 0; return the three, and a mask of logits [1, N, queries, keys + 1] with the sinks.
-
-    torch differentiates the mask.
-    """
-    hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, -torch.inf)
-    sinks = sink_N.to(query.dtype)[None, :, None, None].expand(1, -1, len(visible), 1)
-    logits = torch.cat([hidden.expand(1, len(sink_N), *visible.shape), sinks], dim=-1)
-    return (query, F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))), logits

@@ -221,7 +221,12 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 def _constants(tile: Tile, share: int, head_size: int) -> dict[str, int]:
     """Return the compile-time constants and launch options of a kernel."""
-    left, right = _widths(head_size)
+    # powers of two of at least 16, as tensor cores need; one part if the second would not be narrower
+    whole = max(16, 1 << (head_size - 1).bit_length())
+    left = whole // 2
+    right = max(16, 1 << max(head_size - left - 1, 0).bit_length())
+    if right >= left:
+        left, right = whole, 0
     return {
         "SHARE": share,
         "H": head_size,
@@ -232,11 +237,3 @@ def _constants(tile: Tile, share: int, head_size: int) -> dict[str, int]:
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-
-
-def _widths(head_size: int) -> tuple[int, int]:
-    """Return the widths of a tile's two parts, powers of two of at least 16, as tensor cores need; 0 for no second."""
-    whole = max(16, 1 << (head_size - 1).bit_length())
-    left = whole // 2
-    right = max(16, 1 << max(head_size - left - 1, 0).bit_length())
-    return (left, right) if right < left else (whole, 0)

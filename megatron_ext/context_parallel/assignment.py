@@ -187,14 +187,8 @@ class ShortSegments:
         As many as the pairs allow are taken from the long end, rounded to whole segments: only the short end is cut,
         where segments are the cheapest to split.
         """
-        low, high = 0, tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.light(tokens - middle) + self.dense(middle) <= pairs:
-                low = middle
-            else:
-                high = middle - 1
-        border = self._tokens[bisect_left(self._tokens, self._high - low)]
+        fewest = bisect_left(range(tokens), True, key=lambda n: self.light(n) + self.dense(tokens - n) <= pairs)
+        border = self._tokens[bisect_left(self._tokens, self._high - (tokens - fewest))]
         back = self._high - max(border, self._low)
         taken = self.light(tokens - back) + self.dense(back)
         self._give(rank, self._low, self._low + tokens - back)
@@ -309,17 +303,14 @@ class Balancer:
         return pairs + self._assign_ends(interval, front, back)
 
     def _affordable_end(self, interval: Interval, needed: int, budget: float) -> int:
-        """Return how many tokens of an interval's end fit the budget together with the lightest tokens (bisection)."""
-        light = [*self._lightest(needed), interval]
-        low, high = 0, min(needed, interval.length)
-        while low < high:
-            middle = (low + high + 1) // 2
-            of_end = self._pairs_between(interval.high - middle, interval.high)
-            if of_end + self._pairs_of_lightest(needed - middle, light) <= budget:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        """Return how many tokens of an interval's end fit the budget together with the lightest tokens."""
+        light, most = [*self._lightest(needed), interval], min(needed, interval.length)
+
+        def fits(less: int) -> bool:
+            of_end = self._pairs_between(interval.high - (most - less), interval.high)
+            return of_end + self._pairs_of_lightest(needed - (most - less), light) <= budget
+
+        return most - bisect_left(range(most), True, key=fits)
 
     def _lightest(self, needed: int) -> list[Interval]:
         """Return the lightest intervals that fill the rank after the short segments."""

@@ -18,7 +18,7 @@ and its own queries see the last of them (bottom-right causal). Segments of 4, 7
 With a sliding window of `left_window` tokens a piece needs only [max(s, a - left_window), b).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -122,7 +122,7 @@ class CPPlan:
     def under(self, layout: PackedLayout, left_window: int | None) -> "CPPlan":
         """Plan the same assignment for layers with other segments or another left window."""
         pieces = assignment.cut_at_segments(layout, self.pieces.start, self.pieces.rank)
-        return CPPlan(layout, self.cp_size, self.policy, left_window, pieces, self.row_cost)
+        return replace(self, layout=layout, left_window=left_window, pieces=pieces)
 
     def pieces_of(self, rank: int) -> Int64:
         """Return the indices of the pieces of one rank, int64, by position."""
@@ -209,7 +209,7 @@ def plan(
     Args:
         layout: the segments; several rows may be laid end to end.
         cp_size: the number of ranks, >= 1; T must be divisible by it.
-        policy: a name of `Policy`; "auto" chooses the cheapest of the others.
+        policy: a name of `Policy`; "auto" chooses the cheapest of those that keep the slowest rank within `UNEVEN`.
         left_window: for sliding-window layers, how many tokens before itself a token sees, >= 0; None for all.
         row_cost: cost of moving a row of keys and values, in attention pairs; a higher cost moves fewer rows.
 
@@ -223,51 +223,41 @@ def plan(
         )
     if policy not in list(Policy):
         raise UserError(f"cp_policy: got {policy!r}, needs one of {', '.join(Policy)}")
-    if policy == Policy.AUTO:
-        return _cheapest(layout, cp_size, left_window, row_cost)
+    first = CPPlan(layout, cp_size, Policy.CONTIGUOUS, left_window, assignment.contiguous(layout, cp_size), row_cost)
+    if policy == Policy.CONTIGUOUS or (policy == Policy.AUTO and _good_enough(first)):
+        return first
     if policy == Policy.BALANCED:
-        return _balanced(layout, cp_size, left_window, row_cost)
-    by_policy = assignment.contiguous if policy == Policy.CONTIGUOUS else assignment.zigzag
-    return CPPlan(layout, cp_size, Policy(policy), left_window, by_policy(layout, cp_size), row_cost)
+        return _balanced(first)
+    zigzag = replace(first, policy=Policy.ZIGZAG, pieces=assignment.zigzag(layout, cp_size))
+    if policy == Policy.ZIGZAG:
+        return zigzag
+    plans = [first, zigzag, _balanced(first)]
+    even = [made for made in plans if made.pairs.max() <= UNEVEN * made.pairs.mean()]
+    return min(even or plans, key=lambda made: made.cost)
 
 
-def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:
+def _balanced(first: CPPlan) -> CPPlan:
     """Return the contiguous plan if it is good enough, else the cheapest of the plans that keep their tolerance.
 
     The assignment is greedy and may miss its tolerance, so the plan's actual pairs are compared. A larger tolerance
     saves rows and costs pairs: it is tried while each plan is cheaper and moves no more rows than the one before, and
     while the rows cost more than the pairs that the next tolerance may add.
     """
-    made = CPPlan(layout, cp_size, Policy.BALANCED, left_window, assignment.contiguous(layout, cp_size), row_cost)
-    if _good_enough(made):
-        return made
-    mean, tries = made.pairs.mean(), []
+    if _good_enough(first):
+        return replace(first, policy=Policy.BALANCED)
+    mean, tries = first.pairs.mean(), []
     best: CPPlan | None = None
     for tolerance in assignment.TOLERANCES:
         if best is not None and best.exchange_cost <= tolerance * mean - max(best.pairs.max(), EVEN * mean):
             break
-        pieces = assignment.Balancer(layout, cp_size, left_window, tolerance).assign()
-        made = CPPlan(layout, cp_size, Policy.BALANCED, left_window, pieces, row_cost)
+        pieces = assignment.Balancer(first.layout, first.cp_size, first.left_window, tolerance).assign()
+        made = replace(first, policy=Policy.BALANCED, pieces=pieces)
         tries.append(made)
         if made.pairs.max() <= (tolerance + 0.005) * mean:
             if best is not None and not (made.cost < best.cost and made.rows_moved.sum() <= best.rows_moved.sum()):
                 break
             best = made
     return best or min(tries, key=lambda made: made.cost)
-
-
-def _cheapest(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:
-    """Return the cheapest of the plans that keep the slowest rank within `UNEVEN`, or of all if none does."""
-
-    def by(policy: Policy) -> CPPlan:
-        return plan(layout, cp_size, policy, left_window=left_window, row_cost=row_cost)
-
-    first = by(Policy.CONTIGUOUS)
-    if _good_enough(first):
-        return first
-    plans = [first, by(Policy.ZIGZAG), by(Policy.BALANCED)]
-    even = [made for made in plans if made.pairs.max() <= UNEVEN * made.pairs.mean()]
-    return min(even or plans, key=lambda made: made.cost)
 
 
 def _good_enough(made: CPPlan) -> bool:

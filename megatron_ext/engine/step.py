@@ -289,7 +289,7 @@ class Stepper:
         mine = [
             sum(batch.layout.segments for batch in batches),
             sum(batch.masks.context_sum for batch in batches),
-            sum(batch.masks.layers * batch.layout.tokens for batch in batches),
+            sum(len(batch.masks.is_local) * batch.layout.tokens for batch in batches),
             trained,
         ]
         counts = self.ranks.context == 0  # all context-parallel ranks have the same layouts
