@@ -10,9 +10,6 @@ A piece that needs only keys of its own rank (a0 a1 and b0; c0) is *local*, the 
 pieces runs while rows are in transit, then that of remote pieces. The heads can be split into parts, so that one part
 is in transit while another is computed. Backward runs in reverse: gradients are sent once the remote pieces are
 done, and the local pieces are computed while they travel.
-
-Legend: t tokens of this rank, u key rows of the local call, N query heads, G key heads, H size of a query or key head,
-W size of a value head.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Describe a call of packed attention: which queries see which keys, and how keys of other ranks are fetched."""
+"""Describe a call of packed attention: which queries see which keys, and how keys of other ranks are fetched.
+
+The letters of shapes are those of docs/glossary.md, here and in the other modules of attention.
+"""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace

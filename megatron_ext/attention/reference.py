@@ -1,9 +1,6 @@
 """Packed causal attention in plain PyTorch: exact on every device, fast enough on a CPU.
 
 Segments of equal shape are computed together, so that a thousand short segments cost one call.
-
-Legend: t queries, u keys, N query heads, G key heads (groups), H head size, W size of a value
-head, n segments of one shape.
 """
 
 import numpy as np

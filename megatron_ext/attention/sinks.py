@@ -11,8 +11,6 @@ backward gets the gradient g of its output and computes, from the output and the
 
 Given out' and L', it therefore returns the exact gradients of queries, keys and values with a sink, including the part
 through L, which kernels do not differentiate. The gradient of s is -sum over queries of exp(s - L') delta'.
-
-Legend: t queries, u keys, N query heads, G key heads, H head size.
 """
 
 from collections.abc import Callable

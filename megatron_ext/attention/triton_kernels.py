@@ -9,7 +9,7 @@ recompile them.
 Widths of tiles are powers of two. A head of another size is computed in two parts, LEFT and RIGHT columns wide: 80 is
 64 + 16, 96 is 64 + 32, with no more products than it has numbers. RIGHT is 0 for a single part.
 
-Legend: t queries, u keys, N query heads, G key heads, H head size; a program has M queries or K keys.
+A program has M queries or K keys, of t and u.
 """
 
 # mypy: disable-error-code="no-untyped-def"

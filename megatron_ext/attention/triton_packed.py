@@ -9,9 +9,7 @@ is rebuilt for each window.
 
 A call launches 1 kernel in forward and 2 in backward. The backward has no atomics, so it is deterministic.
 
-A non-finite value spreads over its tile, beyond its segment; training stops on it anyway.
-
-Legend: t queries, u keys, N query heads, G key heads, H head size, also of values (W).
+A non-finite value spreads over its tile, beyond its segment; training stops on it anyway. Values are as wide as keys.
 """
 
 import math
