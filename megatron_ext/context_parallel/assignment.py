@@ -96,14 +96,12 @@ def cut_at_segments(layout: PackedLayout, starts: Int64, owners: Int64) -> Piece
     changes = np.append(True, np.diff(owners) != 0)  # join neighbours of the same owner
     starts, owners = starts[changes], owners[changes]
     borders = layout.cu_seqlens.astype(np.int64)
-    border = np.searchsorted(borders, starts)
-    inside = np.flatnonzero(borders[border] != starts)  # the starts that cut a segment; the others are borders already
-    start = np.insert(borders[:-1], border[inside], starts[inside])
-    opens = np.ones(len(start), dtype=np.int64)  # 1 for the first piece of each segment; their sum counts segments
-    opens[border[inside] + np.arange(len(inside))] = 0
-    first = np.searchsorted(start, starts)
-    rank = np.repeat(owners, np.diff(np.append(first, len(start))))
-    return Pieces(np.cumsum(opens) - 1, start, np.append(start[1:], layout.tokens), rank)
+    inside = starts[borders[np.searchsorted(borders, starts)] != starts]  # these cut a segment, the others are borders
+    at = np.searchsorted(borders, inside)
+    start = np.insert(borders[:-1], at, inside)
+    segment = np.insert(np.arange(layout.segments, dtype=np.int64), at, at - 1)
+    rank = np.repeat(owners, np.diff(np.searchsorted(start, starts), append=len(start)))
+    return Pieces(segment, start, np.append(start[1:], layout.tokens), rank)
 
 
 class Interval(NamedTuple):
