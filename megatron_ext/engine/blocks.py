@@ -27,10 +27,16 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import ModuleSpec, TransformerConfig, build_module
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from megatron_ext.config import ModelConfig
 from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
 from megatron_ext.engine.latent_attention import LatentAttention
@@ -162,13 +168,25 @@ def _summed(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return partial
 
 
-def layer_spec(
-    config: TransformerConfig, block: str, core_attention: ModuleSpec, *, experts: bool, transformer_engine: bool
-) -> tuple[ModuleSpec, type]:
-    """Return the specification of a layer with or without experts, and the class of the final norm.
+def layer_specs(
+    config: TransformerConfig, model: ModelConfig, core_attention: type, vp_stage: int | None, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """Return the specification of a model chunk.
 
-    Modules are Transformer Engine's or Megatron's, except for `core_attention`.
+    Its modules are Transformer Engine's or Megatron's, except for `core_attention` and those of this file.
     """
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = [
+        _layer_spec(config, model.block, core_attention, model.has_experts(first + number), transformer_engine)
+        for number in range(get_num_layers_to_build(config, vp_stage=vp_stage))
+    ]
+    return TransformerBlockSubmodules([layer for layer, _ in layers], layer_norm=layers[0][1])
+
+
+def _layer_spec(
+    config: TransformerConfig, block: str, core_attention: type, experts: bool, transformer_engine: bool
+) -> tuple[ModuleSpec, type]:
+    """Return the specification of a layer with or without experts, and the class of the final norm."""
     norm: type
     num_experts = config.num_moe_experts if experts else None
     if transformer_engine:
@@ -185,7 +203,7 @@ def layer_spec(
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = LocalAngles
     attention = layer.submodules.self_attention.submodules
-    mlp = _submodules(layer.submodules.mlp)
+    mlp = layer.submodules.mlp.submodules
     attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
@@ -193,7 +211,7 @@ def layer_spec(
         layer.module = ExpertLayer
         mlp.router = BalancedRouter
         if config.add_bias_linear and not transformer_engine:
-            _submodules(mlp.experts).linear_fc2 = ExpertOutput
+            mlp.experts.submodules.linear_fc2 = ExpertOutput
     if config.multi_latent_attention:
         layer.submodules.input_layernorm = norm
         column = TEColumnParallelLinear if transformer_engine else attention.linear_qkv
@@ -216,8 +234,3 @@ def layer_spec(
         layer.module = SandwichLayer
         layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)
     return layer, norm
-
-
-def _submodules(spec: Any) -> Any:
-    """Return the submodules of a ModuleSpec, or of the functools.partial that Megatron-Core 0.18 uses instead."""
-    return getattr(spec, "keywords", vars(spec))["submodules"]

@@ -65,17 +65,27 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def install_without_transformer_engine() -> None:
-    """Define for Megatron what it would import from Transformer Engine; do nothing where it has been imported.
+    """Define for Megatron what it would import from Transformer Engine or Apex; leave alone what it has imported.
 
     `--recompute-modules layernorm`: the default of CheckpointWithoutOutput for fp8 is False, with which it calls
     Transformer Engine; None disables fp8. Remove when its default is None.
 
     The router of experts refers to a function name that is undefined. Remove when the name is None, as it expects.
+
+    `--optimizer-cpu-offload` compares the version of Transformer Engine, which is None if it is missing; 0 is below all
+    others. Remove when `is_te_min_version` returns False instead.
+
+    `gradient_accumulation_fusion`: Megatron refuses to build its own layers without Apex's extension. The only one that
+    is built with this option and without Apex is the output layer next to Transformer Engine's layers, and it is never
+    run: `PackedGPT` only uses its matrix. Remove when the layer checks for the extension in its computation.
     """
     if not hasattr(megatron_random, "FP8GlobalStateManager"):
         megatron_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     if not hasattr(megatron_experts, "te_general_gemm"):
         megatron_experts.te_general_gemm = None
+    if megatron_utils.get_te_version() is None:
+        megatron_utils._te_version = megatron_utils.PkgVersion("0")
+    megatron_layers._grad_accum_fusion_available = True
 
 
 class _MarkedNorm(torch.nn.Module):
@@ -99,17 +109,6 @@ class LayerNorm(_MarkedNorm, torch.nn.LayerNorm):
     """LayerNorm that supports sequence parallelism."""
 
 
-class OwnAttention:
-    """Prevents a model from setting Transformer Engine's NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN to 1.
-
-    Megatron's models set them, and raise an error if the user has set one otherwise, although our backends compute
-    attention. Remove when a model without Transformer Engine's attention no longer sets them.
-    """
-
-    def _set_attention_backend(self) -> None:
-        """Do nothing."""
-
-
 class ZeroCentredRMSNorm(RMSNorm):
     """RMSNorm that multiplies by 1 + weight in fp32, as Gemma in transformers does.
 
@@ -129,16 +128,8 @@ class FusedAdam(torch.optim.Optimizer):
     load (KeyError 'step', then one step tensor shared by all). Remove when they can.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        **unused: Any,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
+        super().__init__(params, options)  # lr, betas, eps and weight_decay
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -226,31 +217,6 @@ def one_by_one(
         handle.append(call.op(*tensors, group=group, async_op=async_ops, **reduction))
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotates the first R dimensions of each head in the half-split layout: x [..., H] by cos and sin [..., R]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    size, half = cos.shape[-1], cos.shape[-1] // 2
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.mul(x[..., :size], cos, out=out[..., :size])
-    out[..., :half] -= x[..., half:size] * sin[..., :half]
-    out[..., half:size] += x[..., :half] * sin[..., half:]
-    out[..., size:] = x[..., size:]
-    return out
-
-
 def rotate(
     t: torch.Tensor,
     freqs: torch.Tensor,
@@ -261,20 +227,13 @@ def rotate(
     """Rotate the first R dimensions of each head, t [t, 1, N, H] by angles [t, 1, 1, R], in the half-split layout.
 
     It equals Megatron's unfused rotation, which concatenates each head twice in forward and twice in backward. The last
-    three arguments must keep their defaults. Remove when Megatron rotates in place.
+    three arguments must keep their defaults. Remove when Megatron concatenates once.
     """
     assert (rotary_interleaved, multi_latent_attention, mscale) == (False, False, 1.0)
-    rotated: torch.Tensor = _Rotate.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
-    return rotated
-
-
-def allow_gradient_accumulation_fusion() -> None:
-    """Let Megatron build its own layers with this fusion without Apex, whose extension they would call.
-
-    Transformer Engine's layers have their own fusion. The only Megatron layer used with them is the output layer, which
-    is never run: `PackedGPT` only uses its matrix. Remove when the layer checks for the extension in its computation.
-    """
-    megatron_layers._grad_accum_fusion_available = True
+    half = freqs.shape[-1] // 2  # the angles of both halves are equal
+    cos, sin = freqs[..., :half].cos().to(t.dtype), freqs[..., :half].sin().to(t.dtype)
+    first, second, plain = t.tensor_split((half, 2 * half), dim=-1)
+    return torch.cat(((first * cos).sub_(second * sin), (second * cos).add_(first * sin), plain), dim=-1)
 
 
 def counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -320,16 +279,6 @@ def uneven_reduce_scatter(
     parts = input_.new_empty(group.size() * rows, *input_.shape[1:])
     dist.all_to_all_single(parts, input_.contiguous(), [rows] * group.size(), input_split_sizes, group=group)
     return parts.unflatten(0, (group.size(), rows)).sum(dim=0)
-
-
-def install_offload() -> None:
-    """Support optimizer offloading without Transformer Engine; do nothing with it.
-
-    The offloaded optimizer does not use Transformer Engine, but Megatron's checks compare its version, which is None if
-    it is missing. This sets a version below all others. Remove when `is_te_min_version` returns False instead.
-    """
-    if megatron_utils.get_te_version() is None:
-        megatron_utils._te_version = megatron_utils.PkgVersion("0")
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -31,7 +31,7 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import ModuleSpec, build_module
+from megatron.core.transformer import build_module
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class LatentAttention(MegatronModule):
         column: type,
         row: type,
         norm: type,
-        core_attention: ModuleSpec,
+        core_attention: type,
         pg_collection: ProcessGroupCollection,
         **unused: Any,
     ) -> None:

@@ -16,10 +16,8 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from megatron_ext import rope
@@ -27,10 +25,9 @@ from megatron_ext.attention.cache import Appended
 from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Expand
 from megatron_ext.batch import PackedBatch
-from megatron_ext.config import Config, ModelConfig
-from megatron_ext.engine import activations, compat
-from megatron_ext.engine.blocks import layer_spec
-from megatron_ext.engine.compat import OwnAttention
+from megatron_ext.config import Config
+from megatron_ext.engine import activations
+from megatron_ext.engine.blocks import layer_specs
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.transformer import PackedTransformerConfig, rotation_limit, transformer_config
@@ -103,7 +100,7 @@ class PackedAttention(MegatronModule):
         return out_tNH.flatten(1).unsqueeze(1)
 
 
-class PackedGPT(OwnAttention, GPTModel):
+class PackedGPT(GPTModel):
     """Maps a `PackedBatch` to the loss of each token; Megatron's GPTModel with another head."""
 
     def __init__(
@@ -147,7 +144,30 @@ class PackedGPT(OwnAttention, GPTModel):
     def forward(self, batch: PackedBatch) -> Tensor | TokenLosses:
         """Return hidden states for the next stage, or on the last stage the losses of the requested tokens."""
         hidden = self._hidden(batch)
-        return self._losses(hidden, batch) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        group = self.pg_collection.tp
+        # every rank needs all tokens for its share of the vocabulary; backward sums the ranks' parts of the gradient
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        hidden_tD, weight_vD = self._head(hidden, batch)
+        labels_t = batch.labels_t if batch.wanted is None else batch.labels_t.index_select(0, batch.wanted)
+        shard = VocabularyShard(
+            first=group.rank() * weight_vD.shape[0],
+            size=self.real_vocab_size,
+            group=group if group.size() > 1 else None,
+        )
+        return cross_entropy(
+            hidden_tD,
+            weight_vD,
+            labels_t,
+            shard,
+            self.loss_block_tokens,
+            entropy=self.entropy,
+            weight_grad_vD=_gradient_buffer(weight_vD) if torch.is_grad_enabled() else None,
+        )
 
     def logits(self, batch: PackedBatch, appended: Appended | None = None) -> Tensor:
         """Return the logits of the requested tokens, float32 [wanted tokens, V], on every tensor-parallel rank.
@@ -203,30 +223,6 @@ class PackedGPT(OwnAttention, GPTModel):
         )
         return hidden_t1D
 
-    def _losses(self, hidden: Tensor, batch: PackedBatch) -> TokenLosses:
-        group = self.pg_collection.tp
-        # every rank needs all tokens for its share of the vocabulary; backward sums the ranks' parts of the gradient
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-        hidden_tD, weight_vD = self._head(hidden, batch)
-        labels_t = batch.labels_t if batch.wanted is None else batch.labels_t.index_select(0, batch.wanted)
-        shard = VocabularyShard(
-            first=group.rank() * weight_vD.shape[0],
-            size=self.real_vocab_size,
-            group=group if group.size() > 1 else None,
-        )
-        return cross_entropy(
-            hidden_tD,
-            weight_vD,
-            labels_t,
-            shard,
-            self.loss_block_tokens,
-            entropy=self.entropy,
-            weight_grad_vD=_gradient_buffer(weight_vD) if torch.is_grad_enabled() else None,
-        )
-
 
 def _gradient_buffer(weight: Tensor) -> Tensor | None:
     """Return the fp32 buffer of a weight's gradient, and mark the gradient as added to it.
@@ -254,51 +250,27 @@ def _gradient_buffer(weight: Tensor) -> Tensor | None:
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:
     """Build the model chunks of this pipeline stage; their matrices are 0."""
-    model, transformer = config.model, transformer_config(config, platform)
-    count = model_chunks(config.parallel, model.num_layers)
-    copies = activations.HostCopies(platform.device) if config.parallel.offload_layer_inputs else None
+    parallel, transformer = config.parallel, transformer_config(config, platform)
+    count = model_chunks(parallel, config.model.num_layers)
+    copies = activations.HostCopies(platform.device) if parallel.offload_layer_inputs else None
     chunks = []
     for number in range(count):
         vp_stage = number if count > 1 else None  # None: not interleaved
-        layers = _layers(transformer, model, platform, vp_stage)
+        layers = layer_specs(transformer, config.model, PackedAttention, vp_stage, platform.transformer_engine)
         chunk = PackedGPT(config, vocab_size, transformer, layers, vp_stage)
-        if config.parallel.mlp_block_tokens is not None:
+        if parallel.mlp_block_tokens is not None:
             for layer in chunk.decoder.layers:
-                activations.compute_in_blocks(layer.mlp, config.parallel.mlp_block_tokens)
+                activations.compute_in_blocks(layer.mlp, parallel.mlp_block_tokens)
         if copies is not None:
-            group = config.parallel.recompute_num_layers
-            activations.keep_inputs_on_host(chunk.decoder, copies, group, received=not chunk.pre_process)
-        if config.parallel.compile:
-            _compile(chunk)
+            received = not chunk.pre_process
+            activations.keep_inputs_on_host(chunk.decoder, copies, parallel.recompute_num_layers, received=received)
+        if parallel.compile:  # each layer, as one graph before attention and one after it
+            # with layers without RoPE each layer is compiled separately, and beyond the limit it would run eagerly
+            limit = torch.compiler.config.recompile_limit
+            torch.compiler.config.recompile_limit = max(limit, len(chunk.decoder.layers) + 8)
+            for layer in chunk.decoder.layers:
+                attention = layer.self_attention.core_attention
+                attention.forward = torch.compiler.disable(attention.forward)
+                layer.forward = torch.compile(layer.forward)
         chunks.append(chunk.to(platform.device))
     return chunks
-
-
-def _compile(chunk: PackedGPT) -> None:
-    """Compile each layer with torch.compile, one graph before attention and one after it."""
-    # with layers without RoPE each layer is compiled separately, and beyond the limit it would run eagerly
-    limit = torch.compiler.config.recompile_limit
-    torch.compiler.config.recompile_limit = max(limit, len(chunk.decoder.layers) + 8)
-    for layer in chunk.decoder.layers:
-        attention = layer.self_attention.core_attention
-        attention.forward = torch.compiler.disable(attention.forward)
-        layer.forward = torch.compile(layer.forward)
-
-
-def _layers(
-    transformer: PackedTransformerConfig, model: ModelConfig, platform: Platform, vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    """Return the specification of a chunk's layers, with our attention."""
-    if platform.transformer_engine:
-        compat.allow_gradient_accumulation_fusion()
-    attention = ModuleSpec(module=PackedAttention)
-    first = get_transformer_layer_offset(transformer, vp_stage=vp_stage)
-    layers = [model.has_experts(first + n) for n in range(get_num_layers_to_build(transformer, vp_stage=vp_stage))]
-    by_kind = {
-        experts: layer_spec(
-            transformer, model.block, attention, experts=experts, transformer_engine=platform.transformer_engine
-        )
-        for experts in set(layers)
-    }
-    norm = by_kind[layers[0]][1]
-    return TransformerBlockSubmodules(layer_specs=[by_kind[experts][0] for experts in layers], layer_norm=norm)

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatron_ext.config import Config
 from megatron_ext.config.options import GradientSharing
-from megatron_ext.engine import compat
 from megatron_ext.engine.model import PackedGPT
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -52,8 +51,6 @@ def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
     """Build AdamW over the wrapped chunks; biases and norms have weight decay only with `weight_decay_all`."""
     options, sharing = config.optimizer, gradient_sharing(config)
-    if options.optimizer_cpu_offload:
-        compat.install_offload()
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=options.lr,

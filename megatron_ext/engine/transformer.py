@@ -112,6 +112,9 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         # each rank has a part of their gradients; Megatron sums the parts, unless the weight itself is in parts (olmo3)
         qk_layernorm=model.has_qk_norms and model.block != "olmo3",
         attention_dropout=0.0,
+        # otherwise Megatron's models set the environment variables of Transformer Engine's own choice of a backend, and
+        # raise an error if the user has set one
+        attention_backend=None,
         # None if all layers use RoPE: with a list, each layer would be compiled separately
         no_rope_freq=None if all(rotated) else [int(not has_rope) for has_rope in rotated],
         virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,

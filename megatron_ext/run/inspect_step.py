@@ -13,7 +13,7 @@ from megatron_ext.config.arguments import from_dict
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.engine import parallel
 from megatron_ext.engine.optimizer import in_precision
-from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.engine.step import Pipeline
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step
 from megatron_ext.run.trainer import build
@@ -69,7 +69,7 @@ def _documents(config: Config, samples: range, window: int, characters: int) -> 
     for sample in samples:
         row = built.inputs.train.row(sample)
         batch = replace(pack([row], window, config.mask_options()), rotary_base=base)
-        (loss_t,) = pipeline.token_losses([batch.to(built.platform.device)])
+        (loss_t,) = pipeline.forward_only([batch.to(built.platform.device)])
         losses = loss_t.cpu().numpy()
         ends = sorted({*(int(end) for end in row.document_ends if end < len(losses)), len(losses)})
         for first, end in itertools.pairwise([0, *ends]):

@@ -15,7 +15,7 @@ from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import bos_of, row_identity
 from megatron_ext.engine import parallel
 from megatron_ext.engine.optimizer import in_precision
-from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.engine.step import Pipeline
 from megatron_ext.errors import UserError
 from megatron_ext.run.batches import division
 from megatron_ext.run.inference import InferenceModel, open_model
@@ -111,7 +111,7 @@ class ChunkScorer:
         """Return the losses of all `tokens` of the rows, float32, 0 if not scored; None except on the last stage."""
         device = self.model.platform.device
         on_device = [batch.to(device) for batch in batches]
-        losses = self.pipeline.token_losses(on_device)
+        losses = self.pipeline.forward_only(on_device)
         if not self.model.ranks.last_stage:
             return None
         return short_losses(self.group, on_device, losses, tokens, device)

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +18,12 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from runs import attempt
 
+from megatron_ext.config import Config
 from megatron_ext.engine import compat, platform
-from megatron_ext.engine.model import PackedGPT
+from megatron_ext.engine.transformer import transformer_config
 from megatron_ext.errors import UserError
 
 MEGATRONS_ROTATION = rope_utils._apply_rotary_pos_emb_bshd  # before any test replaces it
@@ -61,24 +62,13 @@ def test_upstream_norm_still_refuses_sequence_parallel() -> None:
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def test_megatron_still_sets_how_transformer_engine_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this fails, a model leaves the variables alone: remove compat.OwnAttention."""
+def test_a_model_does_not_set_how_transformer_engine_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ATTENTION:
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)  # put back after the test as they were
-    theirs = SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend.auto))
-    GPTModel._set_attention_backend(theirs)
-    assert [os.environ[name] for name in ATTENTION] == ["1", "1", "1"]
-    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
-    with pytest.raises(AssertionError, match="NVTE_UNFUSED_ATTN set to 0"):
-        GPTModel._set_attention_backend(theirs)
-
-
-def test_our_model_does_not_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ATTENTION:
-        monkeypatch.setenv(name, "0")
-    PackedGPT._set_attention_backend(SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend.auto)))
-    assert [os.environ[name] for name in ATTENTION] == ["0", "0", "0"]
+    cpu = platform.Platform(torch.device("cpu"), "gloo", transformer_engine=False)
+    GPTModel._set_attention_backend(SimpleNamespace(config=transformer_config(Config(), cpu)))
+    assert not set(ATTENTION) & set(os.environ)
 
 
 def parameters(seed: int) -> list[torch.nn.Parameter]:
@@ -139,7 +129,7 @@ def test_upstream_still_requires_apex_for_a_layer_that_is_not_run(monkeypatch: p
 
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda module is not found"):
         build()
-    compat.allow_gradient_accumulation_fusion()
+    compat.install_without_transformer_engine()
     assert build().weight.shape == (16, 8)
 
 
@@ -223,6 +213,16 @@ def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(
     result = attempt(flags, 1, tmp_path / "run", RUN_WITHOUT)
     assert result.returncode == 1
     assert "a CUDA kernel was called on a CPU" in result.stderr, result.stderr[-3000:]
+
+
+def test_megatron_still_compares_the_version_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, remove that part of compat.install_without_transformer_engine."""
+    monkeypatch.setattr(compat.megatron_utils, "_te_version", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(TypeError):
+        compat.megatron_utils.is_te_min_version("2.1.0")
+    compat.install_without_transformer_engine()
+    assert not compat.megatron_utils.is_te_min_version("0.1")
 
 
 def test_megatrons_router_still_lacks_a_name_without_transformer_engine() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launcher import call
-from megatron.core.transformer import ModuleSpec, build_module
+from megatron.core.transformer import build_module
 from one_process import one_process
 from torch import Tensor
 from transformers import DeepseekV3Config
@@ -23,7 +23,7 @@ from megatron_ext.batch import ContextOptions, pack
 from megatron_ext.config import Config, ModelConfig, ParallelConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import parallel, platform
-from megatron_ext.engine.blocks import layer_spec
+from megatron_ext.engine.blocks import layer_specs
 from megatron_ext.engine.model import PackedAttention, PackedCall
 from megatron_ext.engine.transformer import transformer_config
 from megatron_ext.masks import MaskOptions
@@ -77,8 +77,7 @@ def build(layout: Layout) -> Any:
     here = platform.Platform(CPU, "gloo", transformer_engine=False)
     transformer = transformer_config(Config(model=model, parallel=options), here)
     transformer.params_dtype = torch.float64
-    core = ModuleSpec(module=PackedAttention)
-    spec, _ = layer_spec(transformer, "llama", core, experts=False, transformer_engine=False)
+    (spec,) = layer_specs(transformer, model, PackedAttention, None, transformer_engine=False).layer_specs
     attention = build_module(spec, config=transformer, layer_number=1).self_attention
     for name, weight in attention.named_parameters():
         axis = getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1

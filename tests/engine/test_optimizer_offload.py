@@ -5,11 +5,9 @@ the copies to the host, the updates there, the copies back and all numbers are r
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import megatron.core.utils as megatron_utils
 import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -17,7 +15,7 @@ from test_optimizer_state import VOCABULARY, built, one_step, states
 from torch import Tensor
 
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.weights import saved_weights
@@ -74,10 +72,8 @@ class Pretended:
 @pytest.fixture(scope="module")
 def cpu() -> Iterator[platform.Platform]:
     before = dict(os.environ)
-    version = megatron_utils._te_version
     found = platform.choose("cpu")
     yield found
-    megatron_utils._te_version = version
     platform.uninstall_cpu()
     os.environ.clear()
     os.environ.update(before)
@@ -98,15 +94,6 @@ def config(optimizer: OptimizerConfig) -> Config:
         training=TrainingConfig(bf16=True),
         optimizer=optimizer,
     )
-
-
-def test_megatron_still_compares_the_version_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_utils, "_te_version", None)
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    with pytest.raises(TypeError):
-        megatron_utils.is_te_min_version("2.1.0")
-    compat.install_offload()
-    assert not megatron_utils.is_te_min_version("0.1")
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])

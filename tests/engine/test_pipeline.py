@@ -11,7 +11,7 @@ from megatron_ext.batch import PackedBatch, pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.model import PackedGPT
-from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.engine.step import Pipeline
 from megatron_ext.loss import TokenLosses
 
 LENGTH, VOCABULARY = 16, 50
