@@ -6,7 +6,7 @@ the rules across fields.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from annotated_types import Ge, Le, Lt, MinLen, MultipleOf
@@ -52,10 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # model sizes by name; lists become tupl
     for name, options in yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8")).items()
     if not name.startswith(".")
 }
-if TYPE_CHECKING:
-    Preset = str
-else:  # --help and the JSON schema list the names
-    Preset = Literal[tuple(PRESETS)]
+Preset: Any = Literal[tuple(PRESETS)]  # --help and the JSON schema list the names
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 
 
@@ -178,9 +175,7 @@ class ModelConfig(_Section):
     @property
     def rotary_size(self) -> int:
         """The number of rotated dimensions of a head."""
-        if self.multi_latent_attention:
-            return self.qk_pos_emb_head_dim
-        return int(self.head_size * self.rotary_percent)
+        return self.qk_pos_emb_head_dim if self.multi_latent_attention else int(self.head_size * self.rotary_percent)
 
     @property
     def has_qk_norms(self) -> bool:
@@ -259,12 +254,10 @@ class ParallelConfig(_Section):
         return self.cp_overlap_parts or (2 if on_cuda else 1)
 
     @property
-    def recomputed_modules(self) -> tuple[RecomputeModule, ...]:
+    def recomputed_modules(self) -> tuple[str, ...]:
         """The modules of each layer that are recomputed, in addition to the layers that `full` recomputes."""
-        blockwise: tuple[RecomputeModule, ...] = ("mlp",) if self.mlp_block_tokens is not None else ()
-        if self.recompute_granularity != "selective":
-            return blockwise
-        return (self.recompute_modules or ("core_attn",)) + blockwise
+        chosen = (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
+        return chosen if self.mlp_block_tokens is None else (*chosen, "mlp")
 
     @property
     def model_parallel_size(self) -> int:
@@ -294,19 +287,16 @@ class DataConfig(_Section):
     @property
     def parts(self) -> tuple[MixturePart, ...]:
         """The data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike."""
-        return self.mixture or parts_of_data_path(self.data_path, self.packing, self._packing_options)
+        return self.mixture or self._parts("data_path")
 
-    @property
-    def _packing_options(self) -> tuple[str, ...]:
+    def _parts(self, option: Literal["data_path", "valid_data_path"]) -> tuple[MixturePart, ...]:
         share = () if self.long_share is None else (f"long_share={self.long_share}",)
-        return self.packing_options + share
+        return parts_of_data_path(getattr(self, option), self.packing, self.packing_options + share, name=option)
 
     @property
     def valid_parts(self) -> tuple[MixturePart, ...]:
         """The data sets of `valid_data_path`, packed as those of `data_path`; without it, those of training."""
-        if not self.valid_data_path:
-            return self.parts
-        return parts_of_data_path(self.valid_data_path, self.packing, self._packing_options, name="valid_data_path")
+        return self._parts("valid_data_path") if self.valid_data_path else self.parts
 
 
 @dataclass(frozen=True)
@@ -426,9 +416,7 @@ class TrainingConfig(_Section):
     @property
     def fp8_multiple(self) -> int:
         """The number that both dimensions of every matrix product must be a multiple of; 1 without fp8."""
-        if self.fp8_format is None:
-            return 1
-        return 32 if self.fp8_recipe == "mxfp8" else 16
+        return {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe] if self.fp8_format else 1
 
 
 @dataclass(frozen=True)

@@ -57,16 +57,13 @@ def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
     try:
         yield partial
         sync([*partial.rglob("*"), partial])
-        if replace:
-            if path.exists():  # a folder cannot replace another in one step: if killed between the two, `old` exists
-                path.rename(old)
-            partial.rename(path)
-        else:
-            try:
-                partial.rename(path)  # fails if `path` is a non-empty folder
-            except OSError:
-                if not path.exists():
-                    raise
+        if replace and path.exists():  # one folder cannot replace another: if killed between the two, `old` exists
+            path.rename(old)
+        try:
+            partial.rename(path)  # fails if `path` is a non-empty folder
+        except OSError:
+            if replace or not path.exists():
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
