@@ -43,21 +43,15 @@ LLAMA3_SPECIAL = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
+# three reserved tokens that Llama 3.1 names
 LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python_tag|>"}
 UNLIKELY = -1e5  # a score below that of any text
-Encode = Callable[[str], list[int]]
-Converted = tuple[tokenizers.Tokenizer, dict[str, str], Encode]
+# the tokenizer, its special tokens by their names in tokenizer_config.json, and the original library's encoder
+Converted = tuple[tokenizers.Tokenizer, dict[str, str], Callable[[str], list[int]]]
 
 
 def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
-    """Convert a file of lines "BASE64 RANK".
-
-    Returns:
-        The tokenizer, its special tokens by their names in tokenizer_config.json, and the original library's encoder.
-
-    Raises:
-        UserError: not such a file, its special tokens are unknown, or FILE.json is invalid.
-    """
+    """Convert a file of lines "BASE64 RANK"; raise UserError if it is none, or its special tokens are unknown."""
     try:
         import tiktoken
         from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -96,9 +90,7 @@ def _description(file: Path, ranks: int, encoding: str | None) -> tuple[str, dic
     """Return the pattern and the special tokens."""
     if encoding is not None:
         changed = LLAMA31_NAMES if encoding == "llama3.1" else {}
-        # names of three reserved tokens in Llama 3.1; the others keep their order
-        tokens = [changed.get(place, token) for place, token in enumerate(LLAMA3_SPECIAL)]
-        return LLAMA3_PATTERN, {token: ranks + place for place, token in enumerate(tokens)}
+        return LLAMA3_PATTERN, {changed.get(i, token): ranks + i for i, token in enumerate(LLAMA3_SPECIAL)}
     about = file.with_name(f"{file.name}.json")
     needed = 'needs {"pattern": "...", "special_tokens": {"...": ID}}'
     given = read_object(about, f"is no object; {needed}")
@@ -111,11 +103,6 @@ def _description(file: Path, ranks: int, encoding: str | None) -> tuple[str, dic
 
 
 def convert_sentencepiece(file: Path) -> Converted:
-    """Convert a SentencePiece .model.
-
-    Raises:
-        UserError: not such a file.
-    """
     try:
         from sentencepiece import SentencePieceProcessor
         from tokenizers import AddedToken, Regex, decoders, normalizers
@@ -135,12 +122,8 @@ def convert_sentencepiece(file: Path) -> Converted:
             for (name, score), piece in zip(vocab, proto.pieces, strict=True)
         ]
     converted = SpmConverter.build_tokenizer_from_spm_proto(proto, vocab, parts.get("merges"))
-    converted.add_tokens(
-        [
-            AddedToken(token.content, normalized=False, special=token.special)
-            for token in parts["additional_special_tokens"]
-        ]
-    )
+    added = parts["additional_special_tokens"]
+    converted.add_tokens([AddedToken(one.content, normalized=False, special=one.special) for one in added])
     settings = proto.normalizer_spec
     steps: list[Any] = []
     if settings.precompiled_charsmap:
@@ -188,8 +171,9 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"encoding: {args.input} is no tiktoken file, and names its special tokens itself; leave it out"
         )
-    done = convert_tiktoken(args.input, args.encoding) if is_tiktoken else convert_sentencepiece(args.input)
-    converted, special, original = done
+    converted, special, original = (
+        convert_tiktoken(args.input, args.encoding) if is_tiktoken else convert_sentencepiece(args.input)
+    )
     tokenizer = write_tokenizer(converted, args.output, **special)
     texts = chain(check_texts(tokenizer), (document.text for document in read_documents(args.check)))
     compared = 0

@@ -38,7 +38,13 @@ def gather_corpus(
     if target.exists() and not overwrite:
         raise UserError(f"output: {target} exists; pass --overwrite or another --output")
     root = stdlib or Path(sysconfig.get_path("stdlib"))
-    sources = [entry for entry in root.glob("*") if _is_source(entry)]
+    sources = [
+        entry
+        for entry in root.glob("*")
+        if entry.name not in LEFT_OUT
+        and not entry.name.startswith(BUILD_DATA)
+        and (entry.suffix == ".py" if entry.is_file() else entry.name.isidentifier())
+    ]
     sources.sort(key=lambda entry: (hashlib.sha256(entry.stem.encode()).digest(), entry.name))
     texts = [(entry.stem, "\n".join(_files(root, entry))) for entry in sources]
     lines = [
@@ -54,13 +60,6 @@ def gather_corpus(
     with atomic_write(target) as partial, partial.open("wb") as file:
         file.writelines(lines[:fitting])
     return fitting, len(lines) - fitting
-
-
-def _is_source(entry: Path) -> bool:
-    """Return whether a top-level entry is a module or a package of the corpus."""
-    if entry.name in LEFT_OUT or entry.name.startswith(BUILD_DATA):
-        return False
-    return entry.suffix == ".py" if entry.is_file() else entry.name.isidentifier()
 
 
 def _files(root: Path, entry: Path) -> Iterator[str]:

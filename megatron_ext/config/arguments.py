@@ -20,7 +20,7 @@ from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.options import PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
-from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
+from megatron_ext.data.rows.mixture import expand_mixture
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.reading import read_yaml
 
@@ -141,7 +141,7 @@ def _build(*layers: Values) -> Config:
     values["model"] = PRESETS.get(values["model"].get("model_preset") or "", {}) | values["model"]
     if mixture := values["data"].get("mixture"):
         is_file = len(mixture) == 1 and isinstance(mixture[0], str)
-        values["data"]["mixture"] = read_mixture(Path(mixture[0])) if is_file else expand_mixture(mixture)
+        values["data"]["mixture"] = expand_mixture(Path(mixture[0]) if is_file else mixture)
     return validate(values)
 
 

@@ -23,7 +23,6 @@ import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
-from megatron_ext.data.text.sources import BLOCK
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import sync
 from megatron_ext.files.reading import read_object
@@ -74,9 +73,8 @@ class IndexedSource:
         self.prefix, self.vocab_size = os.fspath(prefix), vocab_size
         self._remedy = f"run {program('preprocess')} again"
         lengths, documents, self._tokens = self._open()
-        borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens before each sequence
-        self._starts = borders[documents[:-1]]
-        self.document_lengths: np.ndarray = borders[documents[1:]] - self._starts
+        self.document_lengths = document_lengths(lengths, np.diff(documents))
+        self._starts = np.cumsum(self.document_lengths) - self.document_lengths
         tokens, metadata = len(self._tokens), read_metadata(self.prefix)
         counts = {"documents": len(self.document_lengths), "tokens": tokens}
         if any(metadata.get(name, count) != count for name, count in counts.items()):
@@ -202,7 +200,7 @@ def write_dataset(
     with partial[".bin"].open("wb") as target:
         for part in parts:
             with part.with_suffix(".bin").open("rb") as source:
-                shutil.copyfileobj(source, target, BLOCK)
+                shutil.copyfileobj(source, target)
     with partial[".idx"].open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1))
         file.write(lengths.tobytes())

@@ -14,7 +14,7 @@ from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import PackedRows, PlanKey, load_plan
 from megatron_ext.data.packing.policies import plan_key
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
-from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
+from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow
 from megatron_ext.data.rows.identity import bos_of, open_scores, vocabulary
 from megatron_ext.data.rows.mixture import MixturePart, split_documents
 from megatron_ext.errors import UserError
@@ -113,7 +113,7 @@ def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
         )
     if share == VALIDATION and config.training.eval_packing == "random":
         part = replace(part, packing="random", packing_options=())
-    seed = part_seed(config.training.seed, index)
+    seed = (config.training.seed + index) % 2**64  # each part has its own order
     return Split(part=part, source=source, documents=documents, length=part.length or data.seq_length, seed=seed)
 
 

@@ -103,17 +103,11 @@ def weigh(
     for name, values, read_with in (("entropy", entropy, "entropy"), ("same_context", same_context, "short_loss")):
         if values is not None and read_with not in reads(score):
             raise UserError(f"{name}: score {score} does not read it; leave it out")
-    losses = {}
-    for name, values in (("long_loss", long_RL), ("short_loss", short_loss), ("entropy", entropy)):
-        if name in reads(score):
-            if values is None:
-                raise UserError(f"{name}: got None, score {score} needs it, [rows, tokens]")
-            losses[name] = _fit(name, values, long_RL)
-    trained_RL = torch.ones_like(long_RL, dtype=torch.bool) if trained is None else _fit("trained", trained, long_RL)
-    same_RL = None if same_context is None else _fit("same_context", same_context, long_RL)
-    for name, mask_RL in (("trained", trained_RL), ("same_context", same_RL)):
-        if mask_RL is not None and mask_RL.dtype != torch.bool:
-            raise UserError(f"{name}: got {mask_RL.dtype}, needs bool; compare it with 0 first")
+    given = {"long_loss": long_RL, "short_loss": short_loss, "entropy": entropy}
+    losses = {name: _fit(name, given[name], long_RL) for name in reads(score)}
+    trained = torch.ones_like(long_RL, dtype=torch.bool) if trained is None else trained
+    trained_RL = _fit("trained", trained, long_RL, is_mask=True)
+    same_RL = None if same_context is None else _fit("same_context", same_context, long_RL, is_mask=True)
     seeds = [seed] * len(long_RL) if isinstance(seed, (int, np.integer)) else seed
     if len(seeds) != len(long_RL) or not all(0 <= one < 2**64 for one in seeds):
         raise UserError(f"seed: got {echo(seed)}, needs 0 <= seed < 2^64, one for all or one for each row")
@@ -134,10 +128,14 @@ def _tensor(values: Given) -> Tensor:
     return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
-def _fit(name: str, values: Given, long_RL: Tensor) -> Tensor:
+def _fit(name: str, values: Given | None, long_RL: Tensor, *, is_mask: bool = False) -> Tensor:
+    if values is None:
+        raise UserError(f"{name}: got None, this score needs it, [rows, tokens]")
     tensor = _tensor(values)
     if tensor.shape != long_RL.shape:
         raise UserError(f"{name}: got shape {list(tensor.shape)}, needs long_loss's {list(long_RL.shape)}")
+    if is_mask and tensor.dtype != torch.bool:
+        raise UserError(f"{name}: got {tensor.dtype}, needs bool; compare it with 0 first")
     return tensor.to(long_RL.device)
 
 
@@ -173,12 +171,9 @@ def weigh_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute weights as `weigh` does, from valid arguments and without reading anything on the host.
 
-    `losses` is what the score reads, by its name in `weigh`, [R, L] each; `seeds` has one for each row.
-
-    Returns:
-        weights: float32 [R, L]; all NaN if the score of a trained token is not finite.
-        scores: float64 [R, L], 0 for untrained tokens.
-        bad: bool [R, L], the tokens whose score is not finite.
+    `losses` is what the score reads, by its name in `weigh`, [R, L] each; `seeds` has one for each row. Returns the
+    weights, float32 [R, L], all NaN if the score of a trained token is not finite; the scores, float64 [R, L], 0 for
+    untrained tokens; and where a score is not finite, bool [R, L].
     """
     first_RL, *second = (losses[name].double() for name in reads(score))
     ignored_RL = ~trained_RL if same_RL is None else ~trained_RL | same_RL

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from launcher import wait_until
 
-from megatron_ext.data.build.parts import Report, finish_part, usable, work_folder
-from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.build.encode import Report, finish_part, usable
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess, work_folder
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.errors import UserError
 

@@ -12,7 +12,6 @@ from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfi
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import save_plan
 from megatron_ext.data.packing.policies import build_plan
-from megatron_ext.data.rows.dataset import part_seed
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.errors import UserError
 from megatron_ext.run.inputs import VALIDATION, first_weights, open_rows
@@ -59,7 +58,7 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     mixture = (MixturePart(full, 0.5), MixturePart(padded, 0.5, packing="best_fit"))
     config = Config(data=DataConfig(mixture=mixture, seq_length=LENGTH, split="1,0,0"))
     source = IndexedSource(padded)
-    arguments = ("best_fit", source, range(40), LENGTH, part_seed(config.training.seed, 1))
+    arguments = ("best_fit", source, range(40), LENGTH, config.training.seed + 1)
     save_plan(build_plan(*arguments), padded)
     mixed = open_rows(config, 10)
     assert [dataset.row_tokens for dataset in mixed.datasets] == [16.0, 12.0]

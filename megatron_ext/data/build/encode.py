@@ -1,11 +1,15 @@
 """Create the part of a shard in a worker process.
 
 Shard --read--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
+
+In the code a part is the path of its files, without a suffix: .bin has its content (token ids, or texts to be grouped),
+.npz the index of the content and its report; it is written last.
 """
 
+import json
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -13,15 +17,62 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.build.parts import Report, finish_part
 from megatron_ext.data.build.shards import FileShard, Shard, write_texts
 from megatron_ext.data.indexed import dtype_of
 from megatron_ext.data.text.chat import ChatTemplate, Spans
-from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Document, Fields, stop
-from megatron_ext.data.text.sources import BLOCK
+from megatron_ext.data.text.documents import BLOCK, MAX_DOCUMENT_BYTES, Document, Fields, stop
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError, missing_package
 from megatron_ext.files.atomic import atomic_write
+
+PROBLEMS_KEPT = 10
+
+
+@dataclass
+class Report:
+    """Counts of what was written and omitted, for one part or for all."""
+
+    documents: int = 0
+    sequences: int = 0  # sequences of the format: sentences, or whole documents
+    tokens: int = 0
+    skipped: int = 0  # bad documents omitted
+    problems: list[str] = field(default_factory=list)  # descriptions of the first of them
+    too_short: int = 0  # documents omitted because of `min_tokens`
+    too_long: int = 0  # documents omitted because of `max_tokens`
+    unanswered: int = 0  # conversations omitted because they have no assistant's token
+    trained: int = 0  # number of the assistant's tokens
+    reused: int = 0  # number of parts that an interrupted run had finished
+
+    def add(self, other: "Report") -> None:
+        for name, number in asdict(other).items():
+            setattr(self, name, getattr(self, name) + number)
+        del self.problems[PROBLEMS_KEPT:]
+
+    def skip(self, problem: str) -> None:
+        self.add(Report(skipped=1, problems=[problem]))
+
+
+def finish_part(part: Path, arrays: Mapping[str, np.ndarray], report: Report, limit: int) -> None:
+    """Write the index and the report of a part; `limit` is the maximum length of a document, in bytes."""
+    about = json.dumps({"limit": limit, "report": asdict(report)})
+    with atomic_write(part.with_suffix(".npz")) as partial, partial.open("wb") as file:
+        np.savez(file, about=np.array(about), **arrays)  # type: ignore[arg-type]
+
+
+def read_report(part: Path) -> tuple[Report, int]:
+    """Read the report of a finished part, and its limit."""
+    with np.load(part.with_suffix(".npz")) as arrays:
+        about = json.loads(arrays["about"].item())
+    return Report(**about["report"]), about["limit"]
+
+
+def usable(part: Path, limit: int, skip: bool) -> bool:
+    """Return whether the part is finished and would be the same with these options for bad documents."""
+    if not part.with_suffix(".npz").is_file():
+        return False
+    report, made_with = read_report(part)
+    # a document that was omitted as too long may be accepted with another limit
+    return skip and limit == made_with if report.skipped else limit >= made_with
 
 
 @dataclass(frozen=True)
@@ -55,7 +106,7 @@ class PreprocessOptions:
 
     @property
     def fields(self) -> Fields:
-        """The fields of a document; the chat template is added by `Encoder`."""
+        """All but the chat template, which `Encoder` adds."""
         text = self.messages_field or self.text_field
         return Fields(text, self.concat_by, self.max_document_bytes, source=self.source_field)
 

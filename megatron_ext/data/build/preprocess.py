@@ -6,8 +6,8 @@
     join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .sources.npy, .json, .idx in PREFIX.parts
     publish                    renamed to PREFIX.*, .idx last: the data set cannot be read without it
 
-`--resume` creates the same shards again and skips those whose parts are finished. No process holds more than a batch of
-documents, and none imports torch or megatron.
+A part is named by a digest of its shard and the settings; `--resume` creates the same shards again and skips those
+whose parts are finished. No process holds more than a batch of documents, and none imports torch or megatron.
 
 Alternatives that were rejected:
 
@@ -19,14 +19,18 @@ Alternatives that were rejected:
   spells the end token is encoded as that token (benchmarks/results/2026-11-22-libraries-cpu.txt).
 """
 
+import errno
+import fcntl
 import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,8 +39,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_ext.arrays import Int64
-from megatron_ext.data.build.encode import Encoder, PreprocessOptions, make_part
-from megatron_ext.data.build.parts import Report, read_report, usable, work_folder
+from megatron_ext.data.build.encode import Encoder, PreprocessOptions, Report, make_part, read_report, usable
 from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes, group
 from megatron_ext.data.indexed import (
     MASK,
@@ -47,9 +50,10 @@ from megatron_ext.data.indexed import (
     suffixes,
     write_dataset,
 )
-from megatron_ext.data.text.sources import FileRange, find_files
-from megatron_ext.errors import UserError
+from megatron_ext.data.text.documents import FileRange, find_files
+from megatron_ext.errors import DISK_FULL, UserError
 
+LOCK_FILE = "lock"  # in PREFIX.parts
 EDGES = np.concatenate([[0], 1 << np.arange(10, 20)])  # of the table of lengths: 0, 1K, 2K ... 512K tokens
 LENGTHS = ["below 1K", *(f"{1 << k}K to {2 << k}K" for k in range(9)), "512K and more"]
 
@@ -59,8 +63,7 @@ def preprocess(options: PreprocessOptions) -> Report:
 
     Documents keep the order of the inputs (with `concat_by`, the order of a hash of their keys). The output is
     byte-identical for any number of workers, and after any number of interruptions. A program that calls this function
-    needs `if __name__ == "__main__":`, because its workers import it. Raises UserError for an existing output, bad
-    inputs or options, a bad document, or no token; finished shards are then kept for `resume`.
+    needs `if __name__ == "__main__":`, because its workers import it. After a UserError finished shards are kept.
     """
     options.check()
     prefix = options.output_prefix
@@ -99,11 +102,7 @@ def _make(
         limit, skip = options.max_document_bytes, options.skip_bad_lines
         missing = {part: shard for part, shard in parts.items() if not usable(part, limit, skip)}
         report.reused += len(parts) - len(missing)
-        total = sum(shard.size for shard in missing.values())
-        bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
-        with bar:
-            for size in make_in_processes(missing, options):
-                bar.update(size)
+        make_in_processes(missing, options, what)
         for part in parts:
             report.add(read_report(part)[0])
         return list(parts)
@@ -131,8 +130,46 @@ def _make(
     return report
 
 
+@contextmanager
+def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """Yield the folder PREFIX.parts, locked, and remove it at the end; after an exception finished parts are kept."""
+    folder = Path(f"{prefix}.parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()) and not (folder / LOCK_FILE).exists():
+        raise UserError(f"{folder}: the folder is for unfinished work and has other files; change the prefix")
+    with (folder / LOCK_FILE).open("w") as lock:  # the kernel releases the lock if the process is killed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another run is writing this dataset; wait for it, or stop it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
+                raise
+        if any(folder.glob("*.npz")) and not (resume or overwrite):
+            raise UserError(
+                f"{folder} holds an unfinished run; pass --resume to continue it, or --overwrite to start again"
+            )
+        for path in [] if resume else folder.iterdir():
+            if path.name != LOCK_FILE:
+                path.unlink()
+        try:
+            yield folder
+        except BaseException as error:
+            for path in folder.glob("dataset.*"):
+                path.unlink()
+            finished = len(list(folder.glob("*.npz")))
+            if not finished:
+                shutil.rmtree(folder)
+            if isinstance(error, OSError) and error.errno in DISK_FULL:  # a failed write does not name its file
+                error.filename = error.filename or str(folder)
+            elif isinstance(error, UserError) and finished:
+                raise UserError(f"{error}; {finished} finished parts are kept, --resume continues from them") from None
+            raise
+        shutil.rmtree(folder)
+
+
 def length_table(lengths: Int64) -> list[dict[str, Any]]:
-    """Count documents and tokens by bins of length, powers of two, as in ProLong's Table 14; with shares of all."""
+    """Count documents and tokens by bins of length, as in ProLong's Table 14, with shares of all."""
     bins = np.searchsorted(EDGES, lengths, side="right") - 1
     documents = np.bincount(bins, minlength=len(EDGES))
     tokens = np.bincount(bins, weights=lengths, minlength=len(EDGES)).astype(np.int64)
@@ -148,8 +185,8 @@ def length_table(lengths: Int64) -> list[dict[str, Any]]:
     ]
 
 
-def make_in_processes(shards: Mapping[Path, Shard], options: PreprocessOptions) -> Iterator[int]:
-    """Make the part of each shard in a worker process, and yield the shard's size when it is done, in order.
+def make_in_processes(shards: Mapping[Path, Shard], options: PreprocessOptions, what: str) -> None:
+    """Make the part of each shard in a worker process, with a progress bar named `what`.
 
     After an error no further part begins, and running ones are completed. Ctrl-C ends the workers.
     """
@@ -163,10 +200,13 @@ def make_in_processes(shards: Mapping[Path, Shard], options: PreprocessOptions) 
         futures = [pool.submit(make_part, part, hashable, shard) for part, shard in shards.items()]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    total = sum(shard.size for shard in shards.values())
+    bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
     try:
-        for shard, future in zip(shards.values(), futures, strict=True):
-            future.result()
-            yield shard.size
+        with bar:
+            for shard, future in zip(shards.values(), futures, strict=True):
+                future.result()
+                bar.update(shard.size)
     except BrokenProcessPool:
         raise UserError(
             f"workers: one of {options.workers} was killed, perhaps for memory; pass fewer --workers or a smaller "

@@ -22,8 +22,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.text.documents import Document, Fields, Refuse, read_range, too_long
-from megatron_ext.data.text.sources import FileRange, row_group_sizes
+from megatron_ext.data.text.documents import Document, Fields, FileRange, Refuse, read_range, row_group_sizes, too_long
 
 SMALLEST, LARGEST, SHARDS = 1 << 20, 64 << 20, 1024
 BUCKETS = 1 << 16  # number of hash ranges, the finest division into GroupShards

@@ -44,15 +44,10 @@ class BlendedRows:
         _, dataset, own = self._queue(sample)[0]
         return dataset, own
 
-    def drawn(self, samples: int) -> tuple[int, ...]:
-        """Return the number of rows of each data set among the first `samples` of the blend; O(D log D)."""
-        counts = {d: count for _, d, count in self._queue(samples)}
-        return tuple(counts[d] for d in range(len(self.datasets)))
-
     def rows_of(self, samples: range) -> dict[str, int]:
-        """Return the number of rows of each data set in a range of samples, by its label."""
-        counts = zip(self.drawn(samples.start), self.drawn(samples.stop), strict=True)
-        return {label: after - before for label, (before, after) in zip(self.labels, counts, strict=True)}
+        """Return the number of rows of each data set in a range of samples, by its label; O(D log D)."""
+        before, after = ({d: count for _, d, count in self._queue(at)} for at in (samples.start, samples.stop))
+        return {label: after[d] - before[d] for d, label in enumerate(self.labels)}
 
     def _queue(self, sample: int) -> list[tuple[float, int, int]]:
         """Return a heap with each data set's next event after `sample` events: time, data set, its sample."""

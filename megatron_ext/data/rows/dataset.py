@@ -147,11 +147,6 @@ class RowDataset:
         return self._documents[order], np.cumsum(self._lengths[order])
 
 
-def part_seed(seed: int, number: int) -> int:
-    """Return the seed of a part of a mixture; parts count from 0, and 0 follows 2^64-1."""
-    return (seed + number) % 2**64
-
-
 def nonempty(source: IndexedSource, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     """Return the documents with tokens, and their lengths, both int64 [n]; raise UserError if there is no token."""
     chosen = np.asarray(documents, dtype=np.int64)

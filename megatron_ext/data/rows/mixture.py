@@ -82,10 +82,7 @@ def parts_of_data_path(
     *,
     name: Literal["data_path", "valid_data_path"] = "data_path",
 ) -> tuple[MixturePart, ...]:
-    """Parse Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`; all parts have the same packing.
-
-    parts_of_data_path(["0.3", "A", "0.7", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
-    """
+    """Parse Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`; all parts have the same packing."""
     pairs = ["1", *data_path] if len(data_path) == 1 else list(data_path)
     try:
         parts = tuple(
@@ -117,22 +114,20 @@ class _Entry(BaseModel, extra="allow"):
     mixture: str | None = None
 
 
-def read_mixture(path: Path, share: float | None = None, outer: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Read the parts of a YAML file, including those of nested files, relative to its folder, as plain values.
+def expand_mixture(given: Any, share: float | None = None, outer: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """Return the parts of a list or of a YAML file (a Path), including those of nested files, as plain values.
 
-    `share` is the sum to which weights are scaled (None: unscaled), `outer` are the files that this one is nested in.
+    Nested files are relative to the folder of theirs. `share` is the sum to which weights are scaled (None: unscaled),
+    `outer` are the files that this one is nested in.
     """
-    if path.resolve() in outer:
-        raise UserError(f"mixture: {path} includes itself; leave one of these parts out")
-    return expand_mixture(read_yaml(path, "mixture"), path, share, (*outer, path.resolve()))
-
-
-def expand_mixture(
-    entries: Any, path: Path | None = None, share: float | None = None, outer: tuple[Path, ...] = ()
-) -> list[dict[str, Any]]:
-    """Expand the list of a file, or without `path` of a configuration, with files relative to the current folder."""
-    where = "the configuration" if path is None else path
-    listed = typed(entries, list[_Entry], where, "mixture")
+    where, folder = "the configuration", Path()
+    if isinstance(given, Path):
+        where, folder = str(given), given.parent
+        if given.resolve() in outer:
+            raise UserError(f"mixture: {given} includes itself; leave one of these parts out")
+        outer = (*outer, given.resolve())
+        given = read_yaml(given, "mixture")
+    listed = typed(given, list[_Entry], where, "mixture")
     if not listed:
         raise UserError(f"mixture: {where} holds no parts; list at least one")
     total = math.fsum(entry.weight for entry in listed)
@@ -145,10 +140,8 @@ def expand_mixture(
             continue
         if unknown := others.keys() - {"name", "length"}:
             raise UserError(f"mixture: {where}: {min(unknown)} beside `mixture`, which brings its own; leave it out")
-        # the weights of a nested file are shares of the weight of its entry
-        folder = Path() if path is None else path.parent
         length = {"length": others["length"]} if "length" in others else {}
-        expanded += [part | length for part in read_mixture(folder / entry.mixture, weight, outer)]
+        expanded += [part | length for part in expand_mixture(folder / entry.mixture, weight, outer)]
     return expanded
 
 
@@ -166,21 +159,13 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
             f"split: {split!r} asks for {wanted} parts, but the data set has {documents} documents; "
             'set unwanted shares to 0, such as --split "1,0,0"'
         )
-    ranges = []
-    start, before = 0, Fraction(0)
-    for share in shares:
-        stop = start
-        before += share
-        if share > 0:
-            wanted -= 1
-            # Rounded to the nearest, but leaving at least one document here and for each share that follows.
-            stop = min(
-                max(math.floor(documents * before / sum(shares) + Fraction(1, 2)), start + 1),
-                documents - wanted,
-            )
-        ranges.append(range(start, stop))
-        start = stop
-    return ranges[0], ranges[1], ranges[2]
+    borders = [0]
+    for number, share in enumerate(shares, start=1):
+        nearest = math.floor(documents * sum(shares[:number]) / sum(shares) + Fraction(1, 2))
+        following = sum(other > 0 for other in shares[number:])  # they, like this one, get at least one document
+        borders.append(min(max(nearest, borders[-1] + 1), documents - following) if share > 0 else borders[-1])
+    train, valid, test = map(range, borders, borders[1:])
+    return train, valid, test
 
 
 def parse_shares(split: str) -> list[Fraction]:

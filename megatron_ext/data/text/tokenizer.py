@@ -35,7 +35,6 @@ END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 KNOWN_BOS_TOKENS = ("<|begin_of_text|>", "<s>")
 BYTES_AND_EOD = 257
-Offsets = list[tuple[int, int]]
 
 
 class Tokenizer:
@@ -99,7 +98,7 @@ class Tokenizer:
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_spelled(self, text: str) -> tuple[list[int], Offsets]:
+    def encode_spelled(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encode a text whose special tokens a chat template wrote; return also the characters [start, end) of each."""
         encoding = self._spelled.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
@@ -125,7 +124,7 @@ class Tokenizer:
 
     @cached_property
     def bos_id(self) -> int:
-        """The id of the token that documents may begin with; raises UserError as `eod_id`."""
+        """The id of the token that documents may begin with; raises as `eod_id`."""
         return self._special("bos_token", self._bos_token, "bos_token", KNOWN_BOS_TOKENS)
 
     def _special(self, option: str, given: str | None, configured: str, known: Sequence[str]) -> int:
@@ -162,8 +161,7 @@ def train_bpe(
 ) -> Tokenizer:
     """Train a byte-level BPE with the end token `<|endoftext|>` (id 0) and write it to `folder`.
 
-    The same texts give the same file. With little text the vocabulary is smaller than requested. Raises UserError for a
-    vocabulary too small for 256 bytes and the end token, no text, or an existing tokenizer.
+    The same texts give the same file. With little text the vocabulary is smaller than requested.
     """
     target = Path(folder)
     if vocab_size < BYTES_AND_EOD:
@@ -234,10 +232,7 @@ class TextStream:
 
 
 def vocabulary_size(given: int | None, tokenizer: str | None) -> int:
-    """Return V, the number of token ids of a model: `vocab_size` if given, else that of the tokenizer at this path.
-
-    A given size may exceed the tokenizer's; the tokenizer is not loaded then, as that of a finished run may be missing.
-    """
+    """Return V, the number of token ids of a model: as given, else of the tokenizer, which is only then loaded."""
     if given is not None:
         return given
     if tokenizer is None:

@@ -22,8 +22,7 @@ from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.build.shards import cut
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.rows.identity import bos_of
-from megatron_ext.data.text.documents import Fields, stop
-from megatron_ext.data.text.sources import FileRange
+from megatron_ext.data.text.documents import Fields, FileRange, stop
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from megatron_ext.errors import UserError
 

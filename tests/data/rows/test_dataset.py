@@ -116,7 +116,8 @@ def test_a_split_without_tokens_is_refused() -> None:
 
 
 def blend(weights: list[float]) -> BlendedRows:
-    return BlendedRows([make([7, 5], 4, seed) for seed in range(len(weights))], weights)
+    datasets = [make([7, 5], 4, seed) for seed in range(len(weights))]
+    return BlendedRows(datasets, weights, [str(number) for number in range(len(weights))])
 
 
 weird_weights = st.lists(
@@ -133,9 +134,9 @@ def test_blend_equals_the_sorted_events(weights: list[float]) -> None:
     events = [((k + 0.5) / w, d, k) for d, w in enumerate(rows.weights) for k in range(count)]
     expected = [(d, k) for _, d, k in sorted(events)[:count]]
     assert [rows.locate(sample) for sample in range(count)] == expected
-    for samples in (0, 1, 7, count):
-        counted = Counter(d for d, _ in expected[:samples])
-        assert rows.drawn(samples) == tuple(counted[d] for d in range(len(weights)))
+    for samples in (range(0), range(7), range(7, count)):
+        counted = Counter(expected[sample][0] for sample in samples)
+        assert rows.rows_of(samples) == {str(d): counted[d] for d in range(len(weights))}
 
 
 @given(weights=weird_weights, start=st.sampled_from([0, 1, 999, 10**6, 10**9, 10**12, 10**15]))

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.text.documents import Fields, read_documents, read_range
-from megatron_ext.data.text.sources import FileRange, find_files, read_lines
+from megatron_ext.data.text.documents import Fields, FileRange, find_files, read_documents, read_lines, read_range
 from megatron_ext.errors import UserError
 
 
