@@ -199,11 +199,10 @@ class Stored:
                     f"{name}: got {shape}, {self.folder} needs {stored.shape}; use its config.yaml and its tokenizer"
                 )
             for block in stored.blocks:
-                overlaps = [(shard, spans) for shard in mine if (spans := _overlap(shard, block)) is not None]
+                overlaps = [(shard, indices) for shard in mine if (indices := _overlap(shard, block)) is not None]
                 tensor = self._load(block, DTYPES[stored.dtype]) if overlaps else torch.empty(0)
-                for shard, spans in overlaps:
-                    part = shard.data()[_slices(spans, shard.offset)]
-                    part.copy_(tensor[_slices(spans, block.offset)])
+                for shard, (in_shard, in_block) in overlaps:
+                    shard.data()[in_shard].copy_(tensor[in_block])
 
     def _load(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Read a block, with plain reads: a file that is mapped to memory would raise SIGBUS if its disk failed."""
@@ -217,12 +216,11 @@ class Stored:
         return tensor
 
 
-def _overlap(shard: Shard, block: Block) -> list[tuple[int, int]] | None:
-    """Return the range of indices on each axis that both parts of a tensor have; None if they have none in common."""
+def _overlap(shard: Shard, block: Block) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return the indices, in each of two parts of a tensor, of what both have; None if they have nothing in common."""
     axes = zip(shard.offset, shard.sizes, block.offset, block.sizes, strict=True)
-    spans = [(max(a, b), min(a + size, b + its)) for a, size, b, its in axes]
-    return spans if all(begin < end for begin, end in spans) else None
-
-
-def _slices(spans: list[tuple[int, int]], offset: Sizes) -> tuple[slice, ...]:
-    return tuple(slice(begin - at, end - at) for (begin, end), at in zip(spans, offset, strict=True))
+    spans = [(a, b, max(a, b), min(a + size, b + its)) for a, size, b, its in axes]
+    if any(begin >= end for *_, begin, end in spans):
+        return None
+    in_shard = tuple(slice(begin - a, end - a) for a, _, begin, end in spans)
+    return in_shard, tuple(slice(begin - b, end - b) for _, b, begin, end in spans)

@@ -9,28 +9,26 @@ optimizer holds a contiguous range of each flattened weight; each process saves 
 weight. So the state of a distributed optimizer can be loaded into a plain one and vice versa, under any layout.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_ext.checkpoint.tensors import Shard
 from megatron_ext.engine import compat
+from megatron_ext.engine.optimizer import parts_of
 from megatron_ext.engine.weights import Weight
-
-# a weight, the range [start, end) of its flattened elements that this process updates, and their state
-Run = tuple[Tensor, int, int, dict[str, Tensor]]
 
 
 class OptimizerState:
     """Saves and loads the state of an optimizer, which has two parts under expert parallelism."""
 
     def __init__(self, optimizer: MegatronOptimizer, bf16: bool) -> None:
-        parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-        self.parts: list[Any] = list(parts)
-        self.bf16 = bf16
+        self.parts = parts_of(optimizer)
+        # names of a weight's tensors in the optimizer and in checkpoints; without bf16 the weight is the master weight
+        self._names = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"} | ({"param": "fp32_param"} if bf16 else {})
         self._copies: list[tuple[Any, Tensor, dict[str, Tensor]]] = []  # float32 copies of lower-precision states
 
     def counters(self) -> dict[str, Any]:
@@ -41,14 +39,13 @@ class OptimizerState:
         """Return this process's part of the state as shards; data read into them takes effect with `load`."""
         self._copies = []
         found: list[Shard] = []
-        by_parameter: dict[Tensor, Weight] = {weight.parameter: weight for weight in weights}
+        by_parameter = {weight.parameter: weight for weight in weights}
         for part in self.parts:
-            distributed = isinstance(part, DistributedOptimizer)
-            for parameter, start, end, state in self._runs(part):
+            for parameter, start, end, state in self._runs(part, by_parameter):
                 weight = by_parameter[parameter]
-                writes = weight.original if distributed else weight.first_copy
-                for name, tensor in state.items():
-                    prefix, run = f"optimizer.state.{name}.", tensor.detach().view(-1)
+                writes = weight.original if isinstance(part, DistributedOptimizer) else weight.first_copy
+                for own, name in self._names.items():
+                    prefix, run = f"optimizer.state.{name}.", state[own].detach().view(-1)
                     found += _rectangles(prefix, weight.shards, run, start, end, writes=writes)
         return found
 
@@ -60,7 +57,8 @@ class OptimizerState:
             if counters["step"]:
                 compat.set_adam_steps(part.optimizer, counters["step"])
 
-    def _runs(self, part: Any) -> Iterator[Run]:
+    def _runs(self, part: Any, parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, int, dict[str, Tensor]]]:
+        """Yield each weight, the range [start, end) of its flattened elements that is updated here, and its state."""
         if isinstance(part, DistributedOptimizer):
             if not part.optimizer.state:  # before the first update
                 compat.begin_optimizer_states(part)
@@ -68,21 +66,13 @@ class OptimizerState:
                 state = compat.optimizer_states(part, parameter)
                 if compat.has_lowered_states(part):
                     self._copies.append((part, parameter, state))
-                tensors = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-                if self.bf16:  # otherwise the weight itself is the master weight
-                    tensors["fp32_param"] = state["param"]
-                yield parameter, start, end, tensors
+                yield parameter, start, end, state
             return
         part.init_state_fn(part.optimizer, part.config)
-        masters = (getattr(part, name, []) for name in ("float16_groups", "fp32_from_float16_groups"))
-        weights = {
-            master: weight for groups in zip(*masters, strict=True) for weight, master in zip(*groups, strict=True)
-        }
-        for master in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
-            tensors = {name: part.optimizer.state[master][name] for name in ("exp_avg", "exp_avg_sq")}
-            if self.bf16:
-                tensors["fp32_param"] = master
-            yield weights.get(master, master), 0, master.numel(), tensors
+        for parameter in parameters:
+            master = getattr(parameter, "main_param", parameter)
+            if master in part.optimizer.state:
+                yield parameter, 0, parameter.numel(), part.optimizer.state[master] | {"param": master}
 
 
 def _rectangles(

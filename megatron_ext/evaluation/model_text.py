@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.checkpoint.hf.auxiliary import has_tokenizer
-from megatron_ext.checkpoint.hf.folder import read_config
+from megatron_ext.checkpoint.hf.folder import has_tokenizer, read_config
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer

@@ -8,28 +8,35 @@ Memory holds one tensor of the checkpoint at a time, and during an export the te
 computed: conversion is bit-exact in both directions.
 """
 
+import glob
 import json
 import math
+import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.folders import folder_name, older, point, with_offer
-from megatron_ext.checkpoint.hf.auxiliary import copy_files, has_tokenizer, tokenizer_folder, write_config
+from megatron_ext.checkpoint.hf.config import comparable, hugging_face_config
 from megatron_ext.checkpoint.hf.folder import (
     INDEX,
     SINGLE,
     HuggingFaceTensors,
+    has_tokenizer,
+    read_config,
     read_model_config,
+    shapes_in_files,
+    stack,
+    stacked_name,
     trained_length,
 )
 from megatron_ext.checkpoint.hf.names import (
@@ -39,19 +46,24 @@ from megatron_ext.checkpoint.hf.names import (
     full_shape,
     fuse_into,
     parameters_of,
-    rows_of,
     unfuse,
 )
-from megatron_ext.checkpoint.hf.stacked import is_stacked, name_in_files, stack
 from megatron_ext.checkpoint.manifest import Manifest, code_identity
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored, write, write_index
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import dump_yaml, to_dict
+from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_folder
 
 _NO_WEIGHTS = ("optimizer.", "random_states.")
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.model.v*", "*.tiktoken"),
+    *("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "generation_config.json"),
+)
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @contextmanager
@@ -110,10 +122,9 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
 
 
 def _stored_shape(parameter: Parameter, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
-    rows = sum(run.last - run.first for run in rows_of(parameter, model, vocab_size))
-    if parameter.cut is Cut.VOCABULARY:
-        rows = model.padded_vocab_size(vocab_size)
-    return (rows, *full_shape(parameter.hugging_face[0], model, vocab_size)[1:])
+    shapes = [full_shape(name, model, vocab_size) for name in parameter.hugging_face]
+    rows = sum(shape[0] for shape in shapes)
+    return (model.padded_vocab_size(vocab_size) if parameter.cut is Cut.VOCABULARY else rows, *shapes[0][1:])
 
 
 def _fused(parameter: Parameter, model: ModelConfig, vocab_size: int, source: HuggingFaceTensors) -> Iterator[Shard]:
@@ -163,14 +174,19 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
     unlike = sorted(dict(needed.items() ^ found.items()))
     if unlike:
-        shapes = f"has shape {found.get(unlike[0])}, its configuration needs {needed.get(unlike[0])}"
-        raise UserError(f"checkpoint: {unlike[0]} in {run.folder} {shapes}")
+        given, wanted = found.get(unlike[0]), needed.get(unlike[0])
+        raise UserError(f"checkpoint: {unlike[0]} in {run.folder} has shape {given}, its configuration needs {wanted}")
+    shapes = shapes_in_files(model, vocab_size)
+
+    def name_in_files(name: str) -> str:
+        return name if name in shapes else stacked_name(name)
+
     dtypes = {
-        name: DTYPES[stored.tensors[row.checkpoint(place)].dtype] for row, place in places for name in row.names(place)
+        name_in_files(name): DTYPES[stored.tensors[row.checkpoint(place)].dtype]
+        for row, place in places
+        for name in row.names(place)
     }
-    stacks, sizes = model.block == "gpt_oss", Counter[str]()
-    for name, dtype in dtypes.items():
-        sizes[name_in_files(name, stacks)] += math.prod(full_shape(name, model, vocab_size)) * dtype.itemsize
+    sizes = {name: math.prod(shapes[name]) * dtype.itemsize for name, dtype in dtypes.items()}
     files = split(sizes, max_shard_bytes)
     with _new_folder(output) as folder:
         try:
@@ -187,8 +203,8 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
                 yield from zip(row.names(place), unfuse(row, whole, model, vocab_size), strict=True)
 
         tensors = (
-            stack(name, [tensor for _, tensor in same]) if is_stacked(name) else next(same)[1]
-            for name, same in groupby(exported(), lambda named: name_in_files(named[0], stacks))
+            stack(name, [part for _, part in same]) if name.endswith(("_proj", "_proj_bias")) else next(same)[1]
+            for name, same in groupby(exported(), lambda named: name_in_files(named[0]))
         )
         for file, names in files.items():
             save_file({name: next(tensors) for name in names}, folder / file, metadata={"format": "pt"})
@@ -211,3 +227,75 @@ def split(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+
+
+def copy_files(source: Path, target: Path, *more: str) -> None:
+    """Copy a folder's tokenizer and generation files, and the files in `more`, byte for byte.
+
+    Raises:
+        UserError: a link that leads out of the folder, or nowhere.
+    """
+    for pattern in (*_FILES, *more):
+        for name in sorted(glob.glob(pattern, root_dir=source)):  # Path.glob omits broken links
+            if not (source / name).is_dir():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(_content(source, name), target / name)
+
+
+def _content(folder: Path, name: str) -> Path:
+    """Return the regular file that a name refers to.
+
+    A copy may be published, so a link must not copy a file from elsewhere. Its target must be inside the folder, or in
+    the blobs of Hugging Face's cache:
+
+        models--org--name/snapshots/REVISION/generation_config.json -> ../../blobs/SHA
+    """
+    home, content = folder.resolve(), (folder / name).resolve()
+    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not content.is_file() or not any(content.is_relative_to(place) for place in allowed):
+        raise UserError(f"checkpoint: {folder / name} is a link to {content}; put a copy in its place, or remove it")
+    return content
+
+
+def tokenizer_folder(name: str | None) -> Path | None:
+    """Return the folder of an export's tokenizer; None for an export without one, if `name` is "none".
+
+    Raises:
+        UserError: `name` is neither a folder with a tokenizer that transformers can load nor a file in one.
+    """
+    if name == "none":
+        return None
+    path = Path(name or "none")
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() or not has_tokenizer(folder):
+        raise UserError(
+            f"tokenizer: got {name}, needs a folder with tokenizer.json or a SentencePiece .model for transformers; "
+            "give --tokenizer FOLDER, or --tokenizer none to export without"
+        )
+    return folder
+
+
+def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dtype, tokenizer: Path | None) -> None:
+    """Write config.json of a model with `vocab_size`, trained on rows of `length` tokens, with weights of `dtype`.
+
+    If the tokenizer's folder has a config.json that describes exactly this model, as for a model from Hugging Face,
+    that file is copied, unless it names code (`auto_map`). Otherwise shapes and rotary options are those of the run,
+    and special tokens are those of that file, or the tokenizer's end token.
+    """
+    name = str(dtype).removeprefix("torch.")
+    special: dict[str, Any] = dict.fromkeys(_SPECIAL)  # not transformers' defaults, which belong to other models
+    if tokenizer is not None and (tokenizer / "config.json").is_file():
+        theirs, described = read_config(tokenizer), None
+        special = {token: theirs.get(token) for token in _SPECIAL}
+        with suppress(UserError):  # the tokenizer may be that of an unsupported model
+            described = comparable(read_model_config(tokenizer))
+        same = described == comparable(model) and theirs.get("dtype", theirs.get("torch_dtype")) == name
+        if same and "auto_map" not in theirs and theirs.get("max_position_embeddings", 0) >= length:
+            shutil.copyfile(_content(tokenizer, "config.json"), folder / "config.json")
+            return
+    elif tokenizer is not None:
+        with suppress(UserError):  # a tokenizer may have no end token
+            special["eos_token_id"] = Tokenizer(tokenizer).eod_id  # no begin token: our rows have none
+    assert model.vocab_size is not None
+    entries = hugging_face_config(model, model.vocab_size, length) | special | {"torch_dtype": name}
+    (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")

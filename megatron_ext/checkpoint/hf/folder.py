@@ -1,15 +1,27 @@
-"""Read a Hugging Face model folder: its configuration and its tensors."""
+"""Read a Hugging Face model folder: its configuration and its tensors.
+
+gpt-oss's files stack the matrices of all experts of a layer. Here each of the E experts has its own tensors:
+
+    mlp.experts.gate_up_proj       [E, D, 2 F]    mlp.experts.{e}.gate_proj.weight, .up_proj.weight [F, D]
+    mlp.experts.gate_up_proj_bias  [E, 2 F]       mlp.experts.{e}.gate_proj.bias, .up_proj.bias [F]
+    mlp.experts.down_proj          [E, F, D]      mlp.experts.{e}.down_proj.weight [D, F]
+    mlp.experts.down_proj_bias     [E, D]         mlp.experts.{e}.down_proj.bias [D]
+
+The matrices are transposed, and columns of gate and up alternate. D: hidden size; F: width of an expert.
+"""
 
 import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from megatron_ext.checkpoint.hf.config import model_config
 from megatron_ext.checkpoint.hf.names import all_names, full_shape
-from megatron_ext.checkpoint.hf.stacked import ExpertTensor, expert_tensors, is_stacked
 from megatron_ext.checkpoint.manifest import check_inside
 from megatron_ext.checkpoint.tensors import DTYPES
 from megatron_ext.config import ModelConfig
@@ -20,6 +32,36 @@ logger = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLOATS = {word: dtype for word, dtype in DTYPES.items() if dtype.is_floating_point}
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+
+
+def stacked_name(name: str) -> str:
+    """Return the name of gpt-oss's stacked tensor that contains an expert's; other names are returned unchanged."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    matrices = "down" if match[3] == "down" else "gate_up"
+    return f"{match[1]}.{matrices}_proj{'_bias' if match[4] == 'bias' else ''}"
+
+
+def stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the stacked tensor of a name in files: of expert 0, its gate and up or its down, then of expert 1, ..."""
+    parts = torch.stack(list(tensors)).unflatten(0, (-1, 2 if "gate_up" in name else 1))  # [E, 1 or 2, rows(, columns)]
+    turned = parts.transpose(1, 2) if parts.ndim == 3 else parts.permute(0, 3, 2, 1)
+    return turned.flatten(-2).contiguous()
+
+
+def shapes_in_files(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in a model's files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in all_names(model):
+        shape = full_shape(name, model, vocab_size)
+        stacked = stacked_name(name) if model.block == "gpt_oss" else name
+        if stacked != name:
+            rows, *columns = shape
+            shape = (model.num_experts or 0, *columns, 2 * rows if "gate_up" in stacked else rows)
+        shapes[stacked] = shape
+    return shapes
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -48,6 +90,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return entries
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder has a tokenizer that this package and transformers can load."""
+    return any(path.is_file() for pattern in ("tokenizer.json", "*.model") for path in folder.glob(pattern))
+
+
 def trained_length(folder: Path) -> int | None:
     """Return the longest context that a Hugging Face model was trained with, according to its configuration."""
     length = read_config(folder).get("max_position_embeddings")
@@ -59,7 +106,7 @@ class HuggingFaceTensors:
 
     Attributes:
         folder: the model folder.
-        names: of all its tensors, with one of its own for each expert's.
+        names: those of its tensors.
 
     Raises:
         UserError: there are no safetensors, or the index names a missing file or one outside the folder.
@@ -84,32 +131,35 @@ class HuggingFaceTensors:
         else:
             raise UserError(f"checkpoint: {folder} holds no model.safetensors; convert the model to safetensors first")
         self._files: dict[str, str] = files
-        self._experts: dict[str, ExpertTensor] = {}
-        for name in filter(is_stacked, files):
-            experts = self._entry(name).get_shape()[0]
-            self._experts |= {expert.name: expert for expert in expert_tensors(name, experts)}
-        self.names = {*self._experts, *(name for name in files if not is_stacked(name))}
+        self.names = set(files)
 
     def open(self, name: str) -> Any:
-        """Return a safetensors slice, which reads only what it is indexed with; an expert's tensor is read whole."""
-        expert = self._experts.get(name)
-        return self._entry(name) if expert is None else expert.read(self._entry(expert.stacked))
+        """Return a safetensors slice, which reads only what it is indexed with; part of a stacked tensor is read."""
+        entry, match = self._entry(name), _EXPERT.fullmatch(name)
+        if match is None or name in self._files:
+            return entry
+        expert, matrix = int(match[2]), match[3]
+        columns = slice(int(matrix == "up"), None, 1 if matrix == "down" else 2)
+        return entry[expert : expert + 1][0, ..., columns].movedim(-1, 0).contiguous()
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape and the dtype of a tensor; raise UserError if it is missing or quantized."""
-        expert = self._experts.get(name)
-        entry = self._entry(name if expert is None else expert.stacked)
-        shape, word = tuple(entry.get_shape()), entry.get_dtype()
-        if word not in _FLOATS:
+        """Return the shape and the dtype of a tensor, or of the stacked one that contains it.
+
+        Raises:
+            UserError: it is missing or quantized.
+        """
+        entry = self._entry(name)
+        if (word := entry.get_dtype()) not in _FLOATS:
             raise UserError(
                 f"checkpoint: {name} in {self.folder} has type {word}, needs one of {', '.join(_FLOATS)}; "
                 "use the model before its quantisation"
             )
-        return shape if expert is None else expert.shape(shape), _FLOATS[word]
+        return tuple(entry.get_shape()), _FLOATS[word]
 
-    def _entry(self, stored: str) -> Any:
+    def _entry(self, name: str) -> Any:
+        stored = name if name in self._files else stacked_name(name)
         if stored not in self._files:
-            raise UserError(f"checkpoint: {self.folder} has no tensor {stored}; it is not the model of its config.json")
+            raise UserError(f"checkpoint: {self.folder} has no tensor {name}; it is not the model of its config.json")
         with _opened(self.folder / self._files[stored]) as file:
             return file.get_slice(stored)
 
@@ -139,13 +189,12 @@ class HuggingFaceTensors:
                     "set it to false in config.json or remove the tensor"
                 )
             spare.add(_OUTPUT)
-        wanted = all_names(model)
+        wanted = shapes_in_files(model, vocab_size)
         unknown = sorted(self.names - set(wanted) - spare)
         if unknown:
             raise UserError(f"checkpoint: {self.folder} has {unknown[0]}, which this model has no place for")
-        for name in wanted:
-            shape, needed = self.described(name)[0], full_shape(name, model, vocab_size)
-            if shape != needed:
+        for name, needed in wanted.items():
+            if (shape := self.described(name)[0]) != needed:
                 raise UserError(
                     f"checkpoint: {name} in {self.folder} is {list(shape)}, its config needs {list(needed)}"
                 )

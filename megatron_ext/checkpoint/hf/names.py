@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
 
 @dataclass(frozen=True)
 class Parameter:
-    """A row of the table; `{i}` stands for the layer, `{e}` for the expert, counted from 0 over the whole model."""
+    """A row of the table; `{0}` stands for the layer, `{1}` for the expert, counted from 0 over the whole model."""
 
-    # the traits of the models that have it, see `_traits`; "dense" and "experts" also limit it to the layers without
+    # the traits of models that have it, see `parameters_of`; "dense" and "experts" also limit it to the layers without
     # and with experts
     traits: frozenset[str]
     cut: Cut  # how it is distributed
@@ -53,17 +53,17 @@ class Parameter:
     def checkpoint(self, place: Place) -> str:
         """Return its name in a checkpoint, independent of the run's layer classes; a norm has its fused name."""
         name = self.megatron[0] if self.of_experts else self.megatron[-1]
-        return _at(name.replace("local_experts.", ""), place)
+        return name.replace("local_experts.", "").format(*place)
 
     @property
     def stacked(self) -> bool:
         """Whether layers have one each."""
-        return "{i}" in self.megatron[0]
+        return "{0}" in self.megatron[0]
 
     @property
     def of_experts(self) -> bool:
         """Whether every expert of a layer has one."""
-        return "{e}" in self.megatron[0]
+        return "{1}" in self.megatron[0]
 
     def places(self, model: ModelConfig) -> list[Place]:
         """Return its places in the model: each layer, each expert of each layer, or one empty place."""
@@ -79,51 +79,45 @@ class Parameter:
 
     def names(self, place: Place) -> tuple[str, ...]:
         """Return its Hugging Face names at a place."""
-        return tuple(_at(name, place) for name in self.hugging_face)
+        return tuple(name.format(*place) for name in self.hugging_face)
 
 
-def _at(name: str, place: Place) -> str:
-    return name.format(**dict(zip("ie", place, strict=False)))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows `first` to `last` (exclusive) of a parameter's `source`-th Hugging Face tensor."""
-
-    source: int
-    first: int
-    last: int
-
-
-def _row(traits: str, cut: Cut, megatron: str, hugging_face: str) -> Parameter:
-    return Parameter(frozenset(traits.split()), cut, tuple(megatron.split()), tuple(hugging_face.split()))
-
-
-def _layer(traits: str, cut: Cut, megatron: str, hugging_face: str, *, trained: bool = True) -> Parameter:
-    """Return a row for a parameter of layers, whose names follow the layer's; several are separated by spaces."""
-    ours = tuple(f"decoder.layers.{{i}}.{name}" for name in megatron.split())
-    theirs = tuple(f"model.layers.{{i}}.{name}" for name in hugging_face.split())
+def _row(
+    traits: str, cut: Cut, megatron: str, hugging_face: str, prefixes: Sequence[str] = ("", ""), *, trained: bool = True
+) -> Parameter:
+    """Return a row of the table; several traits or names are separated by spaces."""
+    ours, theirs = (
+        tuple(prefix + name for name in names.split())
+        for prefix, names in zip(prefixes, (megatron, hugging_face), strict=True)
+    )
     return Parameter(frozenset(traits.split()), cut, ours, theirs, trained)
 
 
-def _experts(traits: str, module: str, router: str, gate_up: str, down: str) -> tuple[Parameter, ...]:
+_layer = partial(_row, prefixes=("decoder.layers.{0}.", "model.layers.{0}."))  # a parameter of each layer
+
+
+def _experts(
+    traits: str, module: str, router: str, gate_up: str, down: str, kind: str = "weight"
+) -> tuple[Parameter, ...]:
     """Return the rows of a router and its experts, with a family's names."""
     first, second = (
-        f"mlp.experts.local_experts.{{e}}.linear_fc{n}.weight mlp.experts.linear_fc{n}.weight{{e}}" for n in (1, 2)
+        f"mlp.experts.local_experts.{{1}}.linear_fc{n}.{kind} mlp.experts.linear_fc{n}.{kind}{{1}}" for n in (1, 2)
     )
-    matrices = " ".join(f"{module}.experts.{{e}}.{name}.weight" for name in gate_up.split())
+    matrices = " ".join(f"{module}.experts.{{1}}.{name}.{kind}" for name in gate_up.split())
+    columns = Cut.COLUMNS if kind == "weight" else Cut.WHOLE
     return (
-        _layer(f"{traits} experts", Cut.WHOLE, "mlp.router.weight", f"{module}.{router}.weight"),
+        _layer(f"{traits} experts", Cut.WHOLE, f"mlp.router.{kind}", f"{module}.{router}.{kind}"),
         _layer(f"{traits} experts", Cut.GATE_UP, first, matrices),
-        _layer(f"{traits} experts", Cut.COLUMNS, second, f"{module}.experts.{{e}}.{down}.weight"),
+        _layer(f"{traits} experts", columns, second, f"{module}.experts.{{1}}.{down}.{kind}"),
     )
 
 
-def _traits(model: ModelConfig) -> set[str]:
-    """Return the words of the table that describe a model."""
+@cache
+def parameters_of(model: ModelConfig) -> tuple[Parameter, ...]:
+    """Return the rows of the table that apply to this model."""
     block, latent, low_rank = model.block, model.multi_latent_attention, model.q_lora_rank is not None
     apart = model.qk_layernorm or model.moe_router_score_function == "sigmoid"
-    words = {
+    traits = {
         block: True,
         "not_phi": block != "phi",
         "post_norms": block in ("gemma3", "olmo3"),
@@ -143,7 +137,7 @@ def _traits(model: ModelConfig) -> set[str]:
         "shared_experts": model.moe_shared_expert_intermediate_size is not None,
         "untied": model.untie_embeddings_and_output_weights,
     }
-    return {word for word, holds in words.items() if holds}
+    return tuple(row for row in TABLE if all(traits.get(trait) for trait in row.traits))
 
 
 _QKV = "self_attention.linear_qkv"
@@ -198,21 +192,9 @@ TABLE: tuple[Parameter, ...] = (
         "mlp.shared_experts.linear_fc2.weight",
         "mlp.shared_experts.down_proj.weight",
     ),
-    # in files all experts of a layer are one tensor (stacked.py)
+    # in files all experts of a layer are one tensor (folder.py)
     *_experts("gpt_oss", "mlp", "router", "gate_proj up_proj", "down_proj"),
-    _layer("gpt_oss", Cut.WHOLE, "mlp.router.bias", "mlp.router.bias"),
-    _layer(
-        "gpt_oss",
-        Cut.GATE_UP,
-        "mlp.experts.local_experts.{e}.linear_fc1.bias mlp.experts.linear_fc1.bias{e}",
-        "mlp.experts.{e}.gate_proj.bias mlp.experts.{e}.up_proj.bias",
-    ),
-    _layer(
-        "gpt_oss",
-        Cut.WHOLE,
-        "mlp.experts.local_experts.{e}.linear_fc2.bias mlp.experts.linear_fc2.bias{e}",
-        "mlp.experts.{e}.down_proj.bias",
-    ),
+    *_experts("gpt_oss", "mlp", "router", "gate_proj up_proj", "down_proj", "bias"),
     _layer("phi", Cut.ROWS, "mlp.linear_fc1.weight", "mlp.fc1.weight"),
     _layer("phi", Cut.ROWS, "mlp.linear_fc1.bias", "mlp.fc1.bias"),
     _layer("phi", Cut.COLUMNS, "mlp.linear_fc2.weight", "mlp.fc2.weight"),
@@ -236,11 +218,11 @@ def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert:
     """
     place = []
     pattern = megatron_name
-    for number, letter, first in ((_LAYER_NUMBER, "i", first_layer), (_EXPERT_NUMBER, "e", first_expert)):
+    for number, field, first in ((_LAYER_NUMBER, "0", first_layer), (_EXPERT_NUMBER, "1", first_expert)):
         match = number.search(pattern)
         if match:
             place.append(int(match.group()) + first)
-            pattern = f"{pattern[: match.start()]}{{{letter}}}{pattern[match.end() :]}"
+            pattern = f"{pattern[: match.start()]}{{{field}}}{pattern[match.end() :]}"
     for row in parameters_of(model):
         if pattern in row.megatron and (not place or row.in_layer(model, place[0])):
             return row, tuple(place)
@@ -282,8 +264,8 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
     return shape[:1] if ending.endswith("bias") else shape
 
 
-def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[Rows]:
-    """Return the rows of which a whole Megatron tensor in a checkpoint consists, top to bottom, before any padding.
+def _rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[tuple[int, range]]:
+    """Return of what a whole Megatron tensor consists, top to bottom: Hugging Face tensor, by its index, and its rows.
 
     QKV:      q of group 0 | k of group 0 | v of group 0 | q of group 1 | ...
     GATE_UP:  gate | up
@@ -292,16 +274,9 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
         head = model.head_size
         sizes = (model.num_attention_heads // model.num_query_groups * head, head, head)
         groups = range(model.num_query_groups)
-        return [Rows(part, group * size, (group + 1) * size) for group in groups for part, size in enumerate(sizes)]
+        return [(part, range(group * size, (group + 1) * size)) for group in groups for part, size in enumerate(sizes)]
     counts = [full_shape(name, model, vocab_size)[0] for name in parameter.hugging_face]
-    return [Rows(part, 0, count) for part, count in enumerate(counts)]
-
-
-@cache
-def parameters_of(model: ModelConfig) -> tuple[Parameter, ...]:
-    """Return the rows of the table that apply to this model."""
-    traits = _traits(model)
-    return tuple(row for row in TABLE if row.traits <= traits)
+    return [(part, range(count)) for part, count in enumerate(counts)]
 
 
 def fuse_into(
@@ -323,25 +298,23 @@ def fuse_into(
     """
     columns = [slice(first, first + size) for first, size in zip(offset[1:], part.shape[1:], strict=True)]
     row = -offset[0]  # where the next rows begin in the part
-    for rows in rows_of(parameter, model, vocab_size):
-        end = row + rows.last - rows.first
-        first, last = max(row, 0), min(end, len(part))
+    for source, rows in _rows_of(parameter, model, vocab_size):
+        first, last = max(row, 0), min(row + len(rows), len(part))
         if first < last:
-            wanted = slice(rows.first + first - row, rows.first + last - row)
-            part[first:last].copy_(tensors[rows.source][(wanted, *columns)])
-        row = end
+            wanted = rows[first - row : last - row]
+            part[first:last].copy_(tensors[source][(slice(wanted.start, wanted.stop), *columns)])
+        row += len(rows)
     part[max(row, 0) :].zero_()
 
 
 def unfuse(parameter: Parameter, whole: Tensor, model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
     """Return the Hugging Face tensors of which a whole Megatron tensor is assembled, without padding."""
-    runs = rows_of(parameter, model, vocab_size)
-    counts = [rows.last - rows.first for rows in runs]
-    parts = whole[: sum(counts)].split(counts)
-    return tuple(
-        torch.cat([part for rows, part in zip(runs, parts, strict=True) if rows.source == source])
-        for source in range(len(parameter.hugging_face))
-    )
+    runs = _rows_of(parameter, model, vocab_size)
+    counts = [len(rows) for _, rows in runs]
+    parts: list[list[Tensor]] = [[] for _ in parameter.hugging_face]
+    for (source, _), part in zip(runs, whole[: sum(counts)].split(counts), strict=True):
+        parts[source].append(part)
+    return tuple(map(torch.cat, parts))
 
 
 def all_names(model: ModelConfig) -> list[str]:

@@ -12,13 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
-from megatron_ext.checkpoint.hf.names import (
-    all_names,
-    count_active_parameters,
-    count_parameters,
-    full_shape,
-)
-from megatron_ext.checkpoint.hf.stacked import expert_tensors
+from megatron_ext.checkpoint.hf.folder import shapes_in_files
+from megatron_ext.checkpoint.hf.names import all_names, count_active_parameters, count_parameters
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.options import PRESETS
 
@@ -34,21 +29,14 @@ def transformers_model(model: ModelConfig, vocab_size: int) -> Any:
 
 
 def apart(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as files have them: transformers keeps a layer's experts in two tensors."""
+    """Names and shapes as files have them: in transformers a layer's experts are two tensors, as in gpt-oss's files."""
     mixtral = not model.qk_layernorm and model.moe_router_score_function == "softmax"
     module, gate, up, down = (
         ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
     )
     for name, tensor in parameters:
         layer, _, rest = name.partition(".mlp.")
-        if model.block == "gpt_oss" and rest.startswith("experts."):
-            for expert in expert_tensors(name, len(tensor)):
-                yield expert.name, expert.shape(tensor.shape)
-            continue
-        if model.block == "gpt_oss":
-            yield name, tuple(tensor.shape)
-            continue
-        if rest not in ("experts.gate_up_proj", "experts.down_proj"):
+        if model.block == "gpt_oss" or rest not in ("experts.gate_up_proj", "experts.down_proj"):
             renamed = f"{layer}.{module}.gate.weight" if rest == "gate.weight" else name
             yield renamed, tuple(tensor.shape)
             continue
@@ -65,9 +53,8 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
     biases = {
         name: tuple(bias.shape) for name, bias in built.named_buffers() if name.endswith("e_score_correction_bias")
     }
-    ours = all_names(model)
-    assert len(ours) == len(set(ours))
-    assert {name: full_shape(name, model, vocab_size) for name in ours} == theirs | biases
+    assert len(all_names(model)) == len(set(all_names(model)))
+    assert shapes_in_files(model, vocab_size) == theirs | biases
     assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in theirs.values())
 
 
