@@ -72,7 +72,15 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
     """
     folder = path
     if not path.is_dir() or (step_of(path) is None and not (path / MANIFEST).is_file()):
-        newest = _newest_step(path)
+        newest, pointer = max(saved_steps(path), default=None), path / "checkpoints" / POINTER
+        if pointer.is_file():
+            text = pointer.read_bytes().decode(errors="replace").strip()
+            if not re.fullmatch(r"[0-9]{1,18}", text):
+                raise UserError(
+                    f"load: {pointer} holds {text[:40]!r}, needs the number of a step; delete it to take the newest "
+                    "checkpoint"
+                )
+            newest = int(text)
         if newest is None:
             return None
         folder = path / "checkpoints" / folder_name(newest)
@@ -118,18 +126,6 @@ def older(folder: Path) -> Iterator[Checkpoint]:
 def with_offer(error: UserError, complete: Checkpoint | None) -> UserError:
     """Return the error of a damaged checkpoint, extended by the complete one before it, if any."""
     return error if complete is None else UserError(f"{error}; {complete.folder} is complete: name that folder instead")
-
-
-def _newest_step(run: Path) -> int | None:
-    pointer = run / "checkpoints" / POINTER
-    if not pointer.is_file():
-        return max(saved_steps(run), default=None)
-    text = pointer.read_bytes().decode(errors="replace").strip()
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise UserError(
-            f"load: {pointer} holds {text[:40]!r}, needs the number of a step; delete it to take the newest checkpoint"
-        )
-    return int(text)
 
 
 def begin(run: Path, step: int) -> Path:

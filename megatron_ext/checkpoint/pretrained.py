@@ -1,6 +1,6 @@
 """Inspect the model in a Hugging Face model folder, a run folder or a checkpoint folder."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ext.checkpoint.folders import Checkpoint, locate
@@ -46,9 +46,8 @@ class Pretrained:
         if checkpoint is None:
             raise UserError(f"checkpoint: {path} holds no checkpoint of this package; check the path")
         folder, saved = checkpoint.folder, checkpoint.manifest.config
-        given = {name for name, value in saved.get("model", {}).items() if value}
-        unknown = sorted(given - {field.name for field in fields(ModelConfig)})
-        if unknown:
+        given, known = saved.get("model", {}).items(), vars(ModelConfig())
+        if unknown := sorted(name for name, value in given if value and name not in known):
             raise UserError(
                 f"checkpoint: {folder} has a model with {unknown[0]}, which this version does not know; use its own"
             )

@@ -151,7 +151,8 @@ class Checkpointer:
         if self.options.async_save:
             shards = self._copied(shards)
         counters = self.optimizer.counters()
-        _synchronize()  # the thread uses its own stream
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the thread uses its own stream
 
         mine: list[Written] = []
         everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
@@ -165,7 +166,7 @@ class Checkpointer:
             if everyone is None:
                 return
             with self._explained(aside, position.step):
-                manifest = Manifest(
+                Manifest(
                     step=position.step,
                     consumed_samples=position.consumed_samples,
                     trainer_state=position.trainer_state,
@@ -176,11 +177,9 @@ class Checkpointer:
                     files=write_index(aside, everyone),
                     seconds=time.perf_counter() - began,
                     data=self._data,
-                )
-                manifest.write(aside)
+                ).write(aside)
                 folders.publish(aside)
                 folders.delete_superfluous(run, position.step, self.options.keep_last, self.options.keep_every)
-                logger.debug("%s: %d bytes written in %.1f s", folder, manifest.bytes, manifest.seconds)
 
         def write_together() -> Path:
             try:
@@ -344,7 +343,8 @@ def _read_together(action: Callable[[], None]) -> None:
     """Run `action` in a thread of every process; if it fails in one, all raise."""
     reading = _in_thread("checkpoint reader", action)
     parallel.wait_for_threads(reading, _device())
-    _synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     together(reading.result)
 
 
@@ -363,11 +363,6 @@ def _in_thread(name: str, work: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _device() -> Any:

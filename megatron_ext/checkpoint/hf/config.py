@@ -207,19 +207,13 @@ def model_config(entries: dict[str, Any]) -> ModelConfig:
     if kind == "dots1" and entries.get("scoring_func") == "noaux_tc":
         entries["scoring_func"] = "sigmoid"
     _check(entries, family)
-    heads = entries["num_attention_heads"]
-    groups = entries.get("num_key_value_heads") or heads
-    if heads % groups:
-        raise UserError(f"has num_key_value_heads {groups}, needs a divisor of num_attention_heads {heads}")
     latent = family.options.get("multi_latent_attention", False)
-    if latent and heads != groups:
-        raise UserError(f"has num_key_value_heads {groups}, needs num_attention_heads {heads}")
     options = family.options | {option: entries[name] for name, option in family.names.items()}
     if kind == "gemma3_text":
         options["query_pre_attn_scalar"] = entries["query_pre_attn_scalar"]
     model = ModelConfig(
         **options,
-        num_query_groups=groups,
+        num_query_groups=entries.get("num_key_value_heads") or entries["num_attention_heads"],
         kv_channels=None if latent else entries.get("head_dim"),
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         no_rope_freq=_no_rope(entries) if kind == "smollm3" else None,
@@ -264,9 +258,6 @@ def _expert_options(entries: dict[str, Any], family: Family) -> dict[str, Any]:
     if family.experts is None:
         return {}
     number, width = family.experts
-    if entries["num_experts_per_tok"] > entries[number]:
-        choices = entries["num_experts_per_tok"]
-        raise UserError(f"has num_experts_per_tok {choices}, needs at most {number} {entries[number]}")
     options = {
         "num_experts": entries[number],
         "moe_router_topk": entries["num_experts_per_tok"],

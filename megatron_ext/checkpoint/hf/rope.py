@@ -13,7 +13,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.checks import ROPE, broken
+from megatron_ext.config.checks import EXPERTS, MODEL, ROPE, broken
 from megatron_ext.config.schema import invalid
 from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import attention_factor, follows_text, mscale, settled
@@ -88,17 +88,16 @@ def _with_angles(model: ModelConfig, rope: dict[str, Any], entries: dict[str, An
     if unread is not None:
         raise UserError(f"has {unread} {echo(rope[unread])} in its rope_parameters, which {scaling} does not read")
     share = rope.get("partial_rotary_factor") or entries.get("partial_rotary_factor")
-    if model.block != "phi" and share not in (None, 1):
-        raise UserError(f"has partial_rotary_factor {echo(share)}, this model has 1.0 only; use another model")
+    changes = {"rotary_base": float(rope.get("rope_theta", 10_000.0)), **_scaling(model, scaling, rope, entries)}
     if model.block == "phi":
-        model = replace(model, rotary_percent=float(share or 0.5))
-    model = replace(model, rotary_base=float(rope.get("rope_theta", 10_000.0)))
-    model = replace(model, **_scaling(model, scaling, rope, entries))
-    config = Config(model=model)
-    mistake = next(chain(invalid(config), broken(ROPE, config)), None)
+        changes["rotary_percent"] = float(share or 0.5)
+    elif share not in (None, 1):
+        raise UserError(f"has partial_rotary_factor {echo(share)}, this model has 1.0 only; use another model")
+    config = Config(model=replace(model, **changes))
+    mistake = next(chain(invalid(config), broken([*MODEL, *ROPE, *EXPERTS], config)), None)
     if mistake is not None:
         raise UserError(f"has values that make no sense: {mistake}")
-    return model
+    return config.model
 
 
 def _scaling(model: ModelConfig, scaling: str, rope: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:

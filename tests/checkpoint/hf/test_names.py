@@ -89,16 +89,23 @@ KINDS = [
     layers=st.integers(1, 3),
     groups=st.integers(1, 3),
     share=st.integers(1, 3),
-    half_head=st.integers(1, 5),
+    quarter_head=st.integers(1, 3),
     own_head=st.booleans(),
     ffn=st.integers(1, 40),
     vocabulary=st.integers(3, 60),
 )
 @settings(max_examples=8, deadline=None)
 def test_names_and_shapes_are_transformers(
-    untied: bool, kind: ModelConfig, layers: int, groups: int, share: int, half_head: int, own_head: bool, **sizes: int
+    untied: bool,
+    kind: ModelConfig,
+    layers: int,
+    groups: int,
+    share: int,
+    quarter_head: int,
+    own_head: bool,
+    **sizes: int,
 ) -> None:
-    heads, head = groups * (1 if kind.multi_latent_attention else share), 2 * half_head
+    heads, head = groups * (1 if kind.multi_latent_attention else share), 4 * quarter_head
     own_head = own_head and not kind.multi_latent_attention
     model = replace(
         kind,
