@@ -25,7 +25,7 @@ from megatron_ext.run.inference import open_model
 # margin of a factor of 10: docs/conversion.md
 TOLERANCES = {"float32": (1e-4, 1e-5, 1e-5), "bfloat16": (1e-1, 1e-2, 2e-2)}
 Dtype = Literal["float32", "bfloat16"]
-Answers = tuple[float, Tensor, list[int]]  # mean loss, logits float32 [T, V], greedy tokens that continue the text
+Logits = Callable[[list[int]], Tensor]  # of T token ids, float32 [T, V] on the CPU
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,30 @@ class Comparison:
         return same_text and all(value <= limit for value, limit in zip(found, self.allowed, strict=True))
 
 
+@torch.no_grad()
 def compare(hugging_face: Path, checkpoint: Path, tokens: list[int], dtype: Dtype, greedy: int) -> Comparison:
     """Run both models on a text of at least two token ids, one after the other, and generate `greedy` tokens.
+
+    The checkpoint's model is the one that training would use, on one process.
 
     Raises:
         UserError: a folder that cannot be read, or models with different vocabularies.
     """
-    their_loss, theirs_TV, their_greedy = transformers_answers(hugging_face, tokens, dtype, greedy)
+    their_loss, theirs_TV, their_greedy = _answers(_transformers_logits(hugging_face, dtype), tokens, greedy)
     gc.collect()
-    our_loss, ours_TV, our_greedy = megatron_answers(checkpoint, tokens, dtype, greedy)
+    pretrained = Pretrained.find(checkpoint)
+    with open_model(pretrained, ParallelConfig(), len(tokens) + greedy, dtype) as model:
+        (chunk,) = model.chunks
+
+        def logits(ids: list[int]) -> Tensor:
+            length = len(ids)
+            if model.follows_text:
+                chunk.frequencies = Frequencies(pretrained.model, length)
+            row = TokenRow(np.array([*ids, 0]), np.array([], dtype=np.int64), np.ones(length, dtype=bool))
+            return chunk.logits(pack([row], length, model.config.mask_options()).to(model.platform.device)).cpu()
+
+        our_loss, ours_TV, our_greedy = _answers(logits, tokens, greedy)
+    dist.destroy_process_group()
     theirs, ours = theirs_TV.shape[1], ours_TV.shape[1]
     if theirs != ours:
         raise UserError(f"verify: got models with {theirs} and {ours} token ids, needs the same model twice")
@@ -76,9 +91,8 @@ def compare(hugging_face: Path, checkpoint: Path, tokens: list[int], dtype: Dtyp
     )
 
 
-@torch.no_grad()
-def transformers_answers(folder: Path, tokens: list[int], dtype: Dtype, greedy: int) -> Answers:
-    """Compute the answers of transformers, without custom code."""
+def _transformers_logits(folder: Path, dtype: Dtype) -> Logits:
+    """Load a model in transformers, without custom code."""
     platform.uninstall_cpu()  # imported under these patches, transformers leaves rotary angles uninitialized
     try:
         from transformers import AutoModelForCausalLM
@@ -91,32 +105,11 @@ def transformers_answers(folder: Path, tokens: list[int], dtype: Dtype, greedy: 
         raise UserError(f"verify: transformers does not load {folder}: {reason}; convert it again") from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).eval()
-    return _answers(
-        lambda ids: model(torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu(), tokens, greedy
-    )
+    return lambda ids: model(torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu()
 
 
-@torch.no_grad()
-def megatron_answers(path: Path, tokens: list[int], dtype: Dtype, greedy: int) -> Answers:
-    """Compute the answers of the model that training would use, on one process."""
-    pretrained = Pretrained.find(path)
-    with open_model(pretrained, ParallelConfig(), len(tokens) + greedy, dtype) as model:
-        (chunk,) = model.chunks
-
-        def logits(ids: list[int]) -> Tensor:
-            length = len(ids)
-            if model.follows_text:
-                chunk.frequencies = Frequencies(pretrained.model, length)
-            row = TokenRow(np.array([*ids, 0]), np.array([], dtype=np.int64), np.ones(length, dtype=bool))
-            return chunk.logits(pack([row], length, model.config.mask_options()).to(model.platform.device)).cpu()
-
-        answers = _answers(logits, tokens, greedy)
-    dist.destroy_process_group()
-    return answers
-
-
-def _answers(logits: Callable[[list[int]], Tensor], tokens: list[int], greedy: int) -> Answers:
-    """Compute the loss of a text, and continue it; the whole text is recomputed for each token."""
+def _answers(logits: Logits, tokens: list[int], greedy: int) -> tuple[float, Tensor, list[int]]:
+    """Return the mean loss of a text, its logits [T, V], and tokens that continue it, each from the whole text."""
     logits_TV = logits(tokens[:-1])
     loss = F.cross_entropy(logits_TV.double(), torch.tensor(tokens[1:]))
     text = list(tokens)

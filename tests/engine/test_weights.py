@@ -33,7 +33,7 @@ MODEL = ModelConfig(
 
 
 def names(parameter: Parameter) -> list[str]:
-    return [name.format(i=1) for name in parameter.hugging_face]
+    return [name.format(1) for name in parameter.hugging_face]
 
 
 def filled(parameter: Parameter, like: Tensor, tensors: Sequence[Any], rank: int, tp: int) -> Tensor:

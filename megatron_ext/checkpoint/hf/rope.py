@@ -33,30 +33,17 @@ _Positive = Annotated[float, Field(strict=True, gt=0, le=1e300, allow_inf_nan=Fa
 _Weight = Annotated[float, Field(strict=True, ge=0, le=1e300, allow_inf_nan=False)] | None
 
 
-class _LayerAngles(TypedDict, total=False):
-    """The types of rotary entries."""
-
-    rope_type: _Type
-    type: _Type
-    rope_theta: _Positive
-    partial_rotary_factor: _Positive
-    factor: _Positive
-    original_max_position_embeddings: _Positive
-    low_freq_factor: _Positive
-    high_freq_factor: _Positive
-    beta_fast: _Positive
-    beta_slow: _Positive
-    attention_factor: _Positive
-    mscale: _Weight
-    mscale_all_dim: _Weight
-    truncate: bool | None
-
-
-class Angles(_LayerAngles, total=False):
-    """The types of `rope_scaling` and `rope_parameters`; Gemma and Olmo have separate entries for local layers."""
-
-    full_attention: _LayerAngles | None
-    sliding_attention: _LayerAngles | None
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("rope_type", "type"), _Type),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"), _Positive),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), _Positive),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), _Weight),
+    "truncate": bool | None,
+}
+_LayerAngles: Any = TypedDict("_LayerAngles", _TYPES, total=False)  # type: ignore[misc]
+_KINDS = dict.fromkeys(("full_attention", "sliding_attention"), _LayerAngles | None)
+# the types of `rope_scaling` and `rope_parameters`; Gemma and Olmo have separate entries for local layers
+Angles: Any = TypedDict("Angles", _TYPES | _KINDS, total=False)  # type: ignore[misc]
 
 
 def with_rope(model: ModelConfig, entries: dict[str, Any]) -> ModelConfig:
@@ -162,18 +149,18 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
         elif model.rope_attention_factor is not None:
             entries["attention_factor"] = model.rope_attention_factor
     everywhere = entries | {"rope_theta": model.rotary_base}
-    by_kind = {}
+    written = {
+        "max_position_embeddings": model.rope_original_length if scaling == "dynamic" else row_length,
+        "rope_theta": model.rotary_base,
+        "rope_parameters": everywhere,
+    }
+    if scaling != "none":
+        written["rope_scaling"] = entries
     if model.block in ("gemma3", "olmo3"):
         own = {"rope_type": "default", "rope_theta": model.rotary_base_local}
         local = everywhere if model.rotary_base_local is None else own
-        by_kind = {"rope_parameters": {"full_attention": everywhere, "sliding_attention": local}}
-    return {
-        "max_position_embeddings": model.rope_original_length if scaling == "dynamic" else row_length,
-        "rope_theta": model.rotary_base,
-        **({"rope_scaling": entries} if scaling != "none" else {}),
-        "rope_parameters": everywhere,
-        **by_kind,
-    }
+        written["rope_parameters"] = {"full_attention": everywhere, "sliding_attention": local}
+    return written
 
 
 def _mscales(model: ModelConfig) -> dict[str, float]:
