@@ -49,7 +49,7 @@ def show(run: Path, *, verify: bool) -> bool:
         losses = (training.get(step - 1, {}).get("lm_loss"), validation.get(step, {}).get("valid_loss"))
         columns = "  ".join(f"{'-' if loss is None else f'{loss:.4f}':>8}" for loss in losses)
         layout = ", ".join(f"{name} {size}" for name, size in manifest.layout.items())
-        size = f"{manifest.bytes / 2**20:>6,.1f} MiB"
+        size = f"{sum(file.size for file in manifest.files.values()) / 2**20:>6,.1f} MiB"
         print(f"{step:>10,}  {manifest.consumed_samples:>12,}  {size}  {columns}  {layout}")
     try:
         newest = locate(run)

@@ -55,11 +55,6 @@ class Manifest:
     format: int = FORMAT
 
     @property
-    def bytes(self) -> int:
-        """The total size of all files."""
-        return sum(facts.size for facts in self.files.values())
-
-    @property
     def digest(self) -> str:
         """The SHA-256 of the manifest's content; it distinguishes two checkpoints of one step."""
         return _digest(asdict(self))

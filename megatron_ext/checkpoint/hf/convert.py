@@ -5,16 +5,16 @@
     MODEL/tokenizer.json ...           RUN/hugging_face/tokenizer.json ..., config.json
 
 Memory holds one tensor of the checkpoint at a time, and during an export the tensors of one file. No values are
-computed: conversion is bit-exact in both directions.
+computed: conversion is bit-exact in both directions. The output gets its name when it is complete: a killed
+save_pretrained of transformers 5.23 leaves a mixture of two models, which from_pretrained loads without a warning.
 """
 
 import glob
 import json
-import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -34,7 +34,6 @@ from megatron_ext.checkpoint.hf.folder import (
     has_tokenizer,
     read_config,
     read_model_config,
-    shapes_in_files,
     stack,
     stacked_name,
     trained_length,
@@ -66,19 +65,6 @@ _FILES = (
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `output` at the end, or removed after an exception.
-
-    transformers' save_pretrained and safetensors write into the folder directly: if killed while replacing a model of
-    the same shapes, they leave a mixture of both, which from_pretrained loads without a warning (transformers 5.23).
-    """
-    if output.exists() or output.is_symlink():
-        raise UserError(f"output: {output} exists; remove it or choose another folder")
-    with atomic_folder(output.absolute()) as folder:
-        yield folder
-
-
 def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> None:
     """Write a run folder for `--init-from` and `--config OUTPUT/config.yaml`, usable with every parallel layout.
 
@@ -88,6 +74,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
         UserError: the model is not supported exactly, the folder is damaged, or `output` exists.
     """
     began = time.perf_counter()
+    _check_new(output)
     model = replace(read_model_config(source), make_vocab_size_divisible_by=divisible_by)
     tensors = HuggingFaceTensors(source)
     vocab_size = model.vocab_size
@@ -103,7 +90,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
         training=TrainingConfig(bf16=shards[0].dtype is torch.bfloat16),
         checkpoint=CheckpointConfig(init_from=str(output.absolute())),
     )
-    with _new_folder(output) as folder:
+    with atomic_folder(output.absolute()) as folder:
         checkpoint = folder / "checkpoints" / folder_name(0)
         checkpoint.mkdir(parents=True)
         copy_files(source, folder / "hugging_face", "config.json")
@@ -119,6 +106,11 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
             seconds=time.perf_counter() - began,
         ).write(checkpoint)
         point(checkpoint.parent, 0)
+
+
+def _check_new(output: Path) -> None:
+    if output.exists() or output.is_symlink():
+        raise UserError(f"output: {output} exists; remove it or choose another folder")
 
 
 def _stored_shape(parameter: Parameter, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
@@ -159,6 +151,7 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     Raises:
         UserError: transformers does not support the model exactly, the checkpoint is damaged, or `output` exists.
     """
+    _check_new(output)
     run = Pretrained.find_checkpoint(source)
     model, vocab_size = run.model, run.model.vocab_size
     assert run.checkpoint is not None
@@ -176,24 +169,12 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     if unlike:
         given, wanted = found.get(unlike[0]), needed.get(unlike[0])
         raise UserError(f"checkpoint: {unlike[0]} in {run.folder} has shape {given}, its configuration needs {wanted}")
-    shapes = shapes_in_files(model, vocab_size)
-
-    def name_in_files(name: str) -> str:
-        return name if name in shapes else stacked_name(name)
-
-    dtypes = {
-        name_in_files(name): DTYPES[stored.tensors[row.checkpoint(place)].dtype]
-        for row, place in places
-        for name in row.names(place)
-    }
-    sizes = {name: math.prod(shapes[name]) * dtype.itemsize for name, dtype in dtypes.items()}
-    files = split(sizes, max_shard_bytes)
-    with _new_folder(output) as folder:
+    with atomic_folder(output.absolute()) as folder:
         try:
             manifest.check_files(run.folder, manifest.files, content=True)
         except UserError as error:
             raise with_offer(error, next(older(run.folder), None)) from None
-        write_config(folder, model, run.length, next(iter(dtypes.values())), tokens)
+        write_config(folder, model, run.length, DTYPES[stored.tensors[next(iter(needed))].dtype], tokens)
         if tokens is not None:
             copy_files(tokens, folder)
 
@@ -202,31 +183,33 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
                 whole = stored.read(row.checkpoint(place))
                 yield from zip(row.names(place), unfuse(row, whole, model, vocab_size), strict=True)
 
-        tensors = (
-            stack(name, [part for _, part in same]) if name.endswith(("_proj", "_proj_bias")) else next(same)[1]
-            for name, same in groupby(exported(), lambda named: name_in_files(named[0]))
-        )
-        for file, names in files.items():
-            save_file({name: next(tensors) for name in names}, folder / file, metadata={"format": "pt"})
+        files: list[list[str]] = []
+        tensors: dict[str, Tensor] = {}  # of the next file
+        size = total = 0
+
+        def write_file() -> None:
+            save_file(tensors, folder / f"{len(files)}.partial", metadata={"format": "pt"})
+            files.append(list(tensors))
+            tensors.clear()
+
+        stacks = model.block == "gpt_oss"
+        for name, same in groupby(exported(), lambda named: stacked_name(named[0]) if stacks else named[0]):
+            parts = [part for _, part in same]
+            tensor = stack(name, parts) if name.endswith(("_proj", "_proj_bias")) else parts[0]
+            if tensors and size + tensor.nbytes > max_shard_bytes:
+                write_file()
+                size = 0
+            tensors[name] = tensor
+            size, total = size + tensor.nbytes, total + tensor.nbytes
+        write_file()
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(files):
+            file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
+            (folder / f"{number}.partial").rename(folder / file)
+            weight_map |= dict.fromkeys(names, file)
         if len(files) > 1:
-            weight_map = {name: file for file, names in files.items() for name in names}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def split(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
-    """Distribute tensors over files, in order; a tensor of more than `limit` bytes gets its own file."""
-    shards: list[list[str]] = []
-    filled = 0
-    for name, size in sizes.items():
-        if not shards or filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
 def copy_files(source: Path, target: Path, *more: str) -> None:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.config import model_config
-from megatron_ext.checkpoint.hf.names import all_names, full_shape
+from megatron_ext.checkpoint.hf.names import full_shape, parameters_of
 from megatron_ext.checkpoint.manifest import check_inside
 from megatron_ext.checkpoint.tensors import DTYPES
 from megatron_ext.config import ModelConfig
@@ -54,7 +54,7 @@ def stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
 def shapes_in_files(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors in a model's files."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in all_names(model):
+    for name in (name for row in parameters_of(model) for place in row.places(model) for name in row.names(place)):
         shape = full_shape(name, model, vocab_size)
         stacked = stacked_name(name) if model.block == "gpt_oss" else name
         if stacked != name:

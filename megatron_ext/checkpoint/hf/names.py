@@ -317,16 +317,6 @@ def unfuse(parameter: Parameter, whole: Tensor, model: ModelConfig, vocab_size: 
     return tuple(map(torch.cat, parts))
 
 
-def all_names(model: ModelConfig) -> list[str]:
-    """Return every Hugging Face parameter name of this model."""
-    return [
-        name
-        for parameter in parameters_of(model)
-        for place in parameter.places(model)
-        for name in parameter.names(place)
-    ]
-
-
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters of the whole model, without vocabulary padding."""
     return sum(
