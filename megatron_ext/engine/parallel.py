@@ -20,7 +20,6 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_ext import heartbeat
 from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.checkpoint.damage import together
 from megatron_ext.config import Config, ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
@@ -133,6 +132,29 @@ def start_tensor_overlap(config: Config, ranks: Ranks) -> None:
         quantization_modes=[Mode.FP8 if config.training.fp8_format else Mode.NONE],
         bootstrap_backend="nccl",
     )
+
+
+def together(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Run an action on each process; if it fails on one, all raise an error, so that none waits. Collective.
+
+    `group` is another group of all processes, for a thread.
+
+    Raises:
+        UserError: that of the first process with one; the same on all.
+        RuntimeError: another process had another error, which it raises itself.
+    """
+    mine: BaseException | None = None
+    try:
+        action()
+    except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
+        mine = error
+    everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine and (isinstance(mine, UserError), str(mine)), group)
+    if mine is not None and not isinstance(mine, UserError):
+        raise mine
+    failures = [one for one in everyone if one is not None]
+    for is_user_error, text in sorted(failures, reverse=True, key=lambda failure: failure[0]):
+        raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
 
 
 def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_ext.checkpoint import changes, folders
-from megatron_ext.checkpoint.damage import together, undamaged
 from megatron_ext.checkpoint.folders import Checkpoint
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
 from megatron_ext.checkpoint.manifest import Manifest, code_identity
@@ -46,7 +46,7 @@ from megatron_ext.engine import parallel
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
-from megatron_ext.engine.parallel import Ranks, cannot_write
+from megatron_ext.engine.parallel import Ranks, cannot_write, together
 from megatron_ext.engine.weights import saved_weights, set_weights
 from megatron_ext.errors import PERMANENT, UserError
 
@@ -328,6 +328,51 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
     folder = undamaged(pretrained.checkpoint).folder
     shards = [shard for weight in saved_weights(chunks, pretrained.model, ranks) for shard in weight.shards]
     _read_together(lambda: Stored(folder).fill(shards, padded=True))
+
+
+def undamaged(checkpoint: Checkpoint, *, content: bool = True, past_damaged: bool = False) -> Checkpoint:
+    """Return the checkpoint, or with `past_damaged` and a warning the newest undamaged one up to it. Collective.
+
+    Each process checks its share of the files; with `content` checksums are compared, not only sizes.
+
+    Raises:
+        UserError: it is damaged; the message names the file, and the newest complete checkpoint before it.
+        RuntimeError: the processes see different checkpoints.
+    """
+    earlier = folders.older(checkpoint.folder)
+    agree(checkpoint)
+    while True:
+        manifest = checkpoint.manifest
+        share = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+        try:
+            together(partial(manifest.check_files, checkpoint.folder, share, content=content))
+            return checkpoint
+        except UserError as error:
+            before = next(earlier, None)
+            agree(before)
+            if before is None or not past_damaged:
+                raise folders.with_offer(error, before) from None
+            if dist.get_rank() == 0:
+                logger.warning("%s\nload_latest_complete: taking %s", error, before.folder)
+            checkpoint = before
+
+
+def agree(checkpoint: Checkpoint | None) -> None:
+    """Raise RuntimeError unless all processes have found the same checkpoint, or none. Collective.
+
+    Each process searches by itself, and a shared file system may show an outdated state to some nodes.
+    """
+    mine = "none"
+    if checkpoint is not None:
+        mine = f"{checkpoint.folder.name} (sha256 {checkpoint.manifest.digest[:8]})"
+    everyone: list[str] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if len(set(everyone)) > 1:
+        listed = ", ".join(f"{found} on rank {everyone.index(found)}" for found in dict.fromkeys(everyone))
+        raise RuntimeError(
+            f"load: got {listed}, needs the same checkpoint for all; a node saw an earlier state of the file "
+            "system, or another job writes there: start again"
+        )
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatron_ext import heartbeat
 from megatron_ext.batch import StepBatches, context_options
-from megatron_ext.checkpoint.damage import agree
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.cli import program
 from megatron_ext.config import Config
@@ -38,7 +37,7 @@ from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set_learning_rate, sync_params, wrap
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.platform import choose as choose_platform
-from megatron_ext.engine.state import Checkpointer, Position, load_weights
+from megatron_ext.engine.state import Checkpointer, Position, agree, load_weights
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.transformer import fusions_here
 from megatron_ext.engine.weights import initialise

@@ -5,11 +5,12 @@ import logging
 from pathlib import Path
 
 import pytest
+from checkpoint.test_folders import write
 from launcher import call
 
-from checkpoint.test_folders import write
-from megatron_ext.checkpoint.damage import agree, together, undamaged
 from megatron_ext.checkpoint.folders import read_checkpoint
+from megatron_ext.engine.parallel import together
+from megatron_ext.engine.state import agree, undamaged
 from megatron_ext.errors import UserError
 
 
@@ -18,7 +19,7 @@ def looked_at(rank: int, folder: str, content: bool, past_damaged: bool) -> tupl
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron_ext.checkpoint.damage").addHandler(handler)
+    logging.getLogger("megatron_ext.engine.state").addHandler(handler)
     try:
         taken = undamaged(read_checkpoint(Path(folder)), content=content, past_damaged=past_damaged).folder.name
     except UserError as error:
