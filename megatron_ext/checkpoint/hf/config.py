@@ -14,6 +14,22 @@ from megatron_ext.checkpoint.hf.rope import Angles, rope_entries, with_rope
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo
 
+_SHAPES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+_LLAMA = _SHAPES | {"rms_norm_eps": "norm_epsilon"}
+_LATENT = _LLAMA | {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -29,14 +45,8 @@ class Family:
     local: Literal["all", "some"] | None = None
     # the names of the number of experts and of their width; None if there are no experts
     experts: tuple[str, str] | None = None
-    epsilon: str = "rms_norm_eps"  # the name of the norms' epsilon
+    names: dict[str, str] = field(default_factory=lambda: _LLAMA)  # the options that equal an entry, by its name
     ignored: tuple[str, ...] = ()  # further entries that transformers does not read for this family
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The options that equal an entry, by the entry's name."""
-        latent = _LATENT if self.options.get("multi_latent_attention") else {}
-        return _SHAPES | {self.epsilon: "norm_epsilon"} | latent
 
     @property
     def like_deepseek(self) -> bool:
@@ -44,20 +54,6 @@ class Family:
         return "first_k_dense_replace" in self.defaults
 
 
-_SHAPES = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-}
-_LATENT = {
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_head_dim",
-    "qk_rope_head_dim": "qk_pos_emb_head_dim",
-    "v_head_dim": "v_head_dim",
-}
 _FIXED = {"hidden_act": "silu"}
 _UNREAD_BY_DEEPSEEK = (  # its own code computes the same; further tokens are not predicted here
     *("auto_map", "topk_method", "ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim", "num_nextn_predict_layers"),
@@ -104,15 +100,15 @@ FAMILIES: dict[str, Family] = {
         local="all", experts=("num_local_experts", "intermediate_size"), ignored=("attention_bias",),
     ),
     "phi": Family(
-        "PhiForCausalLM", {"block": "phi"}, fixed={"hidden_act": "gelu_new"}, epsilon="layer_norm_eps",
-        ignored=("attention_bias",),
+        "PhiForCausalLM", {"block": "phi"}, fixed={"hidden_act": "gelu_new"},
+        names=_SHAPES | {"layer_norm_eps": "norm_epsilon"}, ignored=("attention_bias",),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", {"block": "gemma3"},
         {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
         | {"sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         {"hidden_activation": "gelu_pytorch_tanh"},
-        local="some",
+        local="some", names=_LLAMA | {"query_pre_attn_scalar": "query_pre_attn_scalar"},
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM", {"block": "olmo3"},
@@ -136,7 +132,7 @@ FAMILIES: dict[str, Family] = {
         | {"moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
         | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "max_position_embeddings": 4096},
         _DEEPSEEK_EXPERTS | {"rope_interleave": True},
-        experts=("n_routed_experts", "moe_intermediate_size"), ignored=_UNREAD_BY_DEEPSEEK,
+        experts=("n_routed_experts", "moe_intermediate_size"), names=_LATENT, ignored=_UNREAD_BY_DEEPSEEK,
     ),
     "dots1": Family(
         "Dots1ForCausalLM", {"qk_layernorm": True},
@@ -192,12 +188,13 @@ def model_config(entries: dict[str, Any]) -> ModelConfig:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"has model_type {echo(kind)}, needs one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    gemma = {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}  # the others do not read them
-    unread = set() if kind == "gemma3_text" else gemma
+    # other families do not read these
+    gemma = ("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern")
     entries = family.defaults | {
         name: value
         for name, value in entries.items()
-        if name not in unread and (value is not None or name not in ("rope_parameters", "rope_local_base_freq"))
+        if (kind == "gemma3_text" or name not in gemma)
+        and (value is not None or name not in ("rope_parameters", "rope_local_base_freq"))
     }
     # names and values in some versions of transformers and in published files
     if "_sliding_window_pattern" in entries:
@@ -208,11 +205,9 @@ def model_config(entries: dict[str, Any]) -> ModelConfig:
         entries["scoring_func"] = "sigmoid"
     _check(entries, family)
     latent = family.options.get("multi_latent_attention", False)
-    options = family.options | {option: entries[name] for name, option in family.names.items()}
-    if kind == "gemma3_text":
-        options["query_pre_attn_scalar"] = entries["query_pre_attn_scalar"]
     model = ModelConfig(
-        **options,
+        **family.options,
+        **{option: entries[name] for name, option in family.names.items()},
         num_query_groups=entries.get("num_key_value_heads") or entries["num_attention_heads"],
         kv_channels=None if latent else entries.get("head_dim"),
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
