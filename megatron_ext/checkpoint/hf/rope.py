@@ -6,15 +6,13 @@ the length of the rows. So a run with longer rows is exported with the constant 
 
 import math
 from dataclasses import replace
-from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.checks import EXPERTS, MODEL, ROPE, broken
-from megatron_ext.config.schema import invalid
+from megatron_ext.config import Config, DataConfig, ModelConfig
+from megatron_ext.config.checks import mistakes
 from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import attention_factor, follows_text, mscale, settled
 
@@ -80,8 +78,8 @@ def _with_angles(model: ModelConfig, rope: dict[str, Any], entries: dict[str, An
         changes["rotary_percent"] = float(share or 0.5)
     elif share not in (None, 1):
         raise UserError(f"has partial_rotary_factor {echo(share)}, this model has 1.0 only; use another model")
-    config = Config(model=replace(model, **changes))
-    mistake = next(chain(invalid(config), broken([*MODEL, *ROPE, *EXPERTS], config)), None)
+    config = Config(model=replace(model, **changes), data=DataConfig(data_path=("none",)))
+    mistake = next(mistakes(config, world_size=1), None)
     if mistake is not None:
         raise UserError(f"has values that make no sense: {mistake}")
     return config.model
