@@ -108,17 +108,14 @@ def concatenate(layouts: Sequence[PackedLayout]) -> PackedLayout:
     """Concatenate rows: a micro-batch of m rows is one packed layout whose grid restarts at each row.
 
     Raises:
-        ValueError: no layouts, or rows of different lengths.
         UserError: more than MOST_TOKENS in all rows.
     """
-    lengths = {layout.row_length for layout in layouts}
-    if len(lengths) != 1:
-        raise ValueError(f"layouts: got row lengths {sorted(lengths)}, needs one common length")
+    (row_length,) = {layout.row_length for layout in layouts}
     offsets = np.cumsum([0] + [layout.tokens for layout in layouts[:-1]])
     borders = [layout.cu_seqlens[:-1] + offset for layout, offset in zip(layouts, offsets, strict=True)]
     total = offsets[-1] + layouts[-1].tokens
     check_tokens(int(total))
-    return PackedLayout(lengths.pop(), np.append(np.concatenate(borders), total).astype(np.int32))
+    return PackedLayout(row_length, np.append(np.concatenate(borders), total).astype(np.int32))
 
 
 def check_tokens(tokens: int) -> None:

@@ -193,17 +193,31 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         total_vD = ctx.weight_grad_vD
         if total_vD is None:
             total_vD = torch.zeros_like(weight_vD, dtype=torch.float32)
-        factor_vD = operand(weight_vD)
+        shard, factor_vD = ctx.shard, operand(weight_vD)
+        entries, dtype = shard.real(len(weight_vD)), factor_vD.dtype
         buffer_bv, ctx.left_bv = ctx.left_bv, None  # overwritten here: a second backward pass recomputes all blocks
-        left = buffer_bv is not None
+        left = buffer_bv is not None  # whether it holds exp(l - m) of the block that comes first
         if buffer_bv is None:
             buffer_bv = _buffer(hidden_tD, weight_vD, ctx.block)
         for at in _blocks(hidden_tD, ctx.block):
             hidden_bD, logits_bv = operand(hidden_tD[at]), buffer_bv[: at.stop - at.start]
             if not left:
                 product_into(logits_bv, hidden_bD, factor_vD.T)
-            token_b = labels_t[at], highest_t[at], scale_t[at], loss_grad_t[at]
-            grad_bv = _gradient(logits_bv, *token_b, ctx.shard, factor_vD.dtype, ctx.fused, left)
+            # scale * exp(l - m), minus the label's gradient at the label; written over the logits
+            labels_b, highest_b, scale_b, loss_grad_b = labels_t[at], highest_t[at], scale_t[at], loss_grad_t[at]
+            if ctx.fused:
+                from megatron_ext.loss_kernels import in_place_of, softmax_gradient
+
+                softmax_gradient(logits_bv, labels_b, highest_b, scale_b, loss_grad_b, shard.first, entries, dtype)
+                grad_bv = in_place_of(logits_bv, dtype)
+            else:
+                if not left:
+                    logits_bv[:, entries:] = -torch.inf
+                    logits_bv.sub_(highest_b[:, None]).exp_()
+                logits_bv.mul_(scale_b[:, None])
+                column_b, here_b = _columns(labels_b, shard, logits_bv.shape[1])
+                logits_bv.scatter_add_(1, column_b[:, None], torch.where(here_b, -loss_grad_b, 0.0)[:, None])
+                grad_bv = logits_bv.to(dtype)
             left = False
             product_into(grad_hidden_tD[at], grad_bv, factor_vD)
             add_product(total_vD, grad_bv.T, hidden_bD)
@@ -255,36 +269,6 @@ def _combine_shards(statistics_kt: Tensor, group: dist.ProcessGroup) -> None:
     statistics_kt[1] *= drop_t.exp()
     dist.all_reduce(statistics_kt[1:], group=group)
     statistics_kt[0] = highest_t
-
-
-def _gradient(
-    logits_bv: Tensor,
-    labels_b: Tensor,
-    highest_b: Tensor,
-    scale_b: Tensor,
-    loss_grad_b: Tensor,
-    shard: VocabularyShard,
-    dtype: torch.dtype,
-    fused: bool,
-    exponentiated: bool,
-) -> Tensor:
-    """Return scale * exp(l - m), minus the label's gradient at the label: [b, v] in `dtype`.
-
-    The logits are overwritten; `exponentiated`: they already hold exp(l - m).
-    """
-    entries = shard.real(logits_bv.shape[1])
-    if fused:
-        from megatron_ext.loss_kernels import in_place_of, softmax_gradient
-
-        softmax_gradient(logits_bv, labels_b, highest_b, scale_b, loss_grad_b, shard.first, entries, dtype)
-        return in_place_of(logits_bv, dtype)
-    if not exponentiated:
-        logits_bv[:, entries:] = -torch.inf
-        logits_bv.sub_(highest_b[:, None]).exp_()
-    grad_bv = logits_bv.mul_(scale_b[:, None])
-    column_b, here_b = _columns(labels_b, shard, logits_bv.shape[1])
-    grad_bv.scatter_add_(1, column_b[:, None], torch.where(here_b, -loss_grad_b, 0.0)[:, None])
-    return grad_bv.to(dtype)
 
 
 def _columns(labels_b: Tensor, shard: VocabularyShard, columns: int) -> tuple[Tensor, Tensor]:

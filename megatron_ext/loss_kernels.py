@@ -14,6 +14,8 @@ between the read and the write of a chunk is sufficient: all threads have then r
 Without a GPU the kernels run in Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from typing import Any
 
 import torch
@@ -30,16 +32,9 @@ _LOWEST = tl.constexpr(loss.LOWEST)
 
 @triton.jit
 def _statistics_of_token(
-    logits: tl.tensor,
-    labels: tl.tensor,
-    statistics: tl.tensor,
-    row_stride: tl.tensor,
-    statistics_stride: tl.tensor,
-    first: tl.tensor,
-    ENTRIES: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
+    logits, labels, statistics, row_stride, statistics_stride, first,
+    ENTRIES: tl.constexpr, WITH_ENTROPY: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     label = tl.load(labels + row) - first
@@ -68,19 +63,9 @@ def _statistics_of_token(
 
 @triton.jit
 def _gradient_of_token(
-    logits: tl.tensor,
-    gradient: tl.tensor,
-    labels: tl.tensor,
-    highest_of: tl.tensor,
-    scales: tl.tensor,
-    loss_grads: tl.tensor,
-    row_stride: tl.tensor,
-    gradient_stride: tl.tensor,
-    first: tl.tensor,
-    ENTRIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
+    logits, gradient, labels, highest_of, scales, loss_grads, row_stride, gradient_stride, first,
+    ENTRIES: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     gradient += row * gradient_stride

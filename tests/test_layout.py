@@ -133,12 +133,3 @@ def test_refusals(bad: tuple[int, list[int], int], text: str, good: tuple[int, l
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
     assert build_layout(*good).tokens == good[0]
-
-
-def test_concatenate_refuses_rows_of_two_lengths() -> None:
-    four, five = build_layout(4, [], 4), build_layout(5, [], 4)
-    with pytest.raises(ValueError, match=r"^layouts: got row lengths \[4, 5\], needs one common length$"):
-        concatenate([four, five])
-    with pytest.raises(ValueError, match=r"^layouts: got row lengths \[\], needs one common length$"):
-        concatenate([])
-    assert concatenate([four, four]).tokens == 8

@@ -119,7 +119,7 @@ def share_rows(
     for name, given, known in (("window_mask", window_mask, get_args(WindowMask)), ("scheme", scheme, tuple(Scheme))):
         if given not in known:
             raise UserError(f"{name}: got {given!r}, needs one of {', '.join(known)}")
-    options = MaskOptions(document_mask=True, window_mask=window_mask if window is not None else "grid")
+    options = MaskOptions(document_mask=True, window_mask=window_mask)
     ends = [np.asarray(row, dtype=np.int64) for row in document_ends]
     mask = options.at(row_length, ends, row_length if window is None else window).scheduled
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

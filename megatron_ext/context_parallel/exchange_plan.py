@@ -175,25 +175,24 @@ class CPPlan:
         rows_received = ranges(coming.start, coming.end - coming.start)
         cu_seqlens_kv = np.concatenate([[0], np.cumsum(end - key_start)])
         check_tokens(int(cu_seqlens_kv[-1]))  # keys that several pieces see count once for each
+        # the intervals of tokens held here, own ones before received ones, and the local row at which each starts
+        starts, ends = np.concatenate([start, coming.start]), np.concatenate([end, coming.end])
+        local_row = np.cumsum(ends - starts) - (ends - starts)
+        order = np.argsort(starts, kind="stable")
+        _, interval, first, last = overlaps(key_start, end, starts[order], ends[order])
         return RankPlan(
             cu_seqlens_q=cu_seqlens_q.astype(np.int32),
             cu_seqlens_kv=cu_seqlens_kv.astype(np.int32),
-            send=self._split(rows_sent, going.destination, going),
-            receive=self._split(rows_received, coming.source, coming),
-            kv_rows=_local_indices(key_start, end, start, end, coming.start, coming.end),
+            send=tuple(np.split(rows_sent, np.cumsum(self.rows_moved[rank])[:-1])),
+            receive=tuple(np.split(rows_received, np.cumsum(self.rows_moved[:, rank])[:-1])),
+            kv_rows=ranges(local_row[order][interval] + first - starts[order][interval], last - first),
         )
 
     def _in_order(self, chosen: Bool, peer: Int64) -> _Transfers:
         """Sort the chosen transfers by peer, then by position."""
         index = np.flatnonzero(chosen)
-        moved = self._transfers
-        index = index[np.lexsort((moved.start[index], peer[index]))]
-        return _Transfers(*(column[index] for column in moved))
-
-    def _split(self, rows: Int64, peer: Int64, moved: _Transfers) -> tuple[Int64, ...]:
-        """Split rows that are sorted by peer into those of each rank."""
-        counts = _sums(peer, moved.end - moved.start, self.cp_size)
-        return tuple(np.split(rows, np.cumsum(counts)[:-1]))
+        index = index[np.argsort(peer[index], kind="stable")]
+        return _Transfers(*(column[index] for column in self._transfers))
 
 
 def plan(
@@ -269,12 +268,3 @@ def _good_enough(made: CPPlan) -> bool:
 def _sums(index: Int64, values: Int64, length: int) -> Int64:
     """Sum the values at each index; int64 [length], exact below 2^53, as bincount adds in float64."""
     return np.bincount(index, weights=values, minlength=length).astype(np.int64)
-
-
-def _local_indices(low: Int64, high: Int64, own_start: Int64, own_end: Int64, start: Int64, end: Int64) -> Int64:
-    """Return the local row of each token of the ranges [low, high); own intervals precede the received ones."""
-    starts, ends = np.concatenate([own_start, start]), np.concatenate([own_end, end])
-    local_row = np.cumsum(ends - starts) - (ends - starts)
-    order = np.argsort(starts, kind="stable")
-    _, interval, first, last = overlaps(low, high, starts[order], ends[order])
-    return ranges(local_row[order][interval] + first - starts[order][interval], last - first)
