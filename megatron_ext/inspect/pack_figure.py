@@ -25,7 +25,7 @@ _STRIPES = np.array([[0.71, 0.74, 0.78], [0.87, 0.89, 0.91]])  # alternating col
 
 
 def write_pack(view: PackView, output: Path | str) -> Path:
-    """Draw the row to the PNG file `output`, written atomically; return its path.
+    """Draw the mask of one row, below bands of its documents, segments and ranks, to a PNG file; return its path.
 
     Raises:
         UserError: `output` does not end in .png.
@@ -33,14 +33,6 @@ def write_pack(view: PackView, output: Path | str) -> Path:
     output = Path(output)
     if output.suffix.lower() != ".png":
         raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .png")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(output) as aside:
-        draw_pack(view).savefig(aside, dpi=110, format="png")
-    return output
-
-
-def draw_pack(view: PackView) -> Figure:
-    """Draw the mask of one row, below bands of its documents, segments and ranks."""
     length, documents, segments = view.tokens, len(view.documents) - 1, view.layout.segments
     figure = Figure(figsize=(8.0, 8.6), layout="constrained")
     title = headline(view)
@@ -81,7 +73,10 @@ def draw_pack(view: PackView) -> Figure:
     axis.tick_params(length=0)
     axis.set(xlim=(0, length), ylim=(length, top), xlabel="key (token)", ylabel="query (token)")
     axis.spines[:].set_visible(False)
-    return figure
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output) as aside:
+        figure.savefig(aside, dpi=110, format="png")
+    return output
 
 
 def mask_image(view: PackView) -> Float64:

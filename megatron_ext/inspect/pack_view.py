@@ -99,20 +99,16 @@ def describe(view: PackView, texts: Sequence[str] | None = None) -> str:
             f"text: got a row of {view.tokens:,} tokens, needs one of up to {SHORT}; "
             "shorten --seq-length or leave --text out"
         )
-    parts = [[headline(view)]]
+    parts, ranks = [headline(view)], view.ranks if view.ranks > 1 else 0
     if view.tokens > SHORT:
-        parts += [textwrap.wrap(f"documents {_intervals(view.documents[:-1], view.documents[1:])}", WIDTH)]
+        parts += [textwrap.fill(f"documents {_intervals(view.documents[:-1], view.documents[1:])}", WIDTH)]
     else:
-        parts += [_token_lines(view, texts)]
-        if view.ranks > 1:
-            parts += [_rank_lines(view, rank) for rank in range(view.ranks)]
-    facts = (
-        f"effective context {AttentionMask(view.layout).effective_context:,.2f}, keys per token {view.keys.mean():,.2f}"
-    )
-    parts += [[f"longest segment {view.layout.lengths.max():,}, {facts}"]]
-    if view.ranks > 1:
-        parts += [_rank_table(view)]
-    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts)
+        parts += [_token_text(view, texts), *(_rank_text(view, rank) for rank in range(ranks))]
+    context = AttentionMask(view.layout).effective_context
+    facts = f"effective context {context:,.2f}, keys per token {view.keys.mean():,.2f}"
+    parts += [f"longest segment {view.layout.lengths.max():,}, {facts}"]
+    parts += [_rank_table(view)] if ranks else []
+    return "\n\n".join(parts)
 
 
 def headline(view: PackView) -> str:
@@ -142,7 +138,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _token_lines(view: PackView, texts: Sequence[str] | None) -> list[str]:
+def _token_text(view: PackView, texts: Sequence[str] | None) -> str:
     token = np.arange(view.tokens)
     documents, segments = (
         np.searchsorted(borders, token, side="right") - 1 for borders in (view.documents, view.layout.cu_seqlens)
@@ -168,10 +164,10 @@ def _token_lines(view: PackView, texts: Sequence[str] | None) -> list[str]:
         drawn += [""] if first else []
         for name, row in cells.items():
             drawn.append(name.ljust(_LABEL) + "".join(cell.rjust(width) for cell in row[first : first + across]))
-    return drawn
+    return "\n".join(drawn)
 
 
-def _rank_lines(view: PackView, rank: int) -> list[str]:
+def _rank_text(view: PackView, rank: int) -> str:
     made, own = view.plan.rank(rank), view.plan.pieces_of(rank)
     received = [(_runs(rows), source) for source, rows in enumerate(made.receive) if rows.size]
     fetched = ", ".join(f"{rows} from rank {source}" for rows, source in received)
@@ -182,8 +178,8 @@ def _rank_lines(view: PackView, rank: int) -> list[str]:
         f"fetches {fetched}" if fetched else "fetches nothing",
     ]
     indent = " " * (_LABEL + 2)
-    folded = [line for fact in facts for line in textwrap.wrap(fact, WIDTH - len(indent), subsequent_indent="  ")]
-    return [("" if row else f"rank {rank}").ljust(len(indent)) + line for row, line in enumerate(folded)]
+    folded = [textwrap.fill(fact, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ") for fact in facts]
+    return f"rank {rank}".ljust(len(indent)) + "\n".join(folded).removeprefix(indent)
 
 
 def _intervals(starts: Int64, ends: Int64) -> str:
@@ -196,15 +192,13 @@ def _runs(tokens: Int64) -> str:
     return _intervals(tokens[np.append(0, borders)], tokens[np.append(borders, len(tokens)) - 1] + 1)
 
 
-def _rank_table(view: PackView) -> list[str]:
+def _rank_table(view: PackView) -> str:
     made, moved = view.plan, view.plan.rows_moved
     columns = zip(made.pairs.tolist(), moved.sum(axis=1).tolist(), moved.sum(axis=0).tolist(), strict=True)
     lines = [f"{'rank':>4} {'tokens':>9} {'pairs':>15} {'/ mean':>7} {'rows sent':>10} {'received':>10}"]
     for rank, (pairs, sent, received) in enumerate(columns):
-        share = pairs / made.pairs.mean()
-        lines.append(f"{rank:4} {view.tokens // view.ranks:9,} {pairs:15,} {share:7.3f} {sent:10,} {received:10,}")
+        relative = pairs / made.pairs.mean()
+        lines.append(f"{rank:4} {view.tokens // view.ranks:9,} {pairs:15,} {relative:7.3f} {sent:10,} {received:10,}")
     total, gathered = int(moved.sum()), view.tokens * (view.ranks - 1)
-    return [
-        *lines,
-        f"{_count(total, 'row')} exchanged, {total / gathered:.1%} of the {gathered:,} of an all-gather of the row",
-    ]
+    share = f"{total / gathered:.1%} of the {gathered:,} of an all-gather of the row"
+    return "\n".join([*lines, f"{_count(total, 'row')} exchanged, {share}"])

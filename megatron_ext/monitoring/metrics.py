@@ -47,11 +47,7 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
 
 
 def read_by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """Read the last record of each step, by increasing step; {} without such a file.
-
-    Raises:
-        UserError: as `read_jsonl`.
-    """
+    """Read the last record of each step, by increasing step; {} without such a file. Raises as `read_jsonl` does."""
     records = read_jsonl(path) if path.is_file() else []
     return dict(sorted({record["step"]: record for record in records}.items()))
 
@@ -60,10 +56,7 @@ def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     """Keep only the lines of `path` whose `step` satisfies `keep`; a missing file stays missing.
 
     An incomplete last line of a killed writer is dropped; kept lines are unchanged, byte for byte. The file is
-    rewritten atomically: a kill at any moment leaves either the old file or the new one.
-
-    Raises:
-        UserError: a complete line is not a JSON object with an integer `step`; nothing is changed then.
+    rewritten atomically. Raises as `read_jsonl` does; nothing is changed then.
     """
     path = Path(path)
     if not path.exists():
@@ -106,12 +99,7 @@ class MetricsWriter:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        *,
-        resume_step: int,
-        logging: LoggingConfig,
-        config: dict[str, Any] | None = None,
+        self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: dict[str, Any] | None = None
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -287,8 +275,7 @@ class History:
 def note_history(folder: Path, event: str, step: int, facts: Record) -> None:
     """Append a "start", or an "end", after `step` steps to a run's history, with other facts as JSON types.
 
-    Raises:
-        UserError: a complete line of the file is not a JSON object.
+    Raises as `read_jsonl` does.
     """
     cut_back(folder / HISTORY_FILE, lambda _: True)  # remove a line left incomplete by a killed process
     with (folder / HISTORY_FILE).open("a", encoding="utf-8") as file:

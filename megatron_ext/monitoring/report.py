@@ -149,7 +149,7 @@ def table(run: Run) -> dict[str, str]:
             "Parameters": f"{newest['parameters']:,}",
         }
     rows["Completed steps"] = f"{run.steps:,}"
-    for length, (steps, values) in _by_length(run).items():
+    for length, (steps, values) in _numbered(run, "by_length"):
         last = f"{values[-1]:.4f} after {steps[-1]:,.0f} steps"
         rows[f"Validation loss at {length:,} tokens"] = f"{last}, lowest {values.min():.4f}"
     for label, key, reduce, show in _SUMMARY:
@@ -161,13 +161,9 @@ def table(run: Run) -> dict[str, str]:
     return rows
 
 
-def _by_length(run: Run) -> dict[int, Curve]:
-    """Return the validation loss at each evaluation length in tokens, shortest first."""
-    by_length = {int(length): curve for length, curve in parts(run.validation, "by_length").items()}
-    return dict(sorted(by_length.items()))
-
-
-# Charts
+def _numbered(run: Run, key: str) -> list[tuple[int, Curve]]:
+    """Return the curves of a validation metric that has a value for each number of tokens, the lowest first."""
+    return sorted((int(tokens), curve) for tokens, curve in parts(run.validation, key).items())
 
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
@@ -210,12 +206,11 @@ def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Draw the validation loss by step, for each evaluation length, and by position."""
     by_step, by_position = [], []
     for number, run in enumerate(runs):
-        lengths = _by_length(run)
-        for place, (length, curve) in enumerate(lengths.items(), start=1):
+        lengths = _numbered(run, "by_length")
+        for place, (length, curve) in enumerate(lengths, start=1):
             style = {"mode": "lines+markers", "opacity": place / len(lengths)}
             by_step.append(_trace(*curve, f"{run.name}, {length:,} tokens", number, **style))
-        positions = sorted((int(n), curve) for n, curve in parts(run.validation, "by_position").items())
-        if positions:
+        if positions := _numbered(run, "by_position"):
             steps = np.unique(np.concatenate([curve.steps for _, curve in positions]))
             for place, step in enumerate(steps[[0, -1]] if len(runs) == 1 else steps[-1:]):
                 at = {n: mean for n, curve in positions for one, mean in zip(*curve, strict=True) if one == step}

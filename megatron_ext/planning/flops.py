@@ -78,11 +78,6 @@ class RunFlops(NamedTuple):
     constant: float  # with the last window from the first step on
     scoring: float  # of the short-context pass of token weighting
 
-    @property
-    def saved(self) -> float:
-        """The share of FLOPs that the schedule saves, 0..1."""
-        return 1.0 - self.scheduled / self.constant
-
 
 def run_flops(config: Config, vocab_size: int) -> RunFlops:
     """Count the FLOPs of a configuration."""

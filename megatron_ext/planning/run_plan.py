@@ -45,7 +45,8 @@ def describe(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
         yield f"  step {step:>9,}   window {at:>9,}   learning rate {rate.at(step):.3e}{base}"
 
     flops, memory = run_flops(config, vocab_size), estimate(config, world_size, vocab_size)
-    yield f"FLOPs            {flops.scheduled:.3e}; {flops.saved:.1%} less than with a constant window"
+    saved = 1 - flops.scheduled / flops.constant
+    yield f"FLOPs            {flops.scheduled:.3e}; {saved:.1%} less than with a constant window"
     if flops.scoring:
         yield f"                 and {flops.scoring:.3e} ({flops.scoring / flops.scheduled:.0%}) to score tokens"
     yield f"memory per GPU   {gibibytes(memory.total)} at least, of the fullest pipeline stage:"

@@ -11,21 +11,22 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ext.arrays import Float64
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import context_options
 from megatron_ext.config import Config
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.planning.attention_shapes import planned_group
 
 MOST_ROWS, TOKENS = 256, 2**24  # rows read, and their total tokens; at least the rows of two batches
 SHARED_TOKENS = 2**20  # tokens of the rows that are planned for each number of ranks; at least two rows
 BATCHES = 8  # resampled from the rows
 
 
-class Shared(NamedTuple):
-    """The costs of context-parallel plans, averaged over rows and layers."""
+class AttentionLoad(NamedTuple):
+    """What the cost of attention depends on besides sizes."""
 
-    exchanged: float  # keys that the busiest rank sends or receives, as a fraction of the keys of all other ranks
-    imbalance: float  # attention pairs of the slowest rank over the mean
+    context: float  # C, the effective context in tokens: a token sees C / 2 keys on average
+    exchanged: float  # keys that the busiest context-parallel rank moves, as a fraction of all other ranks' keys
+    imbalance: float = 1.0  # attention of the slowest rank over the mean
 
 
 class SampledRows:
@@ -37,14 +38,15 @@ class SampledRows:
         # the policy needs only the document borders, so the tokens are not kept
         count = min(MOST_ROWS, max(TOKENS // data.seq_length, 2 * data.global_batch_size))
         self._ends = [np.asarray(row_at(sample).document_ends) for sample in range(count)]
-        self._costs_at = cache(self._costs)
-        self.shared = cache(self._shared)
-        self.imbalance = cache(self._imbalance)
+        self._costs_at, self._shared_at = cache(self._costs), cache(self._shared)
+        self._imbalance_at = cache(self._imbalance)
 
-    def context(self, window: int) -> float:
-        """Return the effective context C, the mean over tokens, layers and rows, in tokens."""
-        layers = self._options.num_layers
-        return float(self._costs_at(window).mean() / (layers * self._config.data.seq_length))
+    def load(self, window: int, cp_size: int, replicas: int) -> AttentionLoad:
+        """Return the cost of attention under a window: the means over tokens, layers and rows."""
+        tokens = self._options.num_layers * self._config.data.seq_length
+        exchanged, imbalance = self._shared_at(window, cp_size)
+        context = float(self._costs_at(window).mean() / tokens)
+        return AttentionLoad(context, exchanged, imbalance * self._imbalance_at(window, replicas))
 
     def _costs(self, window: int) -> Float64:
         """Return each row's attention cost, as `LayerMasks.context_sum`."""
@@ -67,12 +69,12 @@ class SampledRows:
         loads = assigned.sum(axis=1)
         return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
 
-    def _shared(self, window: int, cp_size: int) -> Shared:
-        """Plan some rows for a number of ranks."""
-        options, length = context_options(self._config, planned_group(cp_size)), self._config.data.seq_length
+    def _shared(self, window: int, cp_size: int) -> tuple[float, float]:
+        """Plan some rows for a number of ranks; return `exchanged`, and the imbalance between the ranks of a row."""
+        options, length = context_options(self._config, ContextGroup(0, cp_size, None)), self._config.data.seq_length
         if options is None:
-            return Shared(exchanged=0.0, imbalance=1.0)
-        found: list[Shared] = []
+            return 0.0, 1.0
+        found = []
         for ends in self._ends[: max(SHARED_TOKENS // length, 2)]:
             masks = self._options.at(length, [ends], window)
             layers, plans = [number for number, _ in masks.by_layers()], options.plans(masks)
@@ -81,6 +83,6 @@ class SampledRows:
                 for name in ("rows_moved", "pairs")
             )
             busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max()) / sum(layers)
-            others = length - length // cp_size
-            found.append(Shared(float(busiest / others), float(pairs.max() / pairs.mean())))
-        return Shared(*(float(np.mean(column)) for column in zip(*found, strict=True)))
+            found.append((busiest / (length - length // cp_size), pairs.max() / pairs.mean()))
+        exchanged, imbalance = (float(np.mean(column)) for column in zip(*found, strict=True))
+        return exchanged, imbalance

@@ -48,11 +48,6 @@ class Layout:
     last: StepTime
 
     @property
-    def hours(self) -> float:
-        """Hours of the whole run."""
-        return self.seconds * self.config.training.train_iters / 3600
-
-    @property
     def name(self) -> str:
         """A one-line description."""
         parallel = self.config.parallel
@@ -236,6 +231,7 @@ def describe(found: Found, config: Config, machine: Machine) -> Iterator[str]:
 
 def _row(name: str, layout: Layout, machine: Machine) -> str:
     seconds, gpus, config = layout.last.total, machine.gpus, layout.config
+    hours = layout.seconds * config.training.train_iters / 3600
     tokens = config.data.global_batch_size * config.data.seq_length
     mfu = utilisation(  # as in metrics.jsonl: relative to the bf16 peak
         config.model,
@@ -245,10 +241,11 @@ def _row(name: str, layout: Layout, machine: Machine) -> str:
         seconds=seconds,
         peak=gpus * machine.kind.bf16 * 1e12,
     )
+    bound, _ = max(vars(layout.last).items(), key=lambda part: part[1])
     return (
         f"{name:>3} {layout.name:58} {seconds:8.2f} {tokens / seconds / gpus:12,.0f} {mfu:6.1%} "
-        f"{gibibytes(layout.memory):>10} {layout.hours:8,.1f} "
-        f"{f'${layout.hours * gpus * machine.kind.hour:,.0f}':>11}  {layout.last.bound}"
+        f"{gibibytes(layout.memory):>10} {hours:8,.1f} "
+        f"{f'${hours * gpus * machine.kind.hour:,.0f}':>11}  {bound}"
     )
 
 

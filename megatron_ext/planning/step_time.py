@@ -28,7 +28,7 @@ from megatron_ext.config import Config, ModelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_yaml, typed
 from megatron_ext.masks import MaskOptions
-from megatron_ext.planning.sampled_rows import SampledRows
+from megatron_ext.planning.sampled_rows import AttentionLoad, SampledRows
 
 _whole_row_context = cache(MaskOptions.whole_row_context)  # a search asks for thousands of layouts
 FACTS = Path(__file__).parent / "facts"
@@ -101,14 +101,6 @@ def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
     return typed(read_yaml(path), Speeds, path)
 
 
-class AttentionLoad(NamedTuple):
-    """What the cost of attention depends on besides sizes."""
-
-    context: float  # C, the effective context in tokens: a token sees C / 2 keys on average
-    exchanged: float  # keys that the busiest context-parallel rank receives, as a fraction of all other ranks' keys
-    imbalance: float = 1.0  # attention of the slowest rank over the mean
-
-
 @dataclass(frozen=True)
 class Machine:
     """What a run's time depends on besides its configuration: `gpus` of the kind `gpu`, a name of `speeds`.
@@ -134,9 +126,7 @@ class Machine:
             context = _whole_row_context(config.mask_options(), length, window)
             # a window as long as the row needs all remote keys; a small one only those of segments that ranks share
             return AttentionLoad(context, min(context / length, 1.0))
-        shared = rows.shared(window, config.parallel.context_parallel_size)
-        imbalance = shared.imbalance * rows.imbalance(window, config.data_parallel_size(self.gpus))
-        return AttentionLoad(rows.context(window), shared.exchanged, imbalance)
+        return rows.load(window, config.parallel.context_parallel_size, config.data_parallel_size(self.gpus))
 
 
 @dataclass(frozen=True)
@@ -159,11 +149,6 @@ class StepTime:
     def total(self) -> float:
         """Seconds of the step."""
         return sum(vars(self).values())
-
-    @property
-    def bound(self) -> str:
-        """The largest part."""
-        return max(vars(self).items(), key=lambda part: part[1])[0]
 
 
 class Amount(NamedTuple):

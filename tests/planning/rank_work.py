@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from megatron_ext.config import Config
-from megatron_ext.planning.step_time import AttentionLoad, layer_work
+from megatron_ext.planning.sampled_rows import AttentionLoad
+from megatron_ext.planning.step_time import layer_work
 
 
 @dataclass(frozen=True)

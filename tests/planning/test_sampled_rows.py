@@ -44,14 +44,14 @@ def config() -> Config:
 @pytest.mark.parametrize("window", [96, 1000, LENGTH])
 def test_rows_of_one_document_see_what_the_formula_says(config: Config, window: int) -> None:
     rows = SampledRows(config, rows_at(whole))
-    assert rows.context(window) == pytest.approx(config.mask_options().whole_row_context(LENGTH, window))
-    assert rows.imbalance(window, 4) == pytest.approx(1.0)
+    assert rows.load(window, 1, 1).context == pytest.approx(config.mask_options().whole_row_context(LENGTH, window))
+    assert rows.load(window, 1, 4).imbalance == pytest.approx(1.0)
 
 
 def test_the_context_is_the_mean_of_squared_document_lengths(config: Config) -> None:
     rows = SampledRows(config, rows_at(lambda sample: np.array([1024])))
-    assert rows.context(LENGTH) == pytest.approx((1024**2 + 3072**2) / LENGTH)
-    assert rows.context(1024) == pytest.approx(1024)
+    assert rows.load(LENGTH, 1, 1).context == pytest.approx((1024**2 + 3072**2) / LENGTH)
+    assert rows.load(1024, 1, 1).context == pytest.approx(1024)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16])
@@ -64,13 +64,13 @@ def test_assigned_rows_are_as_uneven_as_their_assignment(config: Config, replica
     for batch in batches:
         assigned = batch[assign_rows(batch, replicas, 16 // replicas)].sum(axis=(1, 2))
         worst.append(assigned.max() / assigned.mean())
-    assert rows.imbalance(LENGTH, replicas) == pytest.approx(np.mean(worst), rel=0.06)
-    in_order = SampledRows(config, rows_at(drawn)).imbalance(LENGTH, replicas)
-    assert in_order >= rows.imbalance(LENGTH, replicas) * (1 - 1e-9)
+    assert rows.load(LENGTH, 1, replicas).imbalance == pytest.approx(np.mean(worst), rel=0.06)
+    in_order = SampledRows(config, rows_at(drawn)).load(LENGTH, 1, replicas).imbalance
+    assert in_order >= rows.load(LENGTH, 1, replicas).imbalance * (1 - 1e-9)
 
 
 def test_local_layers_exchange_their_window_alone(config: Config) -> None:
     flags = ["--num-layers", "4", "--local-window", "64", "--window-attn-skip-freq", "4"]
     local = parse([*FLAGS, *flags])
-    found, everywhere = (SampledRows(one, rows_at(whole)).shared(LENGTH, 4).exchanged for one in (local, config))
+    found, everywhere = (SampledRows(one, rows_at(whole)).load(LENGTH, 4, 1).exchanged for one in (local, config))
     assert everywhere / 4 < found < everywhere / 4 + 0.05

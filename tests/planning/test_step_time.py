@@ -11,7 +11,8 @@ from rank_work import RankWork, rank_work
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
-from megatron_ext.planning.step_time import FACTS, AttentionLoad, Machine, Speeds, StepTime, read_speeds, step_time
+from megatron_ext.planning.sampled_rows import AttentionLoad
+from megatron_ext.planning.step_time import FACTS, Machine, Speeds, StepTime, read_speeds, step_time
 
 SPEEDS = read_speeds()
 VOCABULARY = 128256

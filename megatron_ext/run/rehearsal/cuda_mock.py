@@ -161,12 +161,12 @@ def _kernels() -> None:
     Without them the backward of SiLU is seven operators and RMSNorm keeps fp32 copies of its input. They are never
     called: fake tensors only need the shapes.
     """
+
+    def not_called(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a kernel was called on a device that is not there")
+
     for name in KERNELS:
-        _KERNELS.impl(name, _not_called, "CUDA")
-
-
-def _not_called(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a kernel was called on a device that is not there")
+        _KERNELS.impl(name, not_called, "CUDA")
 
 
 def _storage_copies() -> None:

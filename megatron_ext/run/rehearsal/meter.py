@@ -42,12 +42,7 @@ aten = torch.ops.aten
 MOST_KNOWN = 2**26  # maximum size of an integer tensor whose values are tracked: which experts each token has
 # operators whose output shape depends on values: they synchronize the host
 _SHAPED_BY_VALUES = {
-    aten.nonzero,
-    aten.masked_select,
-    aten._unique2,
-    aten.unique_consecutive,
-    aten.unique_dim,
-    aten.bincount,
+    *(aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.bincount),
 }
 c10d = torch.ops.c10d
 # collectives that torch coalesces; fake tensors do not support them
@@ -306,21 +301,15 @@ class Meter(TorchDispatchMode):
             if source is not None:
                 self.remember(out, source)
         elif packet in _FOLLOWED:
-            self._follow_computed(func, args, kwargs, made)
-
-    def _follow_computed(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[FakeTensor]
-    ) -> None:
-        """Also compute an operator on real values if all of its tensors are known; `made` are its fake results."""
-        leaves, spec = tree_flatten((args, kwargs))
-        real = [self.values(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if any(isinstance(leaf, Tensor) and value is None for leaf, value in zip(leaves, real, strict=True)):
-            return
-        real_args, real_kwargs = tree_unflatten(real, spec)
-        if "device" in real_kwargs:
-            real_kwargs["device"] = "cpu"
-        for tensor, values in zip(made, tree_leaves(func(*real_args, **real_kwargs)), strict=True):
-            self.remember(tensor, values)
+            leaves, spec = tree_flatten((args, kwargs))
+            real = [self.values(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            if any(isinstance(leaf, Tensor) and value is None for leaf, value in zip(leaves, real, strict=True)):
+                return
+            real_args, real_kwargs = tree_unflatten(real, spec)
+            if "device" in real_kwargs:
+                real_kwargs["device"] = "cpu"
+            for tensor, values in zip(made, tree_leaves(func(*real_args, **real_kwargs)), strict=True):
+                self.remember(tensor, values)
 
 
 def _is_large(tensor: Tensor) -> bool:

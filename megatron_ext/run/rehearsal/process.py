@@ -53,8 +53,7 @@ def in_process(request: Request) -> dict[str, Any]:
             raise UserError(done.stderr.strip().splitlines()[-1])
         if done.returncode != 0:
             raise RuntimeError(f"rank {request.rank} died with status {done.returncode}:\n{done.stderr[-4000:]}")
-        answer: dict[str, Any] = json.load(found)
-        return answer
+        return dict(json.load(found))
 
 
 def describe(found: Mapping[str, Any]) -> Iterator[str]:

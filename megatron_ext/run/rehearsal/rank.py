@@ -174,14 +174,30 @@ class _StepRunner:
     row_at: RowAt
 
     def step(self, window: int) -> Step:
-        """Measure a step of few micro-batches, and extrapolate to the others."""
+        """Measure a step of few micro-batches, and add what each one more costs for those that are not run."""
         stages = self.config.parallel.pipeline_model_parallel_size
-        total, few, more = self.config.microbatches(self.stepper.ranks.world_size), stages, 2 * stages
-        if total <= few + more:
+        total = self.config.microbatches(self.stepper.ranks.world_size)
+        if total <= 3 * stages:
             return self.run(window, total)
-        one = self.run(window, few)
-        two = one if one.fault else self.run(window, more)
-        return two if two.fault else self._extrapolated(one, two, total, window)
+        few = self.run(window, stages)
+        more = few if few.fault else self.run(window, 2 * stages)
+        if more.fault:
+            return more
+        times = (total - more.microbatches) / stages
+
+        def grown(less: Mapping[Any, int], most: Mapping[Any, int]) -> dict[Any, int]:
+            return {name: count + round(times * (count - less.get(name, 0))) for name, count in most.items()}
+
+        waiting = (total - more.microbatches) * self._batch_bytes(window)
+        other = Part.OTHER.value
+        return replace(
+            more,
+            microbatches=total,
+            memory=more.memory | {other: more.memory[other] + waiting},
+            flops=grown(few.flops, more.flops),
+            collectives={name: grown(few.collectives.get(name, {}), calls) for name, calls in more.collectives.items()},
+            host_syncs=grown(few.host_syncs, more.host_syncs),
+        )
 
     def run(self, window: int, microbatches: int) -> Step:
         """Measure one step of a number of micro-batches."""
@@ -227,24 +243,6 @@ class _StepRunner:
         short_losses = np.full(data.seq_length, 2.0, dtype=np.float32)  # in place of a frozen scorer's
         maker = BatchMaker(config, ranks, self.context, lambda sample: short_losses)
         return maker.train(self.row_at, 0, data.first_sample, window)
-
-    def _extrapolated(self, few: Step, more: Step, total: int, window: int) -> Step:
-        """Extrapolate to the rest: add the cost difference of the two steps for each remaining micro-batch."""
-        times = (total - more.microbatches) / (more.microbatches - few.microbatches)
-
-        def grown(less: Mapping[Any, int], most: Mapping[Any, int]) -> dict[Any, int]:
-            return {name: count + round(times * (count - less.get(name, 0))) for name, count in most.items()}
-
-        waiting = (total - more.microbatches) * self._batch_bytes(window)
-        other = Part.OTHER.value
-        return replace(
-            more,
-            microbatches=total,
-            memory=more.memory | {other: more.memory[other] + waiting},
-            flops=grown(few.flops, more.flops),
-            collectives={name: grown(few.collectives.get(name, {}), calls) for name, calls in more.collectives.items()},
-            host_syncs=grown(few.host_syncs, more.host_syncs),
-        )
 
     def _batch_bytes(self, window: int) -> int:
         """Return the bytes of a micro-batch on the device; all micro-batches of a step are moved there at its start."""

@@ -26,14 +26,11 @@ def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[Row
     tokens, trained = np.arange(length + 1, dtype=np.int64) % vocab_size, np.ones(length, dtype=np.bool_)
     weights = np.ones(length, dtype=np.float32) if config.weighting.token_weighting == "dataset" else None
 
-    def whole(sample: int) -> TokenRow:
-        return TokenRow(tokens, np.array([length], dtype=np.int64), trained, weights)
-
     def drawn(sample: int) -> TokenRow:
         lengths = np.random.default_rng((seed, sample)).lognormal(np.log(MEDIAN), SIGMA, size=length // SHORTEST + 1)
         borders = np.cumsum(np.maximum(lengths.astype(np.int64), SHORTEST))
         return TokenRow(tokens, borders[borders < length], trained, weights)
 
     if documents == "whole":
-        return whole, "one document each"
+        return lambda sample: TokenRow(tokens, np.array([length]), trained, weights), "one document each"
     return drawn, f"documents of lognormal lengths, median {MEDIAN:,} tokens, sigma {SIGMA}, seed {seed}"

@@ -20,8 +20,7 @@ from planning.recipe_files import Recipe, known
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.text.tokenizer import vocabulary_size
-from megatron_ext.planning.attention_shapes import attention_shapes
-from megatron_ext.planning.memory import stage_memory
+from megatron_ext.planning.memory import attention_shapes, stage_memory
 from megatron_ext.planning.step_time import Machine, read_speeds
 from megatron_ext.run.rehearsal.process import Request, in_process
 from tools.rehearse import main as rehearse
