@@ -24,13 +24,12 @@ BAND = 0.045  # height of a band above the mask, in rows
 _STRIPES = np.array([[0.71, 0.74, 0.78], [0.87, 0.89, 0.91]])  # alternating colors of documents and segments
 
 
-def write_pack(view: PackView, output: Path | str) -> Path:
+def write_pack(view: PackView, output: Path) -> Path:
     """Draw the mask of one row, below bands of its documents, segments and ranks, to a PNG file; return its path.
 
     Raises:
         UserError: `output` does not end in .png.
     """
-    output = Path(output)
     if output.suffix.lower() != ".png":
         raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .png")
     length, documents, segments = view.tokens, len(view.documents) - 1, view.layout.segments

@@ -36,14 +36,14 @@ HISTORY_FILE = "history.jsonl"
 Record = Mapping[str, Any]
 
 
-def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read the objects of a JSON-lines file, in order; an incomplete last line (no newline yet) is skipped.
 
     Raises:
         UserError: a complete line is not a JSON object with an integer `step`; the message names the file and the line.
         FileNotFoundError: there is no such file.
     """
-    return [record for _, record in _read_lines(Path(path))]
+    return [record for _, record in _read_lines(path)]
 
 
 def read_by_step(path: Path) -> dict[int, dict[str, Any]]:
@@ -52,13 +52,12 @@ def read_by_step(path: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted({record["step"]: record for record in records}.items()))
 
 
-def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
+def cut_back(path: Path, keep: Callable[[int], bool]) -> None:
     """Keep only the lines of `path` whose `step` satisfies `keep`; a missing file stays missing.
 
     An incomplete last line of a killed writer is dropped; kept lines are unchanged, byte for byte. The file is
     rewritten atomically. Raises as `read_jsonl` does; nothing is changed then.
     """
-    path = Path(path)
     if not path.exists():
         return
     with atomic_write(path) as aside, aside.open("wb") as file:

@@ -53,13 +53,12 @@ def parts(curves: Curves, key: str) -> dict[str, Curve]:
     return {name.removeprefix(prefix): curve for name, curve in curves.items() if name.startswith(prefix)}
 
 
-def load_run(folder: Path | str, name: str | None = None) -> Run:
+def load_run(folder: Path, name: str | None = None) -> Run:
     """Read a run folder; a half-written last line is ignored, and the last record of each step counts.
 
     Raises:
         UserError: `metrics.jsonl` is missing, empty or corrupt.
     """
-    folder = Path(folder)
     path = folder / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{path}: not found; give the folder that training was started with as --save")

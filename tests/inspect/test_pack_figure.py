@@ -31,4 +31,4 @@ def test_the_picture_is_written_atomically(tmp_path: Path) -> None:
         write_pack(view, tmp_path / "taken.png")
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["new", "row.png", "taken.png"]
     with pytest.raises(UserError, match=r"output: got 'row.jpg', needs a file name that ends in .png"):
-        write_pack(view, "row.jpg")
+        write_pack(view, Path("row.jpg"))

@@ -38,9 +38,6 @@ def test_the_last_record_of_each_step_counts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(_lines([{"step": 2, "x": 1}, {"step": 0}, {"step": 2, "x": 2}]) + b'{"step": 3')
     assert list(read_by_step(path).items()) == [(0, {"step": 0}), (2, {"step": 2, "x": 2})]
-    path.write_bytes(_lines([{"step": 2}, {"step": True}]))
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .* needs one JSON object with an integer step"):
-        read_by_step(path)
 
 
 class TestCutBack:
@@ -77,7 +74,7 @@ class TestCutBack:
                 assert all(step < resume for step in _steps(path))
                 assert all(line in content for line in path.read_bytes().splitlines())
 
-    @pytest.mark.parametrize("bad", [b'{"step": 1', b"[1]", b"\xff\xfe", b"\0\0\0"])
+    @pytest.mark.parametrize("bad", [b'{"step": 1', b'{"step": true}', b"[1]", b"\xff\xfe", b"\0\0\0"])
     def test_a_corrupt_line_in_the_middle_is_named_by_file_and_line(self, tmp_path, bad):
         path = tmp_path / "metrics.jsonl"
         path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')

@@ -185,19 +185,18 @@ def _module_moves() -> None:
 
     def apply(self: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
         for module in self.modules() if recurse else (self,):
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is None:
-                    continue
-                with torch.no_grad():
-                    moved = function(tensor)
-                if (moved.dtype, moved.device) == (tensor.dtype, tensor.device):
-                    continue
-                if isinstance(tensor, torch.nn.Parameter):
-                    parameter = torch.nn.Parameter(moved, tensor.requires_grad)
-                    parameter.__dict__.update(tensor.__dict__ | parameter.__dict__)
-                    module._parameters[name] = parameter
-                else:
-                    module._buffers[name] = moved
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    with torch.no_grad():
+                        moved = function(tensor)
+                    if (moved.dtype, moved.device) == (tensor.dtype, tensor.device):
+                        continue
+                    if isinstance(tensor, torch.nn.Parameter):
+                        moved = torch.nn.Parameter(moved, tensor.requires_grad)
+                        moved.__dict__.update(tensor.__dict__ | moved.__dict__)
+                    tensors[name] = moved
         return self
 
     _torch.nn.Module._apply = apply

@@ -231,8 +231,6 @@ class Meter(TorchDispatchMode):
         return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def _note_copy(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.device == "cpu":
-            return
         source = args[0] if packet is aten._to_copy else args[1]
         if isinstance(source, FakeTensor) and source.constant is not None:
             # torch would compute on the constant itself, with a kernel of the device

@@ -4,7 +4,6 @@
 """
 
 import ctypes
-import hashlib
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.files.fingerprint import fingerprint
 
 GIB = 2**30
 MOCK = Path(__file__).with_name("cuda_mock.cpp")
@@ -108,9 +108,8 @@ def load_mock() -> None:
             "torch: got a build for CUDA, a rehearsal needs one for the CPU; in a virtual environment of its own, "
             "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
         )
-    digest = hashlib.sha256(MOCK.read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
-    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{digest}.so"
+    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{fingerprint(MOCK)[:16]}.so"
     if not library.exists():
         _build(library, folder)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
