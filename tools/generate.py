@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING if is_first() else logging.ERROR)
     read_launch()
     sampling, processes = check(options), parse_processes(flags)
-    from megatron_ext.run.generate_text import generate_text  # importing Megatron takes seconds
+    from megatron_ext.run.generate import generate_text  # importing Megatron takes seconds
 
     generate_text(options, processes, sampling)
     return 0

@@ -17,10 +17,10 @@ from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.launch import is_first, report_to_torchrun
+from megatron_ext.run.callbacks import read_losses, stop_reason
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
-from megatron_ext.run.validation import read_losses, stop_reason
 
 logger = logging.getLogger(__name__)
 

@@ -44,12 +44,10 @@ from megatron_ext.engine.weights import initialise
 from megatron_ext.errors import DivergedError
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker
-from megatron_ext.run.incidents import Incidents
+from megatron_ext.run.callbacks import Incidents, Losses, RunInfo, RunRecords, StepRecord, Validation, read_losses
 from megatron_ext.run.inputs import Inputs, open_inputs
-from megatron_ext.run.records import RunInfo, RunRecords, StepRecord
 from megatron_ext.run.signals import Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
-from megatron_ext.run.validation import Losses, Validation, read_losses
 from megatron_ext.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

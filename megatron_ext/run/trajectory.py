@@ -30,8 +30,8 @@ from megatron_ext.config.arguments import to_dict
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks, run_on_rank0
 from megatron_ext.engine.weights import gather
+from megatron_ext.run.callbacks import StepRecord
 from megatron_ext.run.inputs import Inputs
-from megatron_ext.run.records import StepRecord
 from megatron_ext.token_weighting.weigher import Weigher
 
 OPTIONS = ("model", "data", "window", "optimizer", "training")  # sections of the configuration in optimizer.json

@@ -13,7 +13,7 @@ from test_records import RESULT, TERMS, finished, records
 from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.engine.step import StepResult
 from megatron_ext.errors import DivergedError
-from megatron_ext.run.incidents import Incidents, spike_bound
+from megatron_ext.run.callbacks import Incidents, spike_bound
 
 OPTIONS = TrainingConfig(on_non_finite="skip", skip_limit=3, spike_window=2, train_iters=20)
 BAD = replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan)

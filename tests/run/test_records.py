@@ -14,8 +14,7 @@ from megatron_ext.engine.step import StepResult
 from megatron_ext.evaluation.by_position import BINS
 from megatron_ext.loss import LossTerms
 from megatron_ext.monitoring.metrics import read_history, read_jsonl
-from megatron_ext.run.records import RunInfo, RunRecords, StepRecord
-from megatron_ext.run.validation import Validation, read_losses, stop_reason
+from megatron_ext.run.callbacks import RunInfo, RunRecords, StepRecord, Validation, read_losses, stop_reason
 
 TERMS = LossTerms(
     weighted_sum=12.0,

@@ -14,8 +14,7 @@ from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig,
 from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.errors import UserError
-from megatron_ext.run.inference import inference_config, open_model
-from megatron_ext.run.scoring import score_missing, score_rows
+from megatron_ext.run.inference import inference_config, open_model, score_missing, score_rows
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 

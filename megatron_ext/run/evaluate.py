@@ -1,7 +1,8 @@
-"""Perplexity of documents with a sliding window, under any parallel layout.
+"""Evaluate one or several trained models on the same items: what `tools/evaluate.py` runs.
 
-Windows of L tokens start S tokens apart along a stream. The first window scores all of its labels, a later one its last
-S, each with at least L - S tokens before it (short_context.py draws them).
+Perplexity is computed under any parallel layout, in windows of L tokens that start S tokens apart along a stream. The
+first window scores all of its labels, a later one its last S, each with at least L - S tokens before it
+(short_context.py draws them).
 
 With the document mask each document is a stream. Without it the documents of a source form one stream, an end token
 after each, and a token sees all tokens before it in its window.
@@ -13,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,20 +25,120 @@ from tqdm import tqdm
 
 from megatron_ext.arrays import Float64, Int64
 from megatron_ext.batch import PackedBatch, Tokens
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.text.documents import read_documents
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
 from megatron_ext.evaluation.by_position import BINS, bin_of, losses_by_position, mean_loss
 from megatron_ext.evaluation.model_text import ModelText
+from megatron_ext.evaluation.probe import NEW_TOKENS, make_samples
 from megatron_ext.evaluation.report import Key, compare
 from megatron_ext.rope import dynamic_base
-from megatron_ext.run.inference import InferenceModel, open_model
-from megatron_ext.run.scoring import ChunkScorer
+from megatron_ext.run.generate import Prompt, open_generator
+from megatron_ext.run.inference import ChunkScorer, InferenceModel, open_model
 from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 from megatron_ext.token_weighting.short_pass import chunk_batches
 
 CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
+Models = Mapping[str, ModelText]
+Result = dict[str, Any]
+
+
+def evaluate_models(options: argparse.Namespace, processes: ParallelConfig) -> tuple[Result, dict[str, list[Result]]]:
+    """Run the command of `tools/evaluate.py`. Collective.
+
+    Returns:
+        The record (see `evaluation/report.py`), and every answer of each model; without results except on process 0.
+
+    Raises:
+        UserError: a model or data that cannot be read, models that cannot be compared, or an option that does not fit.
+    """
+    models = _find_models(options)
+    items: dict[str, list[Result]] = {}
+    if options.command == "perplexity":
+        found = _perplexity(options, processes, models, _lengths(options, models))
+    elif options.command == "recall":
+        found, items = _recall(options, processes, models)
+    else:
+        if find_spec("lm_eval") is None:
+            raise missing_package("lm-eval", "lm-eval[hf]")
+        from megatron_ext.run.lm_eval_model import evaluate
+
+        found, items = evaluate(options, processes, models)
+    dist.destroy_process_group()
+    folders = {
+        name: {"folder": str(text.pretrained.folder), "trained_length": text.pretrained.length}
+        for name, text in models.items()
+    }
+    return {"kind": options.command, "models": folders, **found}, items
+
+
+def _find_models(options: argparse.Namespace) -> Models:
+    """Find the models and their tokenizers, by name, before any is loaded."""
+    lm_eval = options.command == "lm-eval"
+    models: dict[str, ModelText] = {}
+    for path in options.models:
+        model = Pretrained.find(path)
+        name = str(path) if path.resolve().name in models else path.resolve().name
+        if name in models:
+            raise UserError(f"models: got {path} twice; name each once")
+        chat = lm_eval and options.chat
+        models[name] = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=chat)
+    if len({text.tokenizer.fingerprint for text in models.values()}) > 1 and not lm_eval:
+        raise UserError(
+            "models: their tokenizers differ, so they would not get the same items; evaluate them one by one, or "
+            "give one --tokenizer for all"
+        )
+    return models
+
+
+def _lengths(options: argparse.Namespace, models: Models) -> list[int]:
+    trained = [text.pretrained.length for text in models.values() if text.pretrained.length is not None]
+    if options.lengths is None and not trained:
+        raise UserError("lengths: the model does not say its trained length; give --lengths")
+    return sorted(set(options.lengths or [min(trained)]))
+
+
+def _recall(
+    options: argparse.Namespace, processes: ParallelConfig, models: Models
+) -> tuple[Result, dict[str, list[Result]]]:
+    """Answer the samples of the probe greedily, and score them."""
+    haystack = None
+    if options.haystack is not None:
+        haystack = "\n".join(document.text for document in read_documents(options.haystack, options.json_key))
+    encode = next(iter(models.values())).encode  # their tokenizers are the same
+    tasks, lengths = list(dict.fromkeys(options.tasks)), _lengths(options, models)
+    samples = list(make_samples(tasks, lengths, encode, options.samples, options.seed, haystack))
+    results: list[Result] = []
+    items: dict[str, list[Result]] = {}
+    scores: dict[str, dict[Key, Float64]] = {}
+    for name, text in models.items():
+        prompts = [Prompt(text.encode(sample.prompt), NEW_TOKENS, (sample.answer,)) for sample in samples]
+        with open_generator(text, processes, max(lengths), options) as generator:
+            answers = generator.answer(prompts)
+        items[name] = [
+            {
+                "task": sample.task,
+                "length": sample.length,
+                "expected": sample.answer,
+                "prompt_tokens": len(prompt.tokens),
+                "tokens": tokens,
+                "text": text.answer(tokens),
+                "score": float(sample.answer in text.answer(tokens)),
+            }
+            for sample, prompt, tokens in zip(samples, prompts, answers, strict=True)
+        ]
+        by_task = np.array([item["score"] for item in items[name]]).reshape(len(tasks), len(lengths), -1)
+        scores[name] = {
+            (task, "score", length): by_task[i, j] for i, task in enumerate(tasks) for j, length in enumerate(lengths)
+        }
+        results += [
+            {"model": name, "task": task, "metric": metric, "length": length, "value": own.mean(), "count": len(own)}
+            for (task, metric, length), own in scores[name].items()
+        ]
+    settings = {"samples": options.samples, "seed": options.seed, "haystack": options.haystack}
+    return {"settings": settings, "results": results, "differences": list(compare(scores))}, items
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +157,9 @@ class Stream:
     document: Int64
 
 
-def evaluate_perplexity(
-    options: argparse.Namespace, processes: ParallelConfig, models: Mapping[str, ModelText], lengths: Sequence[int]
-) -> dict[str, Any]:
+def _perplexity(
+    options: argparse.Namespace, processes: ParallelConfig, models: Models, lengths: Sequence[int]
+) -> Result:
     """Score documents with windows of several lengths; return a part of the record. Collective."""
     windows = []
     for length in lengths:
@@ -77,7 +179,7 @@ def evaluate_perplexity(
     for number, document in enumerate(documents):
         chosen.setdefault(document.source, []).append(number)
     streams = list(make_streams(documents, document_mask=options.document_mask))
-    results: list[dict[str, Any]] = []
+    results: list[Result] = []
     losses: dict[str, dict[Key, Float64]] = {}
     for name, text in models.items():
         losses[name] = {}
@@ -131,7 +233,7 @@ def make_streams(documents: Sequence[Document], *, document_mask: bool) -> Itera
         yield Stream(np.concatenate(tokens), np.repeat(joined, list(map(len, tokens)))[1:])
 
 
-def results_of(sums: Tensor) -> Iterator[dict[str, Any]]:
+def results_of(sums: Tensor) -> Iterator[Result]:
     """Yield the loss of documents, overall and by position in the window; float64 [2, documents, BINS]."""
     total = sums.sum(dim=1)
     loss = mean_loss(total)
