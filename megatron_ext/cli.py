@@ -94,22 +94,18 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
+        except BrokenPipeError:  # Python flushes standard output again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return NO_READER
         except Exception as error:
-            if isinstance(error, BrokenPipeError):  # Python flushes standard output again at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return NO_READER
-            if DEBUG not in words and _is_bad_input(error):
+            user_must_act = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in PERMANENT)
+            if user_must_act and DEBUG not in words:
                 print_error(error)
-                return BAD_INPUT
-            print_traceback(error)
-            return BAD_INPUT if _is_bad_input(error) else FAILED
+            else:
+                print_traceback(error)
+            return BAD_INPUT if user_must_act else FAILED
 
     return run
-
-
-def _is_bad_input(error: Exception) -> bool:
-    """Return whether the user must change something."""
-    return isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in PERMANENT)
 
 
 def print_error(error: Exception) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.files.atomic import atomic_write
 
 _REMEDY = "start with torchrun or examples/slurm/launch.sh"
 
@@ -58,7 +59,5 @@ def report_to_torchrun(message: str) -> None:
     if not file:
         return
     extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    part = Path(f"{file}.part")
-    with contextlib.suppress(OSError):
-        part.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
-        part.replace(file)
+    with contextlib.suppress(OSError), atomic_write(Path(file)) as aside:
+        aside.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

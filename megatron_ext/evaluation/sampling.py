@@ -24,12 +24,10 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        for name, fits, needs in (
-            ("temperature", self.temperature is None or 0 < self.temperature < math.inf, "a number above 0"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "0 < p <= 1"),
-        ):
-            if not fits:
-                raise UserError(f"{name}: got {getattr(self, name):g}, needs {needs}")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise UserError(f"temperature: got {self.temperature:g}, needs a number above 0")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p: got {self.top_p:g}, needs 0 < p <= 1")
 
     def draws(self, text: int) -> np.random.Generator:
         """Return the random numbers of a text, one per token, independent of the other texts in its batch."""

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_ext import heartbeat
 from megatron_ext.attention.health import AttentionHealth
@@ -34,6 +33,7 @@ from megatron_ext.planning.flops import step_flops, utilisation
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
+RESULTS = ("lm_loss", "train_loss", "segments", "effective_context", "grad_norm", "denominator")  # of each step
 SPIKE = "loss spike"
 _CONSEQUENCES = {
     "continue": "training continues",
@@ -41,7 +41,7 @@ _CONSEQUENCES = {
     "stop": "the run ends",
 }
 _ROUNDING = 1e-6  # relative to the mean: a constant loss has no standard deviation
-Losses = dict[int, float | None]  # of validations by completed steps, ascending; None without trained tokens
+Losses = dict[int, float | None]  # by completed steps, ascending, or by context length; None without trained tokens
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,7 @@ class RunRecords:
             **{name: value for name, value in vars(done).items() if name not in ("samples", "result")},
             "time": time.time(),
             "consumed_tokens": done.consumed_samples * self.config.data.seq_length,
-            "lm_loss": result.lm_loss,
-            "train_loss": result.train_loss,
-            "segments": result.segments,
-            "effective_context": result.effective_context,
-            "grad_norm": result.grad_norm,
-            "denominator": result.denominator,
+            **{name: getattr(result, name) for name in RESULTS},
             "skipped": int(result.skipped),
             "tokens_per_s": self.tokens_per_step / done.step_time_s,
             "flops": step_flops(*work),
@@ -142,10 +137,9 @@ class RunRecords:
         if self.metrics is not None:
             self.metrics.write("train", record)
 
-    def evaluation(self, step: int, sums: Mapping[int, Tensor]) -> None:
-        """Record a validation after `step` steps: its `sums_by_position` by context length."""
-        training, longest = self.config.training, sums[max(sums)]
-        loss = mean_loss(longest)  # None without trained tokens
+    def evaluation(self, step: int, losses: Losses, by_position: Mapping[int, float]) -> None:
+        """Record a validation after `step` steps: its losses by context length, those of the longest by position."""
+        training, loss = self.config.training, losses[max(losses)]
         record = {
             "step": step,
             "valid_loss": loss,
@@ -154,11 +148,11 @@ class RunRecords:
             # records are comparable only if these two are equal
             "document_mask": training.eval_document_mask,
             "stride": training.eval_stride,
-            "by_length": {length: mean_loss(at) for length, at in sums.items()},
-            "by_position": losses_by_position(longest),
+            "by_length": losses,
+            "by_position": by_position,
         }
         if loss is not None:
-            self.note(f"validation after {step} steps: loss {loss:.4f} at context {max(sums)}")
+            self.note(f"validation after {step} steps: loss {loss:.4f} at context {max(losses)}")
         else:
             self.note(
                 f"validation after {step} steps: no trained token in its rows, so its loss is null (logged once); "
@@ -228,11 +222,7 @@ class Incidents:
         return self._check(result)[1] != "skip"
 
     def after_step(self, done: StepRecord) -> None:
-        """Check a step, mark a loss spike, and record any incident.
-
-        Raises:
-            DivergedError: the run ends with this step.
-        """
+        """Check a step, mark a loss spike, and record any incident; raise DivergedError if the run ends with it."""
         result = done.result
         incident, action = self._check(result)
         if not result.without_tokens and math.isfinite(result.lm_loss):
@@ -353,10 +343,10 @@ class Validation:
                     return int(received)
             batches = self.batches.evaluate(self.rows.row, number * data.global_batch_size, length, trained_window)
             sums[length] += self.stepper.evaluate(batches)
-        for at_length in sums.values():
-            loss = mean_loss(at_length)
+        losses = {length: mean_loss(at) for length, at in sums.items()}
+        for loss in losses.values():
             if loss is not None and not math.isfinite(loss):
                 raise DivergedError(VALIDATION_LOSS, loss)
-        self.records.evaluation(step, sums)
-        self.losses[step] = mean_loss(sums[max(sums)])
+        self.records.evaluation(step, losses, losses_by_position(sums[lengths[-1]]))
+        self.losses[step] = losses[lengths[-1]]
         return 0

@@ -18,11 +18,7 @@ MISSING = "missing          "
 
 
 def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
-    """Describe each stage.
-
-    Raises:
-        UserError: a stage that cannot run; with `strict`, also a stage whose data is missing here.
-    """
+    """Describe each stage; raise UserError if it cannot run or, with `strict`, if its data is missing here."""
     missing = []
     for number, stage in enumerate(stages):
         if stage.name is not None:

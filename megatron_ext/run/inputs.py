@@ -136,11 +136,7 @@ def open_rows(config: Config, vocab_size: int, share: int = TRAINING) -> RowSour
 
 
 def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
-    """Open the packed sequences of a split.
-
-    Raises:
-        UserError: a packing plan that has not been made, or does not fit.
-    """
+    """Open the packed sequences of a split; raise UserError for a plan that has not been made, or does not fit."""
     mask_eod = config.data.eod_mask_loss
     if split.part.packing == "random":
         return RowDataset(split.source, split.documents, split.length, split.seed, mask_eod=mask_eod)

@@ -50,11 +50,7 @@ class Requests:
         return answers
 
     def serve(self) -> None:
-        """Compute requests of process 0 until it finishes.
-
-        Raises:
-            UserError: an error of process 0.
-        """
+        """Compute requests of process 0 until it finishes; raise its error, if any, as a UserError."""
         while isinstance(request := self._broadcast(None), tuple):
             getattr(self.generator, request[0])(*request[1])
         if request is not None:

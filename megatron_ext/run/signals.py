@@ -81,9 +81,8 @@ class Ending:
         """Write RUN/stopped.json if the launcher is to restart, or RUN/diverged.json; atomically."""
         facts: dict[str, Any] = {"exit_code": self.status, "step": self.step}
         if self.divergence is not None:
-            name, value = DIVERGED_FILE, str(self.divergence.value)
-            checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-            facts |= {"what": self.divergence.what, "value": value, "checkpoint": checkpoint}
+            name, checkpoint = DIVERGED_FILE, None if self.checkpoint is None else str(self.checkpoint)
+            facts |= {"what": self.divergence.what, "value": str(self.divergence.value), "checkpoint": checkpoint}
         elif self.status == REQUEUE and self.checkpoint is not None:
             name, checkpoint = STOPPED, str(self.checkpoint.relative_to(run))
             facts |= {"signal": signal.Signals(self.signal).name, "checkpoint": checkpoint}
@@ -94,11 +93,7 @@ class Ending:
 
 
 def unmark(run: Path) -> None:
-    """Remove RUN/stopped.json and RUN/diverged.json at the start of a run.
-
-    Raises:
-        UserError: RUN is not a folder, or cannot be written.
-    """
+    """Remove RUN/stopped.json and RUN/diverged.json at the start of a run; raise UserError if RUN cannot be written."""
     try:
         for name in (STOPPED, DIVERGED_FILE):
             (run / name).unlink(missing_ok=True)

@@ -133,8 +133,8 @@ def _has_ended(stage: Stage) -> bool:
 
 def _has_all_steps(config: Config, steps: int) -> bool:
     """Return whether a number of steps is all of a run, or all until it stopped early."""
-    losses = read_losses(config.checkpoint.save, steps)
-    return steps == config.training.train_iters or stop_reason(losses, config.training) is not None
+    training, losses = config.training, read_losses(config.checkpoint.save, steps)
+    return steps == training.train_iters or stop_reason(losses, training) is not None
 
 
 def _steps(config: Config) -> int:

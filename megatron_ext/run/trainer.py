@@ -358,27 +358,25 @@ class Trainer:
         early = self.validation.stop_reason if step < training.train_iters else None
         left = has_next_stage or step < training.train_iters or self.validation.is_due(step)
         ending = Ending(self.stopped_by if left else 0, step, saved)
-        note = None
+        note = self.records.note
         if ending.signal and saved is None:
-            note = "stopped by a signal; nothing saved: no --save folder"
+            note("stopped by a signal; nothing saved: no --save folder")
         elif ending.signal:
             resume = as_flag("load", run)
-            note = f"stopped by a signal; saved after {step} steps in {saved}; {resume} continues from there"
+            note(f"stopped by a signal; saved after {step} steps in {saved}; {resume} continues from there")
         elif self.began.step == step and not has_next_stage:
             done, option = f"all {step:,} steps were done", "train-iters"
             if early is not None:
                 done, option = "the run stopped early", "early-stopping-patience"
-            note = f"nothing is left to do: {done} before; raise --{option} for more"
+            note(f"nothing is left to do: {done} before; raise --{option} for more")
         elif saved is not None and not has_next_stage:
             folder = shlex.quote(str(self.folder))
-            note = (
+            note(
                 f"done: the model after {step:,} steps is in {saved}; {program('report')} {folder} shows how it went, "
                 f"{program('convert')} megatron-to-hf --input {folder} --output MODEL exports it"
             )
-        if note is not None:
-            self.records.note(note)
         if early is not None and not ending.signal:
-            self.records.note(f"{early}; {step} of {training.train_iters} steps done")
+            note(f"{early}; {step} of {training.train_iters} steps done")
         if self.trajectory is not None:
             sync_params(self.model)
             self.trajectory.weights("final")
