@@ -124,8 +124,8 @@ class ZeroCentredRMSNorm(RMSNorm):
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with the state layout of Apex and Transformer Engine: the step count is kept per parameter group.
 
-    torch's AdamW, Megatron's fallback, keeps one step per parameter, which DistributedOptimizer's checkpoints cannot
-    load (KeyError 'step', then one step tensor shared by all). Remove when they can.
+    torch's AdamW, Megatron's fallback, keeps one step per parameter, which Megatron's `init_state_fn` does not create
+    when a state is loaded (KeyError 'step'). Remove when it does.
     """
 
     def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
@@ -184,10 +184,8 @@ def install_optimizer() -> None:
     """
     cuda = torch.cuda.is_available()
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER or not cuda:
-        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-        megatron_distributed.Adam = FusedAdam
-        megatron_distributed.HAVE_APEX_OR_TE = megatron_distributed.USING_APEX_OPTIMIZER = True
-        megatron_distributed.USING_TE_OPTIMIZER = False
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+        megatron_optimizer.Adam = megatron_distributed.Adam = FusedAdam
     if not cuda:
         megatron_mixed_precision.multi_tensor_applier = megatron_utils.local_multi_tensor_applier
         megatron_mixed_precision.multi_tensor_scale_impl = megatron_utils.local_multi_tensor_scale
@@ -292,8 +290,8 @@ def process_groups() -> list[dist.ProcessGroup]:
 def begin_optimizer_states(optimizer: Any) -> None:
     """Initialize the state of a distributed optimizer before its first step: zero moments, and master weights.
 
-    On loading, Megatron leaves the moments uninitialized, and for an offloaded optimizer it runs a step with random
-    gradients. Remove when it can initialize the state alone.
+    Megatron's `init_state_fn` does not support precision-aware optimizers, and is None for offloaded ones. Remove when
+    it supports both.
     """
     inner = optimizer.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
@@ -307,10 +305,7 @@ def begin_optimizer_states(optimizer: Any) -> None:
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
             inner.initialize_state(parameter, store_param_remainders=False)
     else:
-        optimizer.load_state_dict(optimizer.state_dict())
-        for moments in inner.state.values():
-            for tensor in moments.values():
-                tensor.zero_()
+        optimizer.init_state_fn(inner, optimizer.config)
 
 
 def updated_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int]]:

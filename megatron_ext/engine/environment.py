@@ -60,12 +60,16 @@ def look(config: Config, platform: Platform) -> Environment:
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,
     }
+    devices = f"{os.cpu_count()} CPU cores, no CUDA device that torch can see"
     if on_cuda:
+        gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        names = Counter(f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus)
+        devices = ", ".join(f"{count} x {name}" for name, count in names.items())
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
         versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "nccl": nccl}
     return Environment(
         host=socket.gethostname(),
-        devices=_gpus() if on_cuda else f"{os.cpu_count()} CPU cores, no CUDA device that torch can see",
+        devices=devices,
         layers="Transformer Engine" if platform.transformer_engine else "Megatron-Core",
         backends=objections(platform.device, dtype, config.model.head_size, sinks=config.model.has_sinks),
         versions=versions | {name: installed_version(name) for name in PACKAGES},
@@ -83,9 +87,3 @@ def differences(ranks: Sequence[Environment]) -> list[str]:
         if theirs != known[name]
     }
     return sorted(found)
-
-
-def _gpus() -> str:
-    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    names = Counter(f"{one.name} (sm_{one.major}{one.minor}, {one.total_memory / 2**30:.0f} GiB)" for one in devices)
-    return ", ".join(f"{count} x {name}" for name, count in names.items())

@@ -7,7 +7,7 @@ its configuration (tests/engine/test_platform.py runs without each patch to show
 
 import functools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,10 @@ def choose(device: str) -> Platform:
     return Platform(local, "nccl", transformer_engine=True)
 
 
-def install_cpu(without: Collection[str] = ()) -> None:
-    """Apply the patches below once, except those named in `without` (for tests that check whether they are needed)."""
-    if torch.cuda.is_available() or _replaced:
-        return
-    for name, patch in PATCHES.items():
-        if name not in without:
+def install_cpu() -> None:
+    """Apply the patches below, if they are not installed and there is no CUDA device."""
+    if not torch.cuda.is_available() and not _replaced:
+        for patch in PATCHES.values():
             patch()
 
 

@@ -45,8 +45,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "olmo3": F.silu,
     "gpt_oss": lambda gate: gate * torch.sigmoid(1.702 * gate),
 }
-# gpt-oss: the gate is clamped from above, up on both sides, and the product is gate * (up + 1)
-_CLAMPED: dict[str, Any] = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 
 
 @dataclass(kw_only=True)
@@ -83,8 +81,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         extra |= {"recompute_modules": list(parallel.recompute_modules or ("core_attn",))}
     if parallel.recompute_granularity == "full":
         extra |= {"recompute_method": parallel.recompute_method, "recompute_num_layers": parallel.recompute_num_layers}
-    if model.block == "gpt_oss":
-        extra |= _CLAMPED
+    if model.block == "gpt_oss":  # the gate is clamped from above, up on both sides; the product is gate * (up + 1)
+        extra |= {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
     rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
     masks, two_bases = config.mask_options(), model.rotary_base_local is not None
     scaled = [has_rope and not (two_bases and masks.is_local(n)) for n, has_rope in enumerate(rotated, start=1)]

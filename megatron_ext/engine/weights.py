@@ -90,22 +90,21 @@ def set_weights(
 
 
 def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, seed: int, ranks: Ranks) -> None:
-    """Set every weight as a function of (seed, Hugging Face name), so that every layout gives the same model."""
-    set_weights(chunks, model, vocab_size, ranks, lambda name: initial(name, model, vocab_size, seed))
-
-
-def initial(name: str, model: ModelConfig, vocab_size: int, seed: int) -> Tensor:
-    """Return the initial values of a Hugging Face tensor, float32.
+    """Set every weight as a function of (seed, Hugging Face name), so that every layout gives the same model.
 
     Matrices are normally distributed, see `deviation`. Norms multiply by 1, biases and attention sinks are 0.
     """
-    shape = full_shape(name, model, vocab_size)
-    if len(shape) == 1:
-        zero = name.endswith(("bias", "sinks")) or model.block == "gemma3"  # Gemma's norms multiply by 1 + weight
-        return torch.zeros(shape) if zero else torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.empty(shape).normal_(0.0, deviation(name, model), generator=generator)
+
+    def initial(name: str) -> Tensor:
+        shape = full_shape(name, model, vocab_size)
+        if len(shape) == 1:
+            zero = name.endswith(("bias", "sinks")) or model.block == "gemma3"  # Gemma's norms multiply by 1 + weight
+            return torch.zeros(shape) if zero else torch.ones(shape)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        return torch.empty(shape).normal_(0.0, deviation(name, model), generator=generator)
+
+    set_weights(chunks, model, vocab_size, ranks, initial)
 
 
 def deviation(name: str, model: ModelConfig) -> float:

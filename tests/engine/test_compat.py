@@ -151,10 +151,10 @@ def test_upstream_still_requires_transformer_engine_to_recompute_a_norm(monkeypa
 
 
 @pytest.mark.slow
-def test_torch_adamw_still_breaks_distributed_checkpoints(
+def test_a_loaded_state_still_has_no_step_for_torchs_adamw(
     small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where this fails, DistributedOptimizer can continue with torch's AdamW: remove compat.FusedAdam."""
+    """Where this fails, a run can continue with torch's AdamW: remove compat.FusedAdam."""
     monkeypatch.setenv("WITHOUT", "optimizer")
     run = tmp_path / "run"
     flags = ["--train-iters", "4", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]
@@ -163,14 +163,14 @@ def test_torch_adamw_still_breaks_distributed_checkpoints(
     second = attempt([*small_data.flags, *flags], 1, run, RUN_WITHOUT)
     assert first.returncode == 0, first.stderr
     assert second.returncode == 1
-    assert "assert len(steps) == 1" in second.stderr, second.stderr[-3000:]
+    assert "KeyError: 'step'" in second.stderr, second.stderr[-3000:]
 
 
 def test_install_optimizer_replaces_only_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for module, names in {
         compat.megatron_optimizer: ("Adam", "USING_PYTORCH_OPTIMIZER"),
-        compat.megatron_distributed: ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER", "USING_TE_OPTIMIZER"),
+        compat.megatron_distributed: ("Adam",),
     }.items():
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))  # put back after the test
@@ -183,8 +183,6 @@ def test_install_optimizer_replaces_only_the_fallback(monkeypatch: pytest.Monkey
     compat.install_optimizer()
     assert compat.megatron_optimizer.Adam is compat.megatron_distributed.Adam is compat.FusedAdam
     assert not compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER
-    assert compat.megatron_distributed.HAVE_APEX_OR_TE
-    assert compat.megatron_distributed.USING_APEX_OPTIMIZER
 
 
 @pytest.mark.slow

@@ -113,8 +113,6 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(megatron_optimizer, "Adam", LoweredAdam)
     monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
     monkeypatch.setattr(megatron_distributed, "Adam", LoweredAdam)
-    monkeypatch.setattr(megatron_distributed, "HAVE_APEX_OR_TE", True)
-    monkeypatch.setattr(megatron_distributed, "USING_TE_OPTIMIZER", True)
     monkeypatch.setattr(transformer, "broken", lambda *unused, **facts: ())
     with one_process():
         yield
