@@ -6,7 +6,7 @@ the rules across fields.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from annotated_types import Ge, Le, Lt, MinLen, MultipleOf
@@ -28,9 +28,7 @@ def _option(default: Any, help: str, shown: str | None = None) -> Any:
 class _Section:
     """Makes pydantic reject unknown names and infinite numbers, and accept `0.3` as a string in YAML."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True
-    )
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
 def _given(value: bool | None, otherwise: bool) -> bool:

@@ -25,7 +25,7 @@ SMALL = (
 class Change:
     """A change to a copy of valid files: `what` names one of those in world.py, `value` is the new content."""
 
-    what: Literal["write", "patch", "seal", "cut", "remove"]
+    what: Literal["write", "patch", "seal", "cut"]
     file: str
     value: Any = None
 
@@ -90,7 +90,6 @@ CONFIGURATIONS = [
     configuration("model: {num_layers: 2023-01-05}", "num_layers: got datetime.date"),
     configuration("optimizer: {lr: yes}", "lr: got True, needs a value that is not yes or no"),
     configuration("model: " + "[" * 3000, "needs valid YAML"),
-    configuration("model: {num_layers: !!python/object/apply:os.system [true]}", "needs valid YAML"),
     configuration(f"model: {{num_layers: {'9' * 5000}}}", "needs valid YAML"),
     configuration(f"model: {{num_layers: {'9' * 4000}}}", "num_layers: got 9999"),
     configuration('model: {block: "\x1b[2J"}', "needs valid YAML"),
@@ -99,7 +98,6 @@ CONFIGURATIONS = [
 LAUNCHES = [
     ({"WORLD_SIZE": "2"}, "RANK: got none"),
     ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}, "global_batch_size"),
-    ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
 ]
 
 
@@ -111,9 +109,7 @@ INDEX = "model.safetensors.index.json"
 MODELS: list[tuple[Change, str]] = [
     (write("config.json", '{"hidden_size": ' + "9" * 5000 + "}"), "holds no JSON object"),
     (patch({"num_hidden_layers": 0}), "num_hidden_layers 0: Input should be greater than 0"),
-    (patch({"num_hidden_layers": 10**400}), "num_hidden_layers 1000"),
     (patch({"rms_norm_eps": float("nan")}), "rms_norm_eps nan: Input should be a finite number"),
-    (patch({"rope_scaling": "linear"}), "rope_scaling 'linear': Input should be a valid dictionary"),
     (
         patch({"rope_scaling": {"rope_type": "linear", "factor": "two"}}),
         "rope_scaling.factor 'two': Input should be a valid number",
@@ -124,9 +120,6 @@ MANIFEST = "checkpoints/iter_0000002/manifest.json"
 CHECKPOINTS: list[tuple[Change, str]] = [
     (Change("seal", MANIFEST, {"config": {"model": {"num_layers": "x"}}}), "num_layers"),
     (Change("cut", "checkpoints/iter_0000002/tensors_00000.safetensors", 10), "is damaged"),
-]
-METRICS: list[tuple[Change, str]] = [
-    (Change("remove", "metrics.jsonl"), "metrics.jsonl: not found"),
 ]
 DATA: list[tuple[Change, str]] = [
     (write("data.idx", b""), "is not a Megatron index"),
@@ -203,7 +196,6 @@ OTHERS = {
 {w}/run 99 | step: got 99
 """,
     "tools/generate.py": """
-{w}/hf | prompt, input: needs one of the two
 {w}/hf --prompt a --input {w}/corpus.jsonl | prompt, input: needs one of the two
 {w}/hf --prompt a --temperature 1 --top-p 2 | top_p
 {w}/hf --prompt a --output {w}/text.txt | text.txt exists
@@ -239,7 +231,6 @@ def all_inputs() -> list[Wrong]:
             "run",
             CHECKPOINTS,
         ),
-        *changed("tools/report.py", "{in}", "run", METRICS),
         *changed(TRAINER, f"{SMALL} --data-path {{in}}/data", "dataset", DATA),
         *changed(
             "tools/preprocess_data.py",

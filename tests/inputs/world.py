@@ -80,5 +80,3 @@ def change_file(path: Path, change: Change) -> None:
             path.write_text(json.dumps({"sha256": sealed} | content))
         case "cut":
             path.write_bytes(path.read_bytes()[:value])
-        case "remove":
-            path.unlink()
