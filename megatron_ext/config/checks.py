@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.cli import program
 from megatron_ext.config.options import Config
-from megatron_ext.config.schema import FIELDS, flag, invalid
+from megatron_ext.config.schema import FIELDS, flag, validate
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
@@ -347,13 +347,14 @@ def broken(rules: Iterable[Rule], config: Config, world_size: int = 1, **facts: 
 
 def mistakes(config: Config, world_size: int) -> Iterator[str]:
     """Yield one line for each reason why `config` cannot run on `world_size` processes."""
-    if outside := list(invalid(config)):
-        yield from outside
+    try:
+        validate({name: vars(section) for name, section in vars(config).items()})
+    except UserError as error:
+        yield from str(error).splitlines()
         return  # the rules divide by these values
     yield from broken(RULES, config, world_size)
     yield from _raised(check_tokens, config.data.micro_batch_size * config.data.seq_length)
-    if config.window_end <= config.data.seq_length:
-        yield from _raised(config.window_schedule)
+    yield from _raised(config.window_schedule)
     yield from _raised(_check_window_bases, config)
     yield from _parts(config)
 
