@@ -10,8 +10,7 @@ from pathlib import Path
 from megatron_ext.checkpoint.folders import LEFT, UNFINISHED, folder_name, locate, read_checkpoint, saved_steps
 from megatron_ext.cli import Parser, command
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
-from megatron_ext.monitoring.runs import stage_folders
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step, stage_folders
 
 
 @command

@@ -21,7 +21,7 @@ from megatron_ext.data.packing.policies import POLICIES, build_plan
 from megatron_ext.data.packing.report import describe, report
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.pack_view import describe as describe_row
-from megatron_ext.inspect.pack_view import view_row
+from megatron_ext.inspect.pack_view import view_row, write_pack
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -111,8 +111,6 @@ def main(argv: list[str]) -> int:
     )
     print(describe_row(view, texts))
     if options.output is not None:
-        from megatron_ext.inspect.pack_figure import write_pack
-
         print(f"\n{write_pack(view, options.output)}")
     return 0
 

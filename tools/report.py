@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from megatron_ext.cli import Parser, command
-from megatron_ext.monitoring.report import write_report
-from megatron_ext.monitoring.runs import Run, load_run, load_runs, stability_between, stage_folders
+from megatron_ext.monitoring.metrics import stage_folders
+from megatron_ext.monitoring.report import Run, load_run, load_runs, stability_between, write_report
 
 
 def headline(run: Run) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from scipy import stats
 
 from megatron_ext.monitoring.metrics import read_history
-from megatron_ext.monitoring.runs import Run, load_run, parts
+from megatron_ext.monitoring.report import Run, load_run, parts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD_OUT_NOVELS = ("a-sicilian-romance", "emmeline", "evelina", "the-monk")

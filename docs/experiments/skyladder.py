@@ -30,8 +30,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_ext.evaluation.report import table
-from megatron_ext.monitoring.report import RUN_COLORS
-from megatron_ext.monitoring.runs import Run
+from megatron_ext.monitoring.report import RUN_COLORS, Run
 
 ROW, VOCABULARY = 512, 2048
 LENGTHS = (64, 128, 256, 512)

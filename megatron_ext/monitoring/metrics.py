@@ -85,6 +85,17 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 )
 
 
+def stage_folders(run: Path) -> list[Path]:
+    """List the stage folders of a run by the recorded time of their first steps; [] for a run without stages."""
+    if (run / METRICS_FILE).is_file():
+        return []
+    started = {}
+    for path in run.glob(f"*/{METRICS_FILE}"):
+        first = next(iter(read_by_step(path).values()), {"time": math.inf})
+        started[path.parent] = first["time"]
+    return sorted(started, key=lambda folder: (started[folder], folder.name))
+
+
 class MetricsWriter:
     """Appends the record of each step and evaluation; each line is flushed to the system before the call returns.
 

@@ -1,5 +1,6 @@
-"""The text of a row: read back, and compared with a dense mask."""
+"""The text of a row, read back and compared with a dense mask, and its picture."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.inspect.pack_view import WIDTH, PackView, describe, document_name, view_row
+from megatron_ext.inspect.pack_view import (
+    PALE,
+    WIDTH,
+    PackView,
+    describe,
+    document_name,
+    mask_image,
+    rank_colors,
+    view_row,
+    write_pack,
+)  # fmt: skip
 
 POLICIES = ["auto", "contiguous", "zigzag", "balanced"]
 
@@ -87,3 +98,25 @@ def test_refusals_and_their_accepted_neighbours() -> None:
     assert len(view_row(12, [3, 12], document_mask=False).documents) == 3
     with pytest.raises(UserError, match="row_length: got 0"):
         view_row(0, [])
+
+
+@given(views())
+def test_a_cell_has_the_color_of_the_querys_rank_and_is_pale_where_the_key_is_fetched(view: PackView) -> None:
+    image, owner = mask_image(view), owners(view)
+    colors = np.broadcast_to(rank_colors(view.ranks)[owner][:, None], image.shape)
+    fetched = (owner[:, None] != owner)[..., None]
+    expected = np.where(fetched, 1 - (1 - colors) * PALE, colors)
+    np.testing.assert_allclose(image, np.where(dense(view)[..., None], expected, 1.0))
+
+
+def test_the_picture_is_written_atomically(tmp_path: Path) -> None:
+    view = view_row(12, [3], cp_size=2)
+    path = tmp_path / "new" / "row.png"
+    assert write_pack(view, path) == path
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    (tmp_path / "taken.png").mkdir()
+    with pytest.raises(OSError, match=r"taken\.png"):
+        write_pack(view, tmp_path / "taken.png")
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["new", "row.png", "taken.png"]
+    with pytest.raises(UserError, match=r"output: got 'row.jpg', needs a file name that ends in .png"):
+        write_pack(view, Path("row.jpg"))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.monitoring.report import write_report
-from megatron_ext.monitoring.runs import load_runs
+from megatron_ext.monitoring.report import load_runs, write_report
 
 from .records import write_run
 

@@ -9,8 +9,7 @@ import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import note_history
-from megatron_ext.monitoring.report import MOST_POINTS, charts, table, write_report
-from megatron_ext.monitoring.runs import load_run, load_runs, stability
+from megatron_ext.monitoring.report import MOST_POINTS, charts, load_run, load_runs, stability, table, write_report
 from megatron_ext.token_weighting.passage import Passage
 
 from .records import evaluation_record, step_record, write_passage_file, write_run

@@ -4,9 +4,8 @@ import os
 import numpy as np
 import pytest
 
-from megatron_ext.monitoring.metrics import note_history
-from megatron_ext.monitoring.report import charts, table
-from megatron_ext.monitoring.runs import load_run, load_runs, loss_difference, parts, stability, stage_folders
+from megatron_ext.monitoring.metrics import note_history, stage_folders
+from megatron_ext.monitoring.report import charts, load_run, load_runs, loss_difference, parts, stability, table
 
 from .records import evaluation_record, step_record, write_run
 
