@@ -56,14 +56,6 @@ def size(text: str) -> int:
     return TypeAdapter(ByteSize).validate_python(text)
 
 
-def convert(options: argparse.Namespace) -> None:
-    if options.command == "megatron-to-hf":
-        limit = options.max_shard_size
-        megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
-    else:
-        hf_to_megatron(options.input, options.output, divisible_by=options.make_vocab_size_divisible_by)
-
-
 def verify(options: argparse.Namespace) -> bool:
     """Print the differences between two models; return whether they are within the tolerance."""
     folders = (options.input, options.output)
@@ -108,7 +100,11 @@ def main(argv: list[str]) -> int:
     began = time.perf_counter()
     if options.command == "verify":
         return 0 if verify(options) else 1
-    convert(options)
+    if options.command == "megatron-to-hf":
+        limit = options.max_shard_size
+        megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
+    else:
+        hf_to_megatron(options.input, options.output, divisible_by=options.make_vocab_size_divisible_by)
     print(f"{options.output}: written in {time.perf_counter() - began:.1f} s")
     return 0
 

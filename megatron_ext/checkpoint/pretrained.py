@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.folders import Checkpoint, locate
 from megatron_ext.checkpoint.hf.config import differences
-from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
+from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_config, read_model_config
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.arguments import as_flag, from_dict
 from megatron_ext.data.text.tokenizer import vocabulary_size
@@ -32,7 +32,7 @@ class Pretrained:
             UserError: the folder is none of these, or is damaged.
         """
         if is_hugging_face(path):
-            return cls(path, read_model_config(path), trained_length(path))
+            return cls(path, read_model_config(path), read_config(path).get("max_position_embeddings"))
         return cls.find_checkpoint(path)
 
     @classmethod

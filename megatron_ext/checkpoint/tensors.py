@@ -106,20 +106,18 @@ def write(folder: Path, rank: int, shards: Iterable[Shard]) -> Written:
     header = len(text).to_bytes(8, "little") + text
 
     path, digest = folder / f"tensors_{rank:05d}.safetensors", hashlib.sha256(header)
+    tensors = []
     with atomic_write(path) as partial, partial.open("wb") as file:
         file.write(header)
         for shard in shards:
             heartbeat.beat()
+            block = Block(shard.offset, shard.sizes, path.name, file.tell())
+            tensors.append((shard.name, StoredTensor(shard.shape, words[shard.dtype], (block,))))
             content = _bytes_of(shard.data().cpu())
             file.write(content)
             digest.update(content)
             del content  # before the next one is made
         assert file.tell() == len(header) + places[-1]
-
-    tensors = []
-    for shard, place in zip(shards, places, strict=False):
-        block = Block(shard.offset, shard.sizes, path.name, len(header) + place)
-        tensors.append((shard.name, StoredTensor(shard.shape, words[shard.dtype], (block,))))
     return Written(path.name, FileFacts(len(header) + places[-1], digest.hexdigest()), tensors)
 
 

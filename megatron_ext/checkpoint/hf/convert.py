@@ -36,7 +36,6 @@ from megatron_ext.checkpoint.hf.folder import (
     read_model_config,
     stack,
     stacked_name,
-    trained_length,
 )
 from megatron_ext.checkpoint.hf.names import (
     Cut,
@@ -84,7 +83,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
     config = Config(
         model=model,
         data=DataConfig(
-            seq_length=trained_length(source) or DataConfig.seq_length,
+            seq_length=read_config(source).get("max_position_embeddings") or DataConfig.seq_length,
             tokenizer_model=str(output.absolute() / "hugging_face") if has_tokenizer(source) else None,
         ),
         training=TrainingConfig(bf16=shards[0].dtype is torch.bfloat16),

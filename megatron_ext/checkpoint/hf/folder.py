@@ -95,12 +95,6 @@ def has_tokenizer(folder: Path) -> bool:
     return any(path.is_file() for pattern in ("tokenizer.json", "*.model") for path in folder.glob(pattern))
 
 
-def trained_length(folder: Path) -> int | None:
-    """Return the longest context that a Hugging Face model was trained with, according to its configuration."""
-    length = read_config(folder).get("max_position_embeddings")
-    return length if type(length) is int and 0 < length <= 2**40 else None
-
-
 class HuggingFaceTensors:
     """Reads the tensors of a folder's safetensors files, one at a time.
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
-from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, is_hugging_face, read_model_config, trained_length
+from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, is_hugging_face, read_model_config
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
@@ -107,10 +107,3 @@ def test_a_torn_file_is_one_line(tmp_path: Path, file: str, content: bytes | Non
     save_file({"a": torch.ones(2)}, tmp_path / SINGLE)
     (tmp_path / file).write_bytes((tmp_path / SINGLE).read_bytes()[:-1] if content is None else content)
     assert file in refusal(lambda: HuggingFaceTensors(tmp_path))
-
-
-def test_the_length_it_was_trained_at(tmp_path: Path) -> None:
-    config = LlamaConfig(**SIZES, max_position_embeddings=777).to_dict()
-    assert trained_length(written(tmp_path, config)) == 777
-    config.pop("max_position_embeddings")
-    assert trained_length(written(tmp_path, config)) is None
