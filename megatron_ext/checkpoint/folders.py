@@ -129,9 +129,10 @@ def with_offer(error: UserError, complete: Checkpoint | None) -> UserError:
 
 
 def begin(run: Path, step: int) -> Path:
-    """Create the folder that a checkpoint is written into, and delete unfinished ones."""
+    """Create the folder that a checkpoint is written into; delete what killed runs were writing or deleting."""
     checkpoints = run / "checkpoints"
-    remove_unfinished(checkpoints)
+    for unfinished in checkpoints.glob(f"iter_*{UNFINISHED}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     aside = checkpoints / f"{folder_name(step)}.{secrets.token_hex(4)}{UNFINISHED}"
     aside.mkdir(parents=True)
     return aside
@@ -139,21 +140,18 @@ def begin(run: Path, step: int) -> Path:
 
 def publish(aside: Path) -> Path:
     """Rename the folder of `begin`, whose files are on disk, then update the pointer; all is on disk on return."""
-    folder = aside.with_name(aside.name.split(".")[0])
-    step = step_of(folder)
-    assert step is not None
     sync([aside])
-    aside.rename(folder)
-    point(folder.parent, step)
+    folder = aside.rename(aside.with_name(aside.name.split(".")[0]))
+    point(folder)
     return folder
 
 
-def point(checkpoints: Path, step: int) -> None:
-    """Set the pointer to `step`."""
-    sync([checkpoints])  # the folder's name must be on disk before the pointer that names it
-    with atomic_write(checkpoints / POINTER) as aside:
-        aside.write_text(str(step))
-    sync([checkpoints])
+def point(folder: Path) -> None:
+    """Set the pointer to a checkpoint folder."""
+    sync([folder.parent])  # the folder's name must be on disk before the pointer that names it
+    with atomic_write(folder.parent / POINTER) as aside:
+        aside.write_text(str(step_of(folder)))
+    sync([folder.parent])
 
 
 def rewind(folder: Path) -> list[Path]:
@@ -164,17 +162,9 @@ def rewind(folder: Path) -> list[Path]:
     """
     step = step_of(folder)
     assert step is not None
-    pointer = folder.parent / POINTER
-    if not pointer.is_file() or pointer.read_bytes().strip() != str(step).encode():
-        point(folder.parent, step)
+    point(folder)
     later = [folder.with_name(folder_name(other)) for other in saved_steps(folder.parent.parent) if other > step]
     return [left.rename(left.with_name(f"{left.name}.{secrets.token_hex(4)}{LEFT}")) for left in later]
-
-
-def remove_unfinished(checkpoints: Path) -> None:
-    """Delete folders that were being written or deleted when a run was killed; what cannot be deleted stays."""
-    for folder in checkpoints.glob(f"iter_*{UNFINISHED}"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def delete_superfluous(run: Path, newest: int, last: int, every: int) -> None:

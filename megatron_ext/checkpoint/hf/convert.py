@@ -104,7 +104,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
             files=write_index(checkpoint, [write(checkpoint, 0, shards)]),
             seconds=time.perf_counter() - began,
         ).write(checkpoint)
-        point(checkpoint.parent, 0)
+        point(checkpoint)
 
 
 def _check_new(output: Path) -> None:
