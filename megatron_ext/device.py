@@ -48,12 +48,11 @@ class AsyncHostCopy:
 
     def __init__(self, values: Tensor) -> None:
         self._landed: torch.cuda.Event | None = None
-        if values.device.type != "cuda":
-            self._host = values
-            return
-        self._host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-        self._landed = torch.cuda.Event()
-        self._landed.record()
+        self._host = values
+        if values.device.type == "cuda":
+            self._host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            self._landed = torch.cuda.Event()
+            self._landed.record()
 
     def values(self) -> list[float]:
         if self._landed is not None:

@@ -118,11 +118,9 @@ class MaskOptions:
 
     def bounds(self, row_length: int, window: int) -> tuple[Bounds, Bounds | None]:
         """Return what bounds scheduled layers, and what bounds local layers if there are any."""
-        grid, left = row_length, {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
-        if self.window_mask == "grid":
-            grid = window
-        elif window >= row_length:  # it bounds nothing: without a left window, backends use their plain causal kernel
-            left = None
+        grid = window if self.window_mask == "grid" else row_length
+        # the window of a whole row bounds nothing: without a left window, backends use their plain causal kernel
+        left = None if window >= row_length else {"sliding": window, "sliding_w": window - 1}.get(self.window_mask)
         if self.local_window is None:
             return (grid, left), None
         local_left = self.local_window - 1

@@ -71,12 +71,8 @@ class WindowSchedule:
             return 0
         if self.kind is ScheduleKind.CONTINUAL:
             return self.switch_step
-        ramps = Fraction(1)
-        if self.kind is ScheduleKind.CYCLIC_JUMP:
-            ramps = Fraction(self.cycles)
-        elif self.kind is ScheduleKind.CYCLIC_GRADUAL:
-            ramps = 2 * Fraction(self.cycles)
-        return math.ceil(ramps * self.ramp_steps)
+        ramps = {ScheduleKind.CYCLIC_JUMP: self.cycles, ScheduleKind.CYCLIC_GRADUAL: 2 * self.cycles}.get(self.kind, 1)
+        return math.ceil(Fraction(ramps) * self.ramp_steps)
 
     def window_at(self, step: int) -> int:
         """Return the window in tokens at the 0-based optimizer step.
@@ -154,11 +150,9 @@ def build_schedule(
         UserError: a value out of range, both `rate` and `expansion_fraction`, or a missing value that the kind
             requires.
     """
-    try:
-        kind = ScheduleKind(kind)
-    except ValueError:
-        names = ", ".join(k.value for k in ScheduleKind)
-        raise UserError(f"window_schedule: got {kind!r}, needs one of {names}") from None
+    if kind not in list(ScheduleKind):
+        raise UserError(f"window_schedule: got {kind!r}, needs one of {', '.join(ScheduleKind)}")
+    kind = ScheduleKind(kind)
     if not 1 <= start <= end:
         raise UserError(f"window_start: got {start}, needs 1..{end} (window_end); lower it or raise window_end")
     if rate is not None and expansion_fraction is not None:

@@ -145,11 +145,10 @@ class KeyExchange:
     kv_picks: RowPicks  # for each key row of the remote pieces, its index in (kept rows, received rows)
     # lengths of the alternating runs of local and remote own rows, starting with local; the first and the last may be 0
     runs: list[int]
-    # the context-parallel ranks; None if no rank needs anything, so that there is no collective
-    context: ContextGroup | None
+    context: ContextGroup
 
     @classmethod
-    def of_rank(cls, mine: RankPlan, context: ContextGroup | None) -> "KeyExchange":
+    def of_rank(cls, mine: RankPlan, context: ContextGroup) -> "KeyExchange":
         lengths, key_counts = np.diff(mine.cu_seqlens_q), np.diff(mine.cu_seqlens_kv)
         local = mine.is_local
         changes = np.flatnonzero(np.diff(np.concatenate([[True], local, [not local[-1]]])))
@@ -171,8 +170,6 @@ class KeyExchange:
 
     def attend(self, inputs: Inputs, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
         """Return the attention output of this rank's queries, [t, N, W], from that of local and of remote pieces."""
-        if self.context is None:  # every rank holds whole segments
-            return attend_local(inputs)
         query_tNH, key_tGH, value_tGW, sink_N = inputs
         parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
         # keys and values are sent as one tensor; all parts are started before anything is computed

@@ -49,7 +49,7 @@ class AttentionCall:
     cu_seqlens_q: Int32  # int32 [S+1] on the host, the borders of the segments in the queries
     cu_seqlens_kv: Int32  # int32 [S+1] on the host, the borders of the segments in the keys and values
     left_window: int | None = None  # the most tokens before itself that a query sees; None for its whole segment
-    # how keys of other context-parallel ranks are fetched; None without context parallelism
+    # how keys of other context-parallel ranks are fetched; None if no rank needs any
     exchange: KeyExchange | HeadExchange | None = None
     # `cu_seqlens_q` and `cu_seqlens_kv` as tensors, which `moved` copies to the device
     borders: tuple[Tensor, Tensor] = field(default=None)  # type: ignore[assignment]  # never None
@@ -77,7 +77,7 @@ class AttentionCall:
             exchange = HeadExchange(RowPicks.of(np.concatenate(plan.rows)), context)
             return cls(borders, borders, plan.left_window, exchange)
         mine = plan.rank(context.rank)
-        keys = KeyExchange.of_rank(mine, context if plan.rows_moved.any() else None)
+        keys = KeyExchange.of_rank(mine, context) if plan.rows_moved.any() else None
         whole = cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.left_window, keys)
         local = mine.is_local
         if local.all() or not local.any():
