@@ -149,12 +149,10 @@ class KeyExchange:
 
     @classmethod
     def of_rank(cls, mine: RankPlan, context: ContextGroup) -> "KeyExchange":
-        lengths, key_counts = np.diff(mine.cu_seqlens_q), np.diff(mine.cu_seqlens_kv)
-        local = mine.is_local
-        changes = np.flatnonzero(np.diff(np.concatenate([[True], local, [not local[-1]]])))
-        runs = np.diff(np.concatenate([[0], mine.cu_seqlens_q[changes]])).tolist()
-        remote_rows = mine.kv_rows[np.repeat(~local, key_counts)]
-        own = int(lengths.sum())
+        local, own = mine.is_local, int(mine.cu_seqlens_q[-1])
+        changes = np.flatnonzero(np.diff(local, prepend=True, append=not local[-1]))
+        runs = np.diff(mine.cu_seqlens_q[changes], prepend=0).tolist()
+        remote_rows = mine.kv_rows[np.repeat(~local, np.diff(mine.cu_seqlens_kv))]
         kept = np.unique(remote_rows[remote_rows < own])
         received = remote_rows - own + len(kept)
         places = np.where(remote_rows < own, np.searchsorted(kept, remote_rows), received)
