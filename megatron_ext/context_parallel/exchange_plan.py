@@ -146,19 +146,14 @@ class CPPlan:
         Tokens between two pieces of a rank in one segment belong to other ranks. A piece fetches those it sees after
         the rank's previous piece; the earlier ones are fetched for that piece. Rank 0 of a zigzag on two ranks:
 
-            rank     0 0 1 1 1 1 0 0        its first piece is not `late`, as it sees no token before itself;
+            rank     0 0 1 1 1 1 0 0        its first piece sees no token before itself;
             fetched      ^ ^ ^ ^            its second one sees [0, 6), of which its rank lacks [2, 6)
         """
-        late = np.flatnonzero(self.key_start < self.pieces.start)
-        late = late[np.argsort(self.pieces.rank[late], kind="stable")]
-        rank, segment = self.pieces.rank[late], self.pieces.segment[late]
-        low, high = self.key_start[late], self.pieces.start[late]
-        follows = np.flatnonzero((rank[1:] == rank[:-1]) & (segment[1:] == segment[:-1])) + 1
-        low[follows] = np.maximum(low[follows], self.pieces.end[late[follows - 1]])
-        # The first piece of a segment sees no earlier one and is not in `late`; its rank may hold a later piece.
-        opening = np.searchsorted(self.pieces.start, self._segment_start[late])
-        own = self.pieces.rank[opening] == rank
-        low[own] = np.maximum(low[own], self.pieces.end[opening[own]])
+        order = np.argsort(self.pieces.rank, kind="stable")
+        rank, segment = self.pieces.rank[order], self.pieces.segment[order]
+        low, high = self.key_start[order], self.pieces.start[order]
+        follows = np.flatnonzero((np.diff(rank) == 0) & (np.diff(segment) == 0)) + 1
+        low[follows] = np.maximum(low[follows], self.pieces.end[order[follows - 1]])
         wanted = np.flatnonzero(low < high)
         query, piece, start, end = overlaps(low[wanted], high[wanted], self.pieces.start, self.pieces.end)
         return _Transfers(piece, self.pieces.rank[piece], rank[wanted[query]], start, end)
