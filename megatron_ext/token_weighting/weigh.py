@@ -15,7 +15,6 @@ With PMI = short_loss - long_loss, s the score of a token and M the trained toke
     sparse   the k = kappa * M highest s weigh M / k, the rest 0     0 < kappa <= 1, k rounded down, >= 1
     none     w = s                                                   0 <= gamma
 
-Lambda, kappa and gamma are the papers' names of the option `strength`, whose meaning depends on the post.
 Dense and sparse rows sum to M (before `clip`); lambda = 1 and kappa = 1 are uniform. A row whose scores are all 0
 is uniform, 1 for each trained token, under every post; a row without trained tokens is all 0.
 

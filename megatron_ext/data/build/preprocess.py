@@ -9,14 +9,13 @@
 A part is named by a digest of its shard and the settings; `--resume` creates the same shards again and skips those
 whose parts are finished. No process holds more than a batch of documents, and none imports torch or megatron.
 
-Alternatives that were rejected:
+Alternatives that were rejected (benchmarks/results/2026-11-24-preprocess-cpu.txt, 2026-11-22-libraries-cpu.txt):
 
-- Megatron-LM's tools/preprocess_data.py: 4 to 6 times the CPU time, with 8 times the memory, and it cannot resume
-  (benchmarks/results/2026-11-24-preprocess-cpu.txt).
+- Megatron-LM's tools/preprocess_data.py: 4 to 6 times the CPU time, with 8 times the memory, and it cannot resume.
 - Megatron's IndexedDatasetBuilder for joining: 11.6 s and 516 MB for a million documents of 16 tokens, compared with
   1.2 s and 41 MB here. The output is byte-identical.
 - datatrove's MegatronDocumentTokenizer: 0.47 million tokens per second and core, compared with 0.78 here; a text that
-  spells the end token is encoded as that token (benchmarks/results/2026-11-22-libraries-cpu.txt).
+  spells the end token is encoded as that token.
 """
 
 import errno
@@ -40,7 +39,7 @@ from tqdm import tqdm
 
 from megatron_ext.arrays import Int64
 from megatron_ext.data.build.encode import Encoder, PreprocessOptions, Report, make_part, read_report, usable
-from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes, group
+from megatron_ext.data.build.shards import Shard, cut, group
 from megatron_ext.data.indexed import (
     MASK,
     SOURCES,
@@ -107,7 +106,8 @@ def _make(
             report.add(read_report(part)[0])
         return list(parts)
 
-    shard_bytes = options.shard_bytes or default_shard_bytes(files)
+    size = sum(file.size for file in files)
+    shard_bytes = options.shard_bytes or min(max(size // 1024, 1 << 20), 64 << 20)  # about a thousand shards, or more
     shards = cut(files, encoder.fields, shard_bytes)
     if options.concat_by is not None:
         shards = group(make_parts(shards, "group"), shard_bytes)

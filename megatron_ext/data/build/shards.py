@@ -24,7 +24,6 @@ import numpy as np
 
 from megatron_ext.data.text.documents import Document, Fields, FileRange, Refuse, read_range, row_group_sizes, too_long
 
-SMALLEST, LARGEST, SHARDS = 1 << 20, 64 << 20, 1024
 BUCKETS = 1 << 16  # number of hash ranges, the finest division into GroupShards
 # of a text: the first 2 bytes of its group's hash, the first 16, and its position in the part's file
 ROW = np.dtype([("bucket", "<u2"), ("hash", "S16"), ("offset", "<i8")])
@@ -90,11 +89,6 @@ class GroupShard:
 
 
 Shard = FileShard | GroupShard
-
-
-def default_shard_bytes(files: Sequence[FileRange]) -> int:
-    """Return 1 to 64 MiB, which makes about a thousand shards except for very large inputs."""
-    return min(max(sum(file.size for file in files) // SHARDS, SMALLEST), LARGEST)
 
 
 def cut(files: Sequence[FileRange], fields: Fields, shard_bytes: int) -> list[Shard]:
