@@ -12,7 +12,6 @@ draws the density of PMI, the short-context losses of one store minus the losses
 --context L --stride L makes of the same rows.
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
@@ -21,18 +20,6 @@ from megatron_ext.cli import Parser, command, positive
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
 from megatron_ext.launch import is_first, read_launch
-
-
-def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--checkpoint", required=True, type=Path, metavar="FOLDER", help="Hugging Face model, run or checkpoint")
-    add("--output", required=True, type=Path, metavar="STORE", help="zarr store; made, or continued")
-    add("--context", required=True, type=int, metavar="N", help="n, tokens of a chunk")
-    add("--stride", type=int, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
-    add("--rows", type=positive, help="samples to score, from --first-sample on (default: all that the run takes)")
-    add("--part", default="0/1", metavar="I/N", help="of N commands on one store, this is number I, from 0")
-    return parser.parse_known_args(argv)
 
 
 def density(argv: list[str]) -> int:
@@ -66,8 +53,16 @@ def density(argv: list[str]) -> int:
 def main(argv: list[str]) -> int:
     if argv[:1] == ["density"]:
         return density(argv[1:])
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--checkpoint", required=True, type=Path, metavar="FOLDER", help="Hugging Face model, run or checkpoint")
+    add("--output", required=True, type=Path, metavar="STORE", help="zarr store; made, or continued")
+    add("--context", required=True, type=int, metavar="N", help="n, tokens of a chunk")
+    add("--stride", type=int, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
+    add("--rows", type=positive, help="samples to score, from --first-sample on (default: all that the run takes)")
+    add("--part", default="0/1", metavar="I/N", help="of N commands on one store, this is number I, from 0")
+    options, flags = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    options, flags = parse_options(argv)
     first = is_first()
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     read_launch()

@@ -29,7 +29,7 @@ from megatron_ext.run.inputs import RowAt, open_rows
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import short_pass
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
-from megatron_ext.token_weighting.weigher import short_losses
+from megatron_ext.token_weighting.weigher import gather_losses
 
 logger = logging.getLogger(__name__)
 
@@ -213,4 +213,4 @@ class ChunkScorer:
         losses = self.pipeline.forward_only(on_device)
         if not self.model.ranks.last_stage:
             return None
-        return short_losses(self.group, on_device, losses, tokens, device)
+        return gather_losses(self.group, on_device, losses, tokens, device)

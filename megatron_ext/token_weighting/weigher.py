@@ -54,10 +54,14 @@ class Weigher:
         if scores is None:
             return batch.weights_t, None
         assert batch.places is not None
+
+        def whole(values_t: Tensor) -> Tensor:
+            return gather_losses(self.context, [batch], [values_t.detach()], batch.layout.tokens, values_t.device)
+
         by_name = {
-            "long_loss": self._whole(batch, losses.cross_entropy_t),
+            "long_loss": whole(losses.cross_entropy_t),
             "short_loss": scores.short_loss_T,
-            "entropy": None if losses.entropy_t is None else self._whole(batch, losses.entropy_t),
+            "entropy": None if losses.entropy_t is None else whole(losses.entropy_t),
         }
         # a non-finite loss makes all weights NaN and ends the run: every process sees it in the sum
         weights_RL, scores_RL, _ = weigh_rows(
@@ -103,7 +107,7 @@ class Weigher:
     ) -> list[PackedBatch]:
         """Add the losses of the short-context pass to the batches; collective over the ranks of the stage."""
         total = sum(batch.layout.tokens for batch in batches)
-        short_T = short_losses(self.context, short, losses, total, batches[0].weights_t.device)
+        short_T = gather_losses(self.context, short, losses, total, batches[0].weights_t.device)
         return [
             replace(batch, scores=replace(batch.scores, short_loss_T=part)) if batch.scores is not None else batch
             for batch, part in zip(batches, short_T.split(batches[0].layout.tokens), strict=True)
@@ -126,28 +130,16 @@ class Weigher:
             short = list(self._rows(known_T).cpu().numpy())
         return {sample: WeighedRow(*row) for sample, *row in zip(scores.samples, weights, short, strict=True)}
 
-    def _whole(self, batch: PackedBatch, values_t: Tensor) -> Tensor:
-        """Gather the values of this rank's tokens, [t], into those of the whole rows, [T]."""
-        assert batch.places is not None
-        gathered = self.context.gather(values_t.detach(), batch.places.counts)
-        whole = torch.empty_like(gathered)
-        whole[batch.places.order] = gathered
-        return whole
-
     def _rows(self, values_T: Tensor) -> Tensor:
         return values_T.unflatten(0, (-1, self.row_length))
 
 
-def short_losses(
-    context: ContextGroup,
-    short: Sequence[PackedBatch],
-    losses: Sequence[Tensor],
-    tokens: int,
-    device: torch.device,
+def gather_losses(
+    context: ContextGroup, batches: Sequence[PackedBatch], losses: Sequence[Tensor], tokens: int, device: torch.device
 ) -> Tensor:
-    """Gather a short-context pass's losses from all context-parallel ranks: float32 [tokens] of all rows, else 0."""
+    """Gather the batches' losses from all context-parallel ranks: float32 [tokens] of all rows, 0 where none is."""
     loss_T = torch.zeros(tokens, dtype=torch.float32, device=device)
-    for batch, losses_t in zip(short, losses, strict=True):
+    for batch, losses_t in zip(batches, losses, strict=True):
         assert batch.places is not None
         loss_T[batch.places.order] = context.gather(losses_t, batch.places.counts)
     return loss_T

@@ -132,8 +132,8 @@ class PackedRows:
     - A piece that ends inside the row ends a document there, even if it is cut, because what follows is unrelated. One
       that ends with the row has an end only if its document ends there. If the plan joins documents, none ends inside.
     - A label is trained if it is the next token of the same document, even if the plan has it in another row or in
-      none, or if it is the first token of a document after the last one of another, but this never with `mask_eod`. If
-      the data set has a mask, it must select the label too.
+      none. The first token of a document is trained after the last one of another, with `mask_eod` only if the plan
+      joins documents. If the data set has a mask, it must select the label too.
     - Padding is `pad_id`, never trained, and a separate document, so no other token attends to it. The last label is
       `pad_id`, not trained, if the row's last piece ends its document.
 
