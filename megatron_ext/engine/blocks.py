@@ -41,8 +41,8 @@ from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
 from megatron_ext.engine.latent_attention import LatentAttention
 
-# Megatron's bias-dropout-add: (training, fused) -> ((output, bias), residual, dropout) -> residual stream
-BiasDropoutAdd = Callable[[bool, bool], Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]]
+# Megatron's bias-dropout-add: ((output, bias), residual, dropout) -> residual stream
+BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 class LocalAngles(SelfAttention):
@@ -93,22 +93,20 @@ class SandwichLayer(TransformerLayer):
             )
             for _ in range(2)
         )
-        add_attention, add_mlp = vars(self)["self_attn_bda"], vars(self)["mlp_bda"]
-        self.self_attn_bda = _normed(self.post_attention_norm, add_attention)
-        self.mlp_bda = _normed(self.post_mlp_norm, add_mlp)
+        self.self_attn_bda = _normed(self.post_attention_norm, vars(self)["self_attn_bda"])
+        self.mlp_bda = _normed(self.post_mlp_norm, vars(self)["mlp_bda"])
 
 
-def _normed(norm: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropoutAdd:
-    """Normalize an output before it is added to the residual stream."""
+def _normed(
+    norm: Callable[[Tensor], Tensor], build: Callable[[bool, bool], BiasDropoutAdd]
+) -> Callable[[bool, bool], BiasDropoutAdd]:
+    """Normalize an output, which has no bias, before it is added to the residual stream."""
 
-    def build(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        def add_normed(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            assert output[1] is None
-            return add(training, fused)((norm(output[0]), None), residual, dropout)
+    def build_normed(training: bool, fused: bool) -> BiasDropoutAdd:
+        add = build(training, fused)
+        return lambda output, residual, dropout: add((norm(output[0]), None), residual, dropout)
 
-        return add_normed
-
-    return build
+    return build_normed
 
 
 class HeadsNorm(torch.nn.Module):
@@ -143,7 +141,9 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, x_t1NH: Tensor, weight_NH: Tensor, width: int, eps: float, group: dist.ProcessGroup | None
     ) -> Tensor:
         squares_t111 = torch.linalg.vector_norm(x_t1NH, dim=(-2, -1), keepdim=True, dtype=torch.float32).square()
-        scale_t111 = torch.rsqrt(_summed(squares_t111, group) / width + eps)
+        if group is not None:
+            dist.all_reduce(squares_t111, group=group)
+        scale_t111 = torch.rsqrt(squares_t111 / width + eps)
         ctx.save_for_backward(x_t1NH, weight_NH, scale_t111)
         ctx.width, ctx.group = width, group
         return (x_t1NH * scale_t111).mul_(weight_NH).to(x_t1NH.dtype)
@@ -155,17 +155,12 @@ class _Normalize(torch.autograd.Function):
         normed_t1NH = x_t1NH * scale_t111
         products_t1NH = grad_t1NH * normed_t1NH
         grad_weight_NH = products_t1NH.sum(dim=(0, 1)).to(weight_NH.dtype)
-        along_t111 = _summed(products_t1NH.mul_(weight_NH).sum(dim=(-2, -1), keepdim=True), ctx.group)
+        along_t111 = products_t1NH.mul_(weight_NH).sum(dim=(-2, -1), keepdim=True)
+        if ctx.group is not None:
+            dist.all_reduce(along_t111, group=ctx.group)
         del products_t1NH
         grad_x_t1NH = normed_t1NH.mul_(along_t111 / -ctx.width).add_(grad_t1NH * weight_NH.float()).mul_(scale_t111)
         return grad_x_t1NH.to(x_t1NH.dtype), grad_weight_NH, None, None, None
-
-
-def _summed(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over tensor-parallel ranks, in place; None: a single rank."""
-    if group is not None:
-        dist.all_reduce(partial, group=group)
-    return partial
 
 
 def layer_specs(

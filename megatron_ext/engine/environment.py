@@ -17,19 +17,9 @@ from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import installed_version
 
 PACKAGES = (
-    "transformer-engine",
-    "flash-attn",
-    "flash-attn-4",
-    "triton",
-    "apex",
-    "transformers",
-    "wandb",
-    "bm25s",
-    "pyarrow",
-    "nltk",
-    "sentencepiece",
-    "tiktoken",
-)
+    "transformer-engine", "flash-attn", "flash-attn-4", "triton", "apex", "transformers",
+    "wandb", "bm25s", "pyarrow", "nltk", "sentencepiece", "tiktoken",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -229,12 +229,11 @@ class Stepper:
 
     def evaluate(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Sum the unweighted losses of the trained tokens by position, in evaluation mode; float64 [2, BINS], host."""
-
-        def binned(batch: PackedBatch, losses: TokenLosses) -> Tensor:
-            return sums_by_position(losses.cross_entropy_t, batch.positions_t, batch.trained_t)
-
         on_device = [batch.to(self.platform.device) for batch in batches]
-        by_batch = self.pipeline.forward_only(on_device, binned)
+        by_batch = self.pipeline.forward_only(
+            on_device,
+            lambda batch, losses: sums_by_position(losses.cross_entropy_t, batch.positions_t, batch.trained_t),
+        )
         sums = torch.zeros(2, BINS, dtype=torch.float64, device=self.platform.device)
         if self.ranks.reports_loss:
             sums += torch.stack(by_batch).sum(dim=0)

@@ -29,9 +29,10 @@ from megatron_ext.engine.optimizer import (
     unwrap,
     wrap,
 )
-from megatron_ext.engine.step import Stepper, StepResult
+from megatron_ext.engine.step import Pipeline, Stepper, StepResult
 from megatron_ext.engine.weights import initialise
 from megatron_ext.evaluation.by_position import mean_loss
+from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting.weigher import Weigher
 
 LENGTH, VOCABULARY = 16, 50
@@ -194,6 +195,32 @@ def test_validation_does_not_change_training(process: OneProcess) -> None:
     assert torch.equal(process.weights(), before)
     again = process.stepper.launch(StepBatches([batch(row(0))])).result()
     assert replace(again, score_seconds=first.score_seconds) == first
+
+
+def test_a_forward_pass_has_no_dropout_or_gradients_and_training_has_both(process: OneProcess) -> None:
+    config = replace(process.config, model=replace(process.config.model, hidden_dropout=0.5))
+    (chunk,) = build_chunks(config, VOCABULARY, process.platform)
+    initialise([chunk], config.model, VOCABULARY, 1, process.ranks)
+    modes = []
+
+    def value_of(_: PackedBatch, losses: TokenLosses) -> torch.Tensor:
+        modes.append((chunk.training, torch.is_grad_enabled()))
+        return losses.cross_entropy_t
+
+    pipeline = Pipeline([chunk])
+    first, again = pipeline.forward_only([batch(row(0))] * 2, value_of)
+    assert modes == [(False, False)] * 2
+    torch.testing.assert_close(first, again, rtol=0, atol=0)  # in training, dropout would differ
+    assert chunk.training
+    assert all(parameter.grad is None for parameter in chunk.parameters())
+
+    modes.clear()
+    first, again = pipeline.run(
+        [batch(row(0))] * 2, lambda one, losses: (losses.cross_entropy_t.sum(), value_of(one, losses))
+    )
+    assert modes == [(True, True)] * 2
+    assert not torch.equal(first, again)
+    assert any(parameter.grad is not None for parameter in chunk.parameters())
 
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique")
