@@ -79,9 +79,8 @@ RULES: list[Rule] = [
     *_only_with("query_pre_attn_scalar", "block", "gemma3"),
     ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd") and o.has_sinks,
      ", which has no gradient of attention sinks; use auto"),
-    ("rotary_percent",
-     lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
-     ", needs at most 1 and an even number of a head's {head_size} dimensions; change it or kv_channels"),
+    ("rotary_percent", lambda o: o.rotary_percent != 1 and (not o.rotary_size or o.rotary_size % 2),
+     ", needs an even number of a head's {head_size} dimensions; change it or kv_channels"),
     *_requires("q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_mscale_all_dim",
                "multi_latent_attention"),
     *_excludes("block softmax_type kv_channels add_qkv_bias qk_layernorm local_window no_rope_freq compile "
@@ -183,9 +182,8 @@ RULES: list[Rule] = [
     ("window_schedule", lambda o: o.local_window and o.window_attn_skip_freq is None
      and o.window_schedule != "constant" and o.local_window_fixed,
      ", which no layer follows with local_window_fixed; leave that out or add --window-attn-skip-freq N"),
-    ("window_attn_skip_freq", lambda o: o.local_window and o.window_attn_skip_freq is not None
-     and not 2 <= o.window_attn_skip_freq <= o.num_layers,
-     ", needs 2..num_layers {num_layers}; leave it out if all layers are local"),
+    ("window_attn_skip_freq", lambda o: o.local_window and (o.window_attn_skip_freq or 0) > o.num_layers,
+     ", needs at most num_layers {num_layers}; leave it out if all layers are local"),
     # token weighting
     ("packing", lambda o: o.token_weighting == "dataset" and o.packings,
      "{packings}, token_weighting dataset needs random"),

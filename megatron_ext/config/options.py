@@ -93,7 +93,7 @@ class ModelConfig(_Section):
     make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded to a multiple of this")
     norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
     rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary frequencies")
-    rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that are rotated (phi)")
+    rotary_percent: Share = _option(1.0, "share of each head's dimensions that are rotated (phi)")
     rotary_base_local: PositiveFloat | None = _option(None, "base of local layers, unscaled (default: as other layers)")
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
         "none", "how rotary frequencies are scaled beyond --rope-original-length"
@@ -127,7 +127,7 @@ class ModelConfig(_Section):
     softmax_type: Literal["vanilla", "learnable"] = _option("vanilla", "learnable: attention sinks, as in gpt-oss")
     query_pre_attn_scalar: Width | None = _option(None, "gemma3: scores / sqrt(this) (default: the head size)")
     local_window: PositiveInt | None = _option(None, "tokens that a token of a local layer attends to, with itself")
-    window_attn_skip_freq: int | None = _option(None, "every n-th layer is not local but follows the window schedule")
+    window_attn_skip_freq: Annotated[int, Ge(2)] | None = _option(None, "every n-th layer follows the window schedule")
     init_method_std: NonNegativeFloat = _option(0.02, "megatron: standard deviation of the initial weights")
     init_scheme: Literal["megatron", "tinyllama"] = _option("megatron", "standard deviations of the initial weights")
     hidden_dropout: Decay = _option(0.0, "dropout on the residual branches")
