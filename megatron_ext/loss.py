@@ -1,7 +1,6 @@
 """Compute cross-entropy in blocks, without materializing all logits, and the terms of a global batch's loss.
 
-Legend: t tokens on this rank, D hidden, v vocabulary entries on this tensor-parallel rank, b tokens of a block, k kinds
-of statistics.
+Legend: k kinds of statistics; the other letters are those of docs/glossary.md.
 
 The loss needs three sums over a token's logits l, and a fourth for the entropy; each can be computed over any part of
 the vocabulary:

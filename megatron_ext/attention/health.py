@@ -96,10 +96,11 @@ class Probe:
     def measured(self) -> tuple[list[int], Tensor]:
         """Return the layers measured here, ascending, and their statistics as in `by_head`, float64 [6, layers, N].
 
-        Collective: all context-parallel ranks call this together and get the same result.
+        Collective: all context-parallel ranks call this together and get the same result. The next pass is measured
+        anew.
         """
         layers = sorted(self.found)
-        results, scales = zip(*(self.found[layer] for layer in layers), strict=True)
+        results, scales = zip(*(self.found.pop(layer) for layer in layers), strict=True)
         found = torch.stack(results, dim=1)
         everyone = self.context.gather(found.flatten(), [found.numel()] * self.context.size)
         by_rank = everyone.unflatten(0, (self.context.size, *found.shape)).transpose(0, 1).double()
