@@ -11,7 +11,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -74,12 +74,9 @@ class Manifest:
             UserError: it is missing, damaged, of another format, or names files outside the folder.
         """
         path = folder / MANIFEST
-        with readable(path):
-            text = path.read_bytes()
-        try:
-            values = json.loads(text)
-        except ValueError:
-            raise UserError(f"load: {path} is damaged: it is no JSON; take another checkpoint") from None
+        values: Any = None
+        with readable(path), suppress(ValueError):
+            values = json.loads(path.read_bytes())
         if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
             raise UserError(f"load: {path} is damaged: its own checksum differs; take another checkpoint")
         if values.get("format") != FORMAT:
