@@ -94,15 +94,13 @@ class AllocationTracker:
 
     def resize(self, storage: UntypedStorage, site: str) -> None:
         """Update a storage whose size was changed in place, as recomputation frees and restores storages."""
-        known = self._live.get(storage._cdata)
-        if known is not None:
+        if (known := self._live.get(storage._cdata)) is not None:
             grown, known.size = storage.nbytes() - known.size, storage.nbytes()
             self._change(known.part, grown, site)
 
     def label(self, storage: UntypedStorage, part: Part) -> None:
         """Change the purpose of a storage."""
-        known = self._live.get(storage._cdata)
-        if known is not None:
+        if (known := self._live.get(storage._cdata)) is not None:
             self._relabel(known, part)
 
     def label_rest(self, part: Part, kept: Container[Part]) -> None:

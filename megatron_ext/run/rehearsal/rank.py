@@ -57,7 +57,7 @@ class Step:
     segments: int  # of the measured micro-batches
     microbatches: int  # of this rank
     measured: int  # of these; the rest is extrapolated
-    memory: dict[str, int]  # bytes of each part at the peak
+    memory: dict[Part, int]  # bytes of each part at the peak
     pinned: int  # bytes of pinned host memory at its peak
     cycles: int  # bytes that only Python's garbage collector would free, because of reference cycles
     peak_at: str
@@ -189,11 +189,10 @@ class _StepRunner:
             return {name: count + round(times * (count - less.get(name, 0))) for name, count in most.items()}
 
         waiting = (total - more.microbatches) * self._batch_bytes(window)
-        other = Part.OTHER.value
         return replace(
             more,
             microbatches=total,
-            memory=more.memory | {other: more.memory[other] + waiting},
+            memory=more.memory | {Part.OTHER: more.memory[Part.OTHER] + waiting},
             flops=grown(few.flops, more.flops),
             collectives={name: grown(few.collectives.get(name, {}), calls) for name, calls in more.collectives.items()},
             host_syncs=grown(few.host_syncs, more.host_syncs),
@@ -226,7 +225,7 @@ class _StepRunner:
             segments=sum(batch.layout.segments for batch in step.train),
             microbatches=microbatches,
             measured=microbatches,
-            memory={part.value: size for part, size in meter.allocations.peak.parts.items()},
+            memory=dict(meter.allocations.peak.parts),
             pinned=meter.pinned.peak.total,
             cycles=before - meter.allocations.total,
             peak_at=meter.allocations.peak.site,
