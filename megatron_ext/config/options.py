@@ -116,9 +116,15 @@ class ModelConfig(_Section):
     moe_router_topk: Width = _option(2, "experts per token, weighted by their router scores, normalized to sum 1")
     moe_ffn_hidden_size: Width | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
     moe_shared_expert_intermediate_size: Width | None = _option(None, "width of a layer's shared experts together")
-    moe_layer_freq: tuple[Annotated[int, Ge(0), Le(1)], ...] = _option((), "each layer 1: experts (default), 0: MLP")
-    moe_router_score_function: Literal["softmax", "sigmoid"] = _option("softmax", "how router logits become scores")
-    moe_router_enable_expert_bias: bool = _option(False, "sigmoid: balance the experts by biases on their choice")
+    moe_layer_freq: tuple[Annotated[int, Ge(0), Le(1)], ...] = _option(
+        (), "for each layer 1 if it has experts, 0 if it has a single MLP of width ffn_hidden_size (default: all 1)"
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = _option(
+        "softmax", "how router logits become scores; sigmoid: of each expert by itself (DeepSeek-V3)"
+    )
+    moe_router_enable_expert_bias: bool = _option(
+        False, "sigmoid: biases on the choice of experts, which balance their tokens (DeepSeek-V3)"
+    )
     moe_router_num_groups: Width | None = _option(None, "sigmoid: groups of experts, of which each token uses a few")
     moe_router_group_topk: Width | None = _option(None, "groups per token, by the sum of their two best scores")
     moe_router_topk_scaling_factor: PositiveFloat = _option(1.0, "sigmoid: factor of the normalized scores")
@@ -129,7 +135,11 @@ class ModelConfig(_Section):
     local_window: PositiveInt | None = _option(None, "tokens that a token of a local layer attends to, with itself")
     window_attn_skip_freq: Annotated[int, Ge(2)] | None = _option(None, "every n-th layer follows the window schedule")
     init_method_std: NonNegativeFloat = _option(0.02, "megatron: standard deviation of the initial weights")
-    init_scheme: Literal["megatron", "tinyllama"] = _option("megatron", "standard deviations of the initial weights")
+    init_scheme: Literal["megatron", "tinyllama"] = _option(
+        "megatron",
+        "megatron: init_method_std, / sqrt(2 num_layers) for matrices that write to the residual stream; tinyllama: "
+        "sqrt(2 / (5 hidden_size)), and 1 / (sqrt(hidden_size) num_layers) for those",
+    )
     hidden_dropout: Decay = _option(0.0, "dropout on the residual branches")
 
     @property
@@ -220,22 +230,38 @@ class ParallelConfig(_Section):
     pipeline_model_parallel_size: PositiveInt = _option(1, "PP: ranks that share the layers")
     num_layers_per_virtual_pipeline_stage: PositiveInt | None = _option(None, "interleaved pipeline: layers per chunk")
     context_parallel_size: PositiveInt = _option(1, "CP: ranks that share each row")
-    cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option("auto", "assignment of tokens to CP ranks")
-    cp_scheme: Literal["auto", "exchange", "ulysses"] = _option("auto", "fetch needed keys, or all-to-all to heads")
-    cp_row_cost: NonNegativeFloat = _option(64.0, "--cp-policy auto: attention pairs that moving a key costs")
-    cp_overlap_parts: PositiveInt | None = _option(None, "parts of the exchange, to overlap (default: 2 on cuda)")
+    cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option("auto", "which tokens each CP rank gets")
+    cp_scheme: Literal["auto", "exchange", "ulysses"] = _option(
+        "auto", "exchange: fetch the keys that are needed; ulysses: all-to-all from tokens to heads"
+    )
+    cp_row_cost: NonNegativeFloat = _option(
+        64.0, "cost of moving a key for --cp-policy auto, in attention pairs (64: NVLink; 570: between nodes)"
+    )
+    cp_overlap_parts: PositiveInt | None = _option(
+        None, "parts of the key heads whose exchange overlaps attention (default: 2 on cuda, 1 on cpu)"
+    )
     expert_model_parallel_size: PositiveInt = _option(1, "EP: data- and context-parallel ranks that share the experts")
     moe_grouped_gemm: bool = _option(False, "compute a rank's experts in one grouped product (Transformer Engine)")
     sequence_parallel: bool = _option(False, "split activations outside the matrix products over TP ranks as well")
     tp_comm_overlap: bool = _option(False, "overlap tensor-parallel communication (Transformer Engine)")
-    use_distributed_optimizer: bool | None = _option(None, "shard optimizer state (default: several ranks on cuda)")
-    overlap_grad_reduce: bool | None = _option(None, "reduce gradients in backward (default: several ranks on cuda)")
-    overlap_param_gather: bool | None = _option(None, "gather parameters in forward (default: if both above are on)")
-    recompute_granularity: Literal["full", "selective"] | None = _option(None, "recompute layers, or recompute_modules")
+    use_distributed_optimizer: bool | None = _option(
+        None, "shard optimizer state over data-parallel ranks (default: with several ranks on cuda)"
+    )
+    overlap_grad_reduce: bool | None = _option(
+        None, "reduce gradients during the backward pass (default: with several ranks on cuda)"
+    )
+    overlap_param_gather: bool | None = _option(
+        None, "gather parameters during the forward pass (default: if both of the above are on)"
+    )
+    recompute_granularity: Literal["full", "selective"] | None = _option(
+        None, "recompute activations in the backward pass: whole layers or --recompute-modules"
+    )
     recompute_modules: tuple[RecomputeModule, ...] = _option((), "what `selective` recomputes (default core_attn)")
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
     recompute_num_layers: PositiveInt = _option(1, "layers per recomputed group (uniform), or recomputed ones (block)")
-    mlp_block_tokens: PositiveInt | None = _option(None, "compute the MLP in recomputed blocks of so many tokens")
+    mlp_block_tokens: PositiveInt | None = _option(
+        None, "compute the MLP in blocks of this many tokens, each recomputed in the backward pass"
+    )
     offload_layer_inputs: bool = _option(False, "keep inputs of recomputed layers in host memory until backward")
     compile: bool = _option(False, "torch.compile the layers except attention, for small models")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: cuda if available, else cpu")
@@ -244,7 +270,8 @@ class ParallelConfig(_Section):
     ] = _option("auto", "kernel of packed attention (auto: the best for each call)")
     distributed_timeout_minutes: Minutes = _option(10, "time limit of a collective")
     watchdog_timeout: Seconds | None = _option(
-        None, "seconds until a hanging step, save or validation ends the run (default: below the above); 0: never"
+        None,
+        "seconds of a step, a save or a validation batch after which the run ends; 0: never (default: below the above)",
     )
 
     def overlap_parts(self, on_cuda: bool) -> int:
@@ -309,8 +336,14 @@ class WindowConfig(_Section):
     window_round_to: int = _option(1024, "stepwise: windows are multiples of this")
     window_aligned: bool = _option(False, "stepwise: windows are window_end / 2^k instead")
     window_switch_step: int | None = _option(None, "continual: the first step with window_end")
-    window_cycles: float | None = _option(None, "cycles: 1, 2, ... (cyclic_jump) or 0.5, 1.5, ... (cyclic_gradual)")
-    window_mask: WindowMask = _option("grid", "grid: blocks of w; sliding: itself and w before; sliding_w: w in all")
+    window_cycles: float | None = _option(
+        None, "cycles: 1, 2, ... of cyclic_jump (1), 0.5, 1.5, ... of cyclic_gradual (0.5)"
+    )
+    window_mask: WindowMask = _option(
+        "grid",
+        "grid: blocks of w tokens, the window; sliding: each token and the w before it, the paper's formula; "
+        "sliding_w: w tokens including itself, the authors' code",
+    )
     document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
     local_window_fixed: bool = _option(False, "--local-window from the first step, even above the schedule's window")
 
@@ -322,9 +355,15 @@ class WeightingConfig(_Section):
     token_weighting: Literal["none", "unfrozen", "frozen", "dataset"] = _option(
         "none", "weights from the model itself (unfrozen), --score-store (frozen), or the dataset"
     )
-    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile"] = _option("abs", "score of a token")
-    weight_post: Literal["dense", "sparse", "none"] = _option("dense", "how scores become weights")
-    weight_strength: float | None = _option(None, "dense: lambda 0.75; sparse: kappa 0.2, frozen 0.4; none: gamma 1")
+    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile"] = _option(
+        "abs", "score of a token: |PMI| of long and short context (abs), or another (docs/token-weighting.md)"
+    )
+    weight_post: Literal["dense", "sparse", "none"] = _option(
+        "dense", "weights from scores: dense mixes with 1, sparse keeps the highest, none keeps the score"
+    )
+    weight_strength: float | None = _option(
+        None, "lambda of dense (0.75), kappa of sparse (0.2; frozen 0.4), gamma of none (1)"
+    )
     weight_clip: PositiveFloat | None = _option(None, "upper bound of the weights; longce's gamma (5)")
     weight_shift: Annotated[float, Ge(1)] | None = _option(None, "ppmi and npmi: k; ln k is subtracted from scores")
     short_context: PositiveInt | None = _option(None, "unfrozen: n, tokens of the short context")
@@ -388,12 +427,20 @@ class TrainingConfig(_Section):
     train_iters: PositiveInt = _option(100, "optimizer steps")
     seed: Seed = _option(1234, "seed of weights, data order and dropout, below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
-    fp8_format: Literal["hybrid", "e4m3"] | None = _option(None, "matrix products in fp8 (Transformer Engine)")
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = _option("tensorwise", "scaling of fp8 (mxfp8: Blackwell)")
+    fp8_format: Literal["hybrid", "e4m3"] | None = _option(
+        None, "matrix products of the layers in fp8 (Transformer Engine); hybrid: gradients in e5m2"
+    )
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = _option(
+        "tensorwise", "scaling of fp8: each tensor, or blocks; mxfp8 needs Blackwell"
+    )
     spike_window: NonNegativeInt = _option(128, "preceding losses that a loss is compared with; 0: no spike detection")
     spike_deviations: PositiveFloat = _option(7.0, "a loss this many standard deviations above their mean is a spike")
-    on_spike: Literal["continue", "skip", "stop"] = _option("continue", "after a loss spike: train on, skip it, or end")
-    on_non_finite: Literal["stop", "skip"] = _option("stop", "after a loss or gradient that is not finite")
+    on_spike: Literal["continue", "skip", "stop"] = _option(
+        "continue", "after a loss spike: train on it, skip the update, or end the run (status 86)"
+    )
+    on_non_finite: Literal["stop", "skip"] = _option(
+        "stop", "after a loss or gradient norm that is not finite: end the run (status 86) or skip the update"
+    )
     skip_limit: PositiveInt = _option(10, "consecutive skipped steps after which the run ends (status 86)")
     loss_block_tokens: PositiveInt = _option(4096, "number of tokens whose logits exist at a time")
     z_loss: NonNegativeFloat = _option(0.0, "coefficient of the squared log partition in the loss")
@@ -408,7 +455,9 @@ class TrainingConfig(_Section):
     eval_packing: Literal["random", "same"] = _option("random", "packing of validation rows; same: as the run's")
     eval_document_mask: bool = _option(False, "evaluate inside documents instead of across them")
     eval_stride: PositiveInt | None = _option(None, "evaluate in windows that slide by this (default: blocks)")
-    early_stopping_patience: NonNegativeInt = _option(0, "evaluations without a lower loss that end the run; 0: never")
+    early_stopping_patience: NonNegativeInt = _option(
+        0, "evaluations without a lower validation loss after which the run ends; 0: never"
+    )
     early_stopping_delta: NonNegativeFloat = _option(0.0, "nats by which a loss must be below the lowest to count")
 
     @property
