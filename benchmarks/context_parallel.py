@@ -107,7 +107,6 @@ PARTS = {"spread": spread, "scale": scale, "latent": latent}
 
 
 def main() -> None:
-    """Measure the chosen parts."""
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="[all]")
     chosen = parser.parse_args()

@@ -9,7 +9,6 @@ memory (228 KiB, of which each block reserves 1) and warps (64) allow.
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ def compiled(name: str, head_size: int, share: int = 4, groups: int = 8) -> dict
     }
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("head_sizes", nargs="*", type=int, default=[64, 80, 96, 128, 256], metavar="HEAD_SIZE")
     options = parser.parse_args()
@@ -83,8 +82,7 @@ def main() -> int:
     for size in options.head_sizes:
         for name in KERNELS:
             records.add(**compiled(name, size))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

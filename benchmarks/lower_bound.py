@@ -14,9 +14,7 @@ is filled with other tokens, at best with the lightest of the row: those that co
     f(i) = the smallest e such that  n - e <= i t  and  pairs of tokens e+1 ... n + pairs of the i t - (n - e) lightest
            tokens of the row <= i c
 
-and the segment moves at least f(0) + f(1) + ... - n rows, with f(0) = n, summed until f is 0. Example: a segment of 12
-tokens that fills its row, 3 ranks, c = 28.6: f(1) = 10 (11 + 12 = 23 pairs, and the two lightest tokens, 3: 26), f(2) =
-7 (8 + ... + 12 = 50, and three tokens, 6: 56) and f(3) = 0, so at least 12 + 10 + 7 - 12 = 17 rows are moved.
+and the segment moves at least f(0) + f(1) + ... - n rows, with f(0) = n, summed until f is 0.
 
 Each segment's bound assumes that all ranks are available to it alone, so the sum of the bounds is a bound for the row.
 It is 0 for segments that fit on a rank; the cost of cutting short segments to fill ranks is not counted.

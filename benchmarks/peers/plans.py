@@ -137,7 +137,6 @@ class Magi:
 
 
 def main() -> None:
-    """Record the costs of each scheme."""
     parser = parser_of(__doc__)
     parser.add_argument("--magi-attention", type=Path, metavar="DIR", help="a checkout of SandAI-org/MagiAttention")
     parser.add_argument("--ring-flash-attention", type=Path, metavar="DIR", help="a checkout of it by zhuzilin")

@@ -107,7 +107,6 @@ def resumes(theirs: Any, counts: list[int], rounds: int, records: Records) -> No
 
 
 def main() -> None:
-    """Measure both."""
     parser = parser_of(__doc__)
     parser.add_argument("--skyladder", type=Path, metavar="DIR", required=True, help="a checkout of sail-sg/SkyLadder")
     parser.add_argument("--rows", type=int, nargs="+", default=[0, 100, 1000], help="read before [0 100 1000]")
