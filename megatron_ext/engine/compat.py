@@ -215,6 +215,26 @@ def one_by_one(
         handle.append(call.op(*tensors, group=group, async_op=async_ops, **reduction))
 
 
+class _Rotate(torch.autograd.Function):
+    """Rotates the first dimensions of each head in the half-split layout: x [..., H] by cos and sin [..., R / 2]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second, plain = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    return torch.cat(((first * cos).sub_(second * sin), (second * cos).add_(first * sin), plain), dim=-1)
+
+
 def rotate(
     t: torch.Tensor,
     freqs: torch.Tensor,
@@ -228,10 +248,9 @@ def rotate(
     three arguments must keep their defaults. Remove when Megatron concatenates once.
     """
     assert (rotary_interleaved, multi_latent_attention, mscale) == (False, False, 1.0)
-    half = freqs.shape[-1] // 2  # the angles of both halves are equal
-    cos, sin = freqs[..., :half].cos().to(t.dtype), freqs[..., :half].sin().to(t.dtype)
-    first, second, plain = t.tensor_split((half, 2 * half), dim=-1)
-    return torch.cat(((first * cos).sub_(second * sin), (second * cos).add_(first * sin), plain), dim=-1)
+    angles = freqs[..., : freqs.shape[-1] // 2]  # those of both halves are equal
+    rotated: torch.Tensor = _Rotate.apply(t, angles.cos().to(t.dtype), angles.sin().to(t.dtype))
+    return rotated
 
 
 def counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:

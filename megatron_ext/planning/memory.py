@@ -321,7 +321,7 @@ class _Rank:
         else:
             fresh = 1 if model.has_qk_norms else self.rotated  # share of layers with new queries and keys
             rows = shapes.tokens * (heads + 2 * key_heads + fresh * both + (1 - fresh) * copied + heads)
-        per_token = (0 if again else 4 * heads) + self.rotated * 4 * self.e * model.rotary_size
+        per_token = (0 if again else 4 * heads) + self.rotated * 2 * self.e * model.rotary_size
         if model.has_qk_norms:
             entered = 4 * both if model.block == "gemma3" else self.e * copied
             per_token += entered * model.head_size + 4 * (2 if model.block == "olmo3" else both)
@@ -373,7 +373,7 @@ class _Rank:
             kept += t * (key + value)
         kept += t * (out if narrow or again else out + key)
         norms = 4 * (2 if model.q_lora_rank else 1) / s
-        return self.e * kept + t * (norms + (0 if again else 4 * heads) + 4 * self.e * model.rotary_size)
+        return self.e * kept + t * (norms + (0 if again else 4 * heads) + 2 * self.e * model.rotary_size)
 
     # --- what the layers of the stage keep for all micro-batches in flight
 
