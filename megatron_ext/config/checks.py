@@ -77,6 +77,8 @@ RULES: list[Rule] = [
     *_only_with("add_qkv_bias qk_layernorm no_rope_freq", "block", "llama"),
     *_only_with("rotary_percent", "block", "phi"),
     *_only_with("query_pre_attn_scalar", "block", "gemma3"),
+    ("softmax_type", lambda o: o.softmax_type == "learnable" and o.block == "gpt_oss",
+     " with block gpt_oss, which has attention sinks by itself; leave it out"),
     ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd") and o.has_sinks,
      ", which has no gradient of attention sinks; use auto"),
     ("rotary_percent", lambda o: o.rotary_percent != 1 and (not o.rotary_size or o.rotary_size % 2),
@@ -87,6 +89,8 @@ RULES: list[Rule] = [
                "tp_comm_overlap fp8_format", "multi_latent_attention"),
     ("num_query_groups", lambda o: o.multi_latent_attention and o.groups != o.heads,
      " with multi_latent_attention, needs num_attention_heads {heads}: every head has its own keys and values"),
+    ("qk_pos_emb_head_dim", lambda o: o.multi_latent_attention and o.qk_pos_emb_head_dim % 2,
+     ", needs an even number for RoPE"),
     ("v_head_dim", lambda o: o.multi_latent_attention and o.v_head_dim > o.head_size,
      ", needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
     # rotary embedding
@@ -99,9 +103,10 @@ RULES: list[Rule] = [
     ("rope_original_length",
      lambda o: o.rope_scaling in ("dynamic", "yarn", "llama3") and o.rope_original_length is None,
      ", rope_scaling {rope_scaling} needs the length that the model was trained at"),
-    ("rope_scaling_factor", lambda o: o.rope_scaling != "none" and o.rope_scaling_factor <= 1
-     and (o.rope_scaling, o.rope_scaling_factor) != ("dynamic", 1),
-     ", rope_scaling {rope_scaling} needs more than 1, or 1 if it is dynamic (new length / original length)"),
+    ("rope_scaling_factor", lambda o: o.rope_scaling == "dynamic" and o.rope_scaling_factor < 1,
+     ", rope_scaling dynamic needs at least 1"),
+    ("rope_scaling_factor", lambda o: o.rope_scaling not in ("none", "dynamic") and o.rope_scaling_factor <= 1,
+     ", rope_scaling {rope_scaling} needs more than 1 (new length / original length)"),
     ("rope_beta_fast", lambda o: o.rope_scaling == "yarn" and o.rope_beta_fast <= o.rope_beta_slow,
      ", needs more than rope_beta_slow {rope_beta_slow}"),
     ("rope_high_freq_factor",
@@ -127,9 +132,10 @@ RULES: list[Rule] = [
      and not o.moe_router_topk / 2 == o.moe_router_group_topk <= o.moe_router_num_groups,
      ", needs half of moe_router_topk {moe_router_topk}, as groups are compared by their two best scores, and at most "
      "moe_router_num_groups {moe_router_num_groups}"),
-    ("moe_layer_freq",
-     lambda o: o.moe_layer_freq and (len(o.moe_layer_freq) != o.num_layers or 1 not in o.moe_layer_freq),
-     ", needs a number for each of num_layers {num_layers}, and a 1"),
+    ("moe_layer_freq", lambda o: o.moe_layer_freq and len(o.moe_layer_freq) != o.num_layers,
+     ", needs a number for each of num_layers {num_layers}"),
+    ("moe_layer_freq", lambda o: o.num_experts and o.moe_layer_freq and 1 not in o.moe_layer_freq,
+     ", needs a layer with experts; leave out num_experts instead"),
     *_multiples("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
     *_only_with("num_experts", "block", "llama", "gpt_oss"),
     ("num_experts", lambda o: o.block == "gpt_oss" and not o.num_experts, ", block gpt_oss needs experts"),
@@ -164,8 +170,8 @@ RULES: list[Rule] = [
      ", needs a multiple of micro_batch_size {micro_batch_size} x data-parallel size {dp} = {rows_at_once}"),
     *_multiples("num_layers", "pipeline_model_parallel_size"),
     ("num_layers_per_virtual_pipeline_stage", lambda o: o.stage and o.chunk and (o.pp == 1 or not o.divides_stage),
-     " with pipeline_model_parallel_size {pp}, needs at least 2 of them and a proper divisor of the {stage} layers of "
-     "each; leave it out"),
+     ", needs pipeline_model_parallel_size of at least 2, and a proper divisor of a stage's {stage} layers; leave it "
+     "out"),
     ("global_batch_size", lambda o: o.pp > 1 and o.divides_stage and o.even and o.microbatches % o.pp,
      "{microbatches} micro-batches per step, the interleaved pipeline needs a multiple of "
      "pipeline_model_parallel_size {pp}; raise global_batch_size"),
@@ -182,31 +188,35 @@ RULES: list[Rule] = [
     ("window_schedule", lambda o: o.local_window and o.window_attn_skip_freq is None
      and o.window_schedule != "constant" and o.local_window_fixed,
      ", which no layer follows with local_window_fixed; leave that out or add --window-attn-skip-freq N"),
-    ("window_attn_skip_freq", lambda o: o.local_window and (o.window_attn_skip_freq or 0) > o.num_layers,
-     ", needs at most num_layers {num_layers}; leave it out if all layers are local"),
+    ("window_attn_skip_freq", lambda o: o.local_window and o.window_attn_skip_freq is not None
+     and not 2 <= o.window_attn_skip_freq <= o.num_layers,
+     ", needs 2..num_layers {num_layers}; leave it out if all layers are local"),
     # token weighting
     ("packing", lambda o: o.token_weighting == "dataset" and o.packings,
      "{packings}, token_weighting dataset needs random"),
     *_only_with("score_store", "token_weighting", "frozen"),
     *_only_with("short_context", "token_weighting", "unfrozen"),
-    ("weight_post",
-     lambda o: o.weighs and o.weight_post != {"longce": "none", "rho1": "sparse"}.get(o.weight_score, o.weight_post),
-     " with weight_score {weight_score}; longce needs none, and rho1 sparse"),
+    ("weight_post", lambda o: o.weighs and o.weight_score == "longce" and o.weight_post != "none",
+     ", weight_score longce needs none"),
+    ("weight_post", lambda o: o.weighs and o.weight_score == "rho1" and o.weight_post != "sparse",
+     ", weight_score rho1 needs sparse"),
     ("weight_strength",
      lambda o: o.weighs and (o.strength < 0 or (o.strength > 1 and o.weight_post != "none")
                              or (o.strength == 0 and o.weight_post == "sparse")),
      "{strength} with weight_post {weight_post}; dense needs 0..1, sparse above 0 and at most 1, none at least 0"),
-    *_only_with("weight_shift", "weight_score", "ppmi", "npmi"),
+    *_if_given("weight_shift", lambda o: o.weighs and o.weight_score not in ("ppmi", "npmi"),
+               " with weight_score {weight_score}, needs ppmi or npmi"),
     ("score_store", lambda o: o.token_weighting == "frozen" and o.score_store is None,
      ", token_weighting frozen needs one; make it with {make_scores}"),
-    ("weight_score", lambda o: (o.token_weighting, o.weight_score) in {
-        ("frozen", "focal"), ("frozen", "mile"), ("unfrozen", "rho1")},
-     " with token_weighting {token_weighting}; focal and mile need unfrozen, and rho1 frozen"),
+    ("weight_score", lambda o: o.token_weighting == "frozen" and not o.needs_short_losses,
+     ", which compares no two losses; use --token-weighting unfrozen"),
+    ("weight_score", lambda o: o.token_weighting == "unfrozen" and o.weight_score == "rho1",
+     ", which needs a reference model; use --token-weighting frozen with its score_store"),
     *_if_given("short_context", lambda o: not o.needs_short_losses,
                ", which weight_score {weight_score} does not read; leave it out"),
-    ("short_context", lambda o: o.scores and not 0 < (o.short_context or 0) < o.seq_length,
-     ", token_weighting unfrozen needs a number of tokens below seq_length {seq_length}, such as a quarter"),
-    ("short_stride", lambda o: o.scores and (o.short_stride or 0) > (o.short_context or math.inf),
+    ("short_context", lambda o: o.scores and (o.short_context is None or o.short_context >= o.seq_length),
+     ", token_weighting unfrozen needs fewer tokens than seq_length {seq_length}, such as a quarter"),
+    ("short_stride", lambda o: o.scores and o.short_context and o.short_stride and o.short_stride > o.short_context,
      ", needs at most short_context {short_context}, or tokens between chunks would have no score"),
     # learning rate and spikes
     ("min_lr", lambda o: o.min_lr > o.lr, ", needs at most lr {lr}"),
@@ -411,9 +421,10 @@ def check_stages(stages: Sequence[Stage], world_size: int) -> None:
     if not lines:
         lines += [line for stage in stages for line in _jumps(stage)]
     for name in ("device", "distributed_timeout_minutes"):  # processes are initialized once for all stages
-        values = dict.fromkeys(getattr(stage.config.parallel, name) for stage in stages)
-        if len(values) > 1:
-            lines.append(f"stages: {name}: got {', '.join(map(str, values))}; give one value for all stages")
+        values = [getattr(stage.config.parallel, name) for stage in stages]
+        if len(set(values)) > 1:
+            got = ", ".join(f"{value} in {stage.name}" for value, stage in zip(values, stages, strict=True))
+            lines.append(f"stages: {name}: got {got}; give one value for all stages")
     if lines:
         raise UserError("\n".join(lines))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from annotated_types import Ge, Le, Lt, MinLen, MultipleOf
+from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
@@ -87,7 +87,7 @@ class ModelConfig(_Section):
     q_lora_rank: Width | None = _option(None, "MLA: width of the queries' latent (default: queries have none)")
     kv_lora_rank: Width = _option(512, "MLA: width of the latent of keys and values")
     qk_head_dim: Width = _option(128, "MLA: dimensions of a query or key head that are not rotated")
-    qk_pos_emb_head_dim: Annotated[Width, MultipleOf(2)] = _option(64, "MLA: rotated dimensions, one key for all heads")
+    qk_pos_emb_head_dim: Width = _option(64, "MLA: rotated dimensions, one key for all heads")
     v_head_dim: Width = _option(128, "MLA: size of a value head")
     vocab_size: Tokens | None = _option(None, "number of token ids (default: that of --tokenizer-model)")
     make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded to a multiple of this")
@@ -106,9 +106,13 @@ class ModelConfig(_Section):
     rope_beta_slow: PositiveFloat = _option(1.0, "yarn: frequencies with fewer rotations than this are scaled fully")
     rope_truncate: bool = _option(True, "yarn: round the ends of the ramp between both to whole pairs (gpt_oss: no)")
     rope_attention_factor: PositiveFloat | None = _option(
-        None, "yarn: factor of rotated queries and keys (default (0.1 ln f + 1) / (0.1 m ln f + 1), f: scaling factor)"
+        None,
+        "yarn: factor of rotated queries and keys (default 0.1 ln rope_scaling_factor + 1; with rope_mscale_all_dim m, "
+        "divided by 0.1 m ln rope_scaling_factor + 1)",
     )
-    rope_mscale_all_dim: NonNegativeFloat = _option(0.0, "MLA with yarn: m; scores * (0.1 m ln f + 1)^2")
+    rope_mscale_all_dim: NonNegativeFloat = _option(
+        0.0, "MLA with yarn: m; all scores are multiplied by (0.1 m ln rope_scaling_factor + 1)^2"
+    )
     rope_window_bases: tuple[str, ...] = _option((), "rotary base of each window up to WINDOW tokens", "WINDOW:BASE")
     no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary embedding (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "use a separate output matrix")
@@ -133,7 +137,7 @@ class ModelConfig(_Section):
     softmax_type: Literal["vanilla", "learnable"] = _option("vanilla", "learnable: attention sinks, as in gpt-oss")
     query_pre_attn_scalar: Width | None = _option(None, "gemma3: scores / sqrt(this) (default: the head size)")
     local_window: PositiveInt | None = _option(None, "tokens that a token of a local layer attends to, with itself")
-    window_attn_skip_freq: Annotated[int, Ge(2)] | None = _option(None, "every n-th layer follows the window schedule")
+    window_attn_skip_freq: int | None = _option(None, "every n-th layer follows the window schedule")
     init_method_std: NonNegativeFloat = _option(0.02, "megatron: standard deviation of the initial weights")
     init_scheme: Literal["megatron", "tinyllama"] = _option(
         "megatron",

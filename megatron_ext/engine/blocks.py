@@ -104,7 +104,12 @@ def _normed(
 
     def build_normed(training: bool, fused: bool) -> BiasDropoutAdd:
         add = build(training, fused)
-        return lambda output, residual, dropout: add((norm(output[0]), None), residual, dropout)
+
+        def add_normed(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            assert output[1] is None
+            return add((norm(output[0]), None), residual, dropout)
+
+        return add_normed
 
     return build_normed
 

@@ -69,9 +69,10 @@ class OptimizerState:
                 yield parameter, start, end, state
             return
         part.init_state_fn(part.optimizer, part.config)
-        for parameter in parameters:
-            master = getattr(parameter, "main_param", parameter)
-            if master in part.optimizer.state:
+        masters = {parameter: getattr(parameter, "main_param", parameter) for parameter in parameters}
+        assert part.optimizer.state.keys() <= set(masters.values())
+        for parameter, master in masters.items():
+            if master in part.optimizer.state:  # not the weights of the other part
                 yield parameter, 0, parameter.numel(), part.optimizer.state[master] | {"param": master}
 
 

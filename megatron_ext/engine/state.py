@@ -15,6 +15,7 @@ saving 161 MB stalls training for 0.08 s with it and 0.04 s with ours (benchmark
 
 import logging
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -107,7 +108,12 @@ class Checkpointer:
 
     def prepare(self, run: Path) -> None:
         """Raise UserError if a run folder is not writable; delete what a killed run left unfinished."""
-        parallel.run_on_rank0(self.ranks, lambda: folders.begin(run, 0).rmdir(), run)
+
+        def write() -> None:
+            folders.begin(run, 0).rmdir()
+            tempfile.TemporaryFile(dir=run).close()
+
+        parallel.run_on_rank0(self.ranks, write, run)
 
     def status(self) -> tuple[bool, bool]:
         """Return whether this process is writing a checkpoint, and whether the next one is due by its clock."""

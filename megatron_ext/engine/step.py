@@ -182,7 +182,7 @@ class Stepper:
         score_begin = _now(device)
         if self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
             short = [batch.to(device) for batch in step.short]
-            losses = self.pipeline.forward_only(short, spare=batches)
+            losses = self.pipeline.forward_only(short, spare=[replace(batch, probe=None) for batch in batches])
             if self.ranks.last_stage:
                 batches = self.weigher.fill_in(batches, short, losses)
         score_times = score_begin, _now(device)

@@ -84,9 +84,10 @@ def open_model(
     trained = replace(config.parallel, sequence_parallel=processes.tensor_model_parallel_size > 1)
     check(config if config.model.num_experts is None else replace(config, parallel=trained), world_size)
     ep, cp = config.parallel.expert_model_parallel_size, config.parallel.context_parallel_size
-    if cp % ep:  # ranks that share experts must compute the same texts
+    if cp % ep:
         raise UserError(
-            f"expert_model_parallel_size: got {ep}, outside training needs a divisor of context_parallel_size {cp}"
+            f"expert_model_parallel_size: got {ep}, outside training it needs a divisor of context_parallel_size {cp}: "
+            "ranks that share experts must compute the same texts; change one of them"
         )
     ranks = parallel.start(config.parallel, config.model.num_layers, device, config.training.seed)
     chunks = build_chunks(config, vocab_size, device)

@@ -195,7 +195,7 @@ class Trainer:
         # steps in flight, the oldest first; each waits for the results of its step
         self.pending: deque[Callable[[], StepRecord]] = deque()
         self._collected = 0.0  # when the results of the last step arrived
-        # the same on all ranks, as of the last collected step:
+        # the same on all ranks, as of the steps that `collect_results` has just collected:
         self.stopped_by = 0  # a signal that any rank has received
         self.writing = True  # any rank is still writing or publishing a checkpoint, or this is not known yet
         self.save_by_clock = False  # a checkpoint is due by the clock of any rank
@@ -282,7 +282,7 @@ class Trainer:
 
         def finish() -> StepRecord:
             *values, stop_signal, writing, by_clock, peak_memory, cp_bytes = results.values()
-            self.stopped_by = int(stop_signal) or self.stopped_by
+            self.stopped_by = self.stopped_by or int(stop_signal)
             # the status is outdated if the step was launched before the last result began to be published
             self.writing = bool(writing) or threads != self.checkpointer.threads
             self.save_by_clock = bool(by_clock)
@@ -329,7 +329,8 @@ class Trainer:
         """Reduce the signal, the saving status, the peak memory (maximum) and the sent bytes (sum); float64 [5]."""
         on_cuda = self.platform.device.type == "cuda"
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        peak, sent = torch.cuda.max_memory_allocated() if on_cuda else host_peak, self.context.take_sent_bytes()
+        peak = torch.cuda.max_memory_allocated() if on_cuda else host_peak
+        sent = self.context.take_sent_bytes()
         mine = to_device([self.request.signal, *self.checkpointer.status(), peak, sent], self.platform.device)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)

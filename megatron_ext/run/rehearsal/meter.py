@@ -181,8 +181,9 @@ class Meter(TorchDispatchMode):
 
     def _count_collective(self, func: Any, args: Sequence[Any]) -> None:
         """Count an operator of namespace c10d."""
-        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
-        group = dist.ProcessGroup.unbox(boxed)
+        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+        assert boxed, f"{func} names no process group"
+        group = dist.ProcessGroup.unbox(boxed[0])
         ranks = tuple(dist.get_process_group_ranks(group))
         name = func._schema.name.removeprefix("c10d::").strip("_")
         sent = sent_bytes(name, args, len(ranks), ranks.index(dist.get_rank()))

@@ -125,7 +125,7 @@ def _build(target: Path, torch: Path) -> None:
     with atomic_write(target) as made:  # two rehearsals may build at once
         command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", str(MOCK)]
         command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode != 0:
             wrong = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
             raise UserError(f"compiler: {compiler} cannot build {MOCK.name}: {wrong}; install g++ 11 or newer")
