@@ -167,7 +167,7 @@ def test_every_stage_is_checked_before_the_first_begins(tmp_path: Path) -> None:
 
 def test_the_processes_join_once_for_all_stages(tmp_path: Path) -> None:
     stages = stages_of(tmp_path, "--save", "a", long=LONG | {"parallel": {"distributed_timeout_minutes": 90}})
-    with pytest.raises(UserError, match="stages: distributed_timeout_minutes: got 10, 90; give one"):
+    with pytest.raises(UserError, match="stages: distributed_timeout_minutes: got 10 in short, 90 in long; give one"):
         check_stages(stages, 1)
     own = LONG | {"parallel": {"distributed_timeout_minutes": 90}, "checkpoint": {"init_from": "other"}}
     with pytest.raises(UserError, match="stages: distributed_timeout_minutes"):
