@@ -162,7 +162,9 @@ def rewind(folder: Path) -> list[Path]:
     """
     step = step_of(folder)
     assert step is not None
-    point(folder)
+    pointer = folder.parent / POINTER
+    if not pointer.is_file() or pointer.read_bytes().strip() != str(step).encode():
+        point(folder)
     later = [folder.with_name(folder_name(other)) for other in saved_steps(folder.parent.parent) if other > step]
     return [left.rename(left.with_name(f"{left.name}.{secrets.token_hex(4)}{LEFT}")) for left in later]
 

@@ -78,7 +78,9 @@ class Manifest:
         with readable(path), suppress(ValueError):
             values = json.loads(path.read_bytes())
         if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
-            raise UserError(f"load: {path} is damaged: its own checksum differs; take another checkpoint")
+            raise UserError(
+                f"load: {path} is damaged: it is no JSON, or its own checksum differs; take another checkpoint"
+            )
         if values.get("format") != FORMAT:
             given = echo(values.get("format"))
             raise UserError(f"load: {path} has format {given}, this version reads {FORMAT}; use its version")

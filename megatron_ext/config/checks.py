@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.cli import program
 from megatron_ext.config.options import Config
-from megatron_ext.config.schema import FIELDS, flag, validate
+from megatron_ext.config.schema import FIELDS, flag, invalid
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
@@ -58,6 +58,32 @@ def _multiples(names: str, of: str, when: Callable[[Any], Any] = lambda o: True)
     ]
 
 
+ROPE: list[Rule] = [  # of the rotary embedding
+    *_only_with("rope_scaling_factor", "rope_scaling", "linear", "dynamic", "yarn", "llama3"),
+    *_only_with("rope_original_length", "rope_scaling", "dynamic", "yarn", "llama3"),
+    *_only_with("rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor rope_mscale_all_dim",
+                "rope_scaling", "yarn"),
+    *_only_with("rope_low_freq_factor rope_high_freq_factor", "rope_scaling", "llama3"),
+    *_only_with("rope_window_bases", "rope_scaling", "none"),
+    ("rope_original_length",
+     lambda o: o.rope_scaling in ("dynamic", "yarn", "llama3") and o.rope_original_length is None,
+     ", rope_scaling {rope_scaling} needs the length that the model was trained at"),
+    ("rope_scaling_factor", lambda o: o.rope_scaling == "dynamic" and o.rope_scaling_factor < 1,
+     ", rope_scaling dynamic needs at least 1"),
+    ("rope_scaling_factor", lambda o: o.rope_scaling not in ("none", "dynamic") and o.rope_scaling_factor <= 1,
+     ", rope_scaling {rope_scaling} needs more than 1 (new length / original length)"),
+    ("rope_beta_fast", lambda o: o.rope_scaling == "yarn" and o.rope_beta_fast <= o.rope_beta_slow,
+     ", needs more than rope_beta_slow {rope_beta_slow}"),
+    ("rope_high_freq_factor",
+     lambda o: o.rope_scaling == "llama3" and o.rope_high_freq_factor <= o.rope_low_freq_factor,
+     ", needs more than rope_low_freq_factor {rope_low_freq_factor}"),
+    ("rotary_base", lambda o: o.rope_scaling == "yarn" and o.rotary_base <= 1, ", rope_scaling yarn needs more than 1"),
+    ("kv_channels", lambda o: o.rope_scaling in ("dynamic", "yarn") and o.rotary_size < 4,
+     "{head_size}, rope_scaling {rope_scaling} needs at least 4 rotated dimensions per head"),
+    ("rope_window_bases", lambda o: o.rope_window_bases and o.window_schedule == "constant",
+     " with window_schedule constant, needs windows that change; leave it out"),
+]  # fmt: skip
+
 _SIGMOID = ("moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk "
             "moe_router_topk_scaling_factor")  # fmt: skip
 _LLAMA_EXPERTS = f"moe_shared_expert_intermediate_size moe_layer_freq {_SIGMOID}"
@@ -93,30 +119,7 @@ RULES: list[Rule] = [
      ", needs an even number for RoPE"),
     ("v_head_dim", lambda o: o.multi_latent_attention and o.v_head_dim > o.head_size,
      ", needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
-    # rotary embedding
-    *_only_with("rope_scaling_factor", "rope_scaling", "linear", "dynamic", "yarn", "llama3"),
-    *_only_with("rope_original_length", "rope_scaling", "dynamic", "yarn", "llama3"),
-    *_only_with("rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor rope_mscale_all_dim",
-                "rope_scaling", "yarn"),
-    *_only_with("rope_low_freq_factor rope_high_freq_factor", "rope_scaling", "llama3"),
-    *_only_with("rope_window_bases", "rope_scaling", "none"),
-    ("rope_original_length",
-     lambda o: o.rope_scaling in ("dynamic", "yarn", "llama3") and o.rope_original_length is None,
-     ", rope_scaling {rope_scaling} needs the length that the model was trained at"),
-    ("rope_scaling_factor", lambda o: o.rope_scaling == "dynamic" and o.rope_scaling_factor < 1,
-     ", rope_scaling dynamic needs at least 1"),
-    ("rope_scaling_factor", lambda o: o.rope_scaling not in ("none", "dynamic") and o.rope_scaling_factor <= 1,
-     ", rope_scaling {rope_scaling} needs more than 1 (new length / original length)"),
-    ("rope_beta_fast", lambda o: o.rope_scaling == "yarn" and o.rope_beta_fast <= o.rope_beta_slow,
-     ", needs more than rope_beta_slow {rope_beta_slow}"),
-    ("rope_high_freq_factor",
-     lambda o: o.rope_scaling == "llama3" and o.rope_high_freq_factor <= o.rope_low_freq_factor,
-     ", needs more than rope_low_freq_factor {rope_low_freq_factor}"),
-    ("rotary_base", lambda o: o.rope_scaling == "yarn" and o.rotary_base <= 1, ", rope_scaling yarn needs more than 1"),
-    ("kv_channels", lambda o: o.rope_scaling in ("dynamic", "yarn") and o.rotary_size < 4,
-     "{head_size}, rope_scaling {rope_scaling} needs at least 4 rotated dimensions per head"),
-    ("rope_window_bases", lambda o: o.rope_window_bases and o.window_schedule == "constant",
-     " with window_schedule constant, needs windows that change; leave it out"),
+    *ROPE,
     # experts
     *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
                f"moe_router_load_balancing_type moe_router_score_function {_LLAMA_EXPERTS}", "num_experts"),
@@ -355,10 +358,8 @@ def broken(rules: Iterable[Rule], config: Config, world_size: int = 1, **facts: 
 
 def mistakes(config: Config, world_size: int) -> Iterator[str]:
     """Yield one line for each reason why `config` cannot run on `world_size` processes."""
-    try:
-        validate({name: vars(section) for name, section in vars(config).items()})
-    except UserError as error:
-        yield from str(error).splitlines()
+    if outside := list(invalid(config)):
+        yield from outside
         return  # the rules divide by these values
     yield from broken(RULES, config, world_size)
     yield from _raised(check_tokens, config.data.micro_batch_size * config.data.seq_length)

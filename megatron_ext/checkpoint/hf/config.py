@@ -205,10 +205,15 @@ def model_config(entries: dict[str, Any]) -> ModelConfig:
         entries["scoring_func"] = "sigmoid"
     _check(entries, family)
     latent = family.options.get("multi_latent_attention", False)
+    heads = entries["num_attention_heads"]
+    groups = entries.get("num_key_value_heads") or heads
+    if heads % groups or (latent and heads != groups):
+        needs = "num_attention_heads" if latent else "a divisor of num_attention_heads"
+        raise UserError(f"has num_key_value_heads {groups}, needs {needs} {heads}")
     model = ModelConfig(
         **family.options,
         **{option: entries[name] for name, option in family.names.items()},
-        num_query_groups=entries.get("num_key_value_heads") or entries["num_attention_heads"],
+        num_query_groups=groups,
         kv_channels=None if latent else entries.get("head_dim"),
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         no_rope_freq=_no_rope(entries) if kind == "smollm3" else None,
@@ -253,6 +258,9 @@ def _expert_options(entries: dict[str, Any], family: Family) -> dict[str, Any]:
     if family.experts is None:
         return {}
     number, width = family.experts
+    if entries["num_experts_per_tok"] > entries[number]:
+        choices = entries["num_experts_per_tok"]
+        raise UserError(f"has num_experts_per_tok {choices}, needs at most {number} {entries[number]}")
     options = {
         "num_experts": entries[number],
         "moe_router_topk": entries["num_experts_per_tok"],

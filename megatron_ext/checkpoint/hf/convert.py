@@ -194,12 +194,13 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         stacks = model.block == "gpt_oss"
         for name, same in groupby(exported(), lambda named: stacked_name(named[0]) if stacks else named[0]):
             parts = [part for _, part in same]
-            tensor = stack(name, parts) if name.endswith(("_proj", "_proj_bias")) else parts[0]
-            if tensors and size + tensor.nbytes > max_shard_bytes:
+            nbytes = sum(part.nbytes for part in parts)
+            if tensors and size + nbytes > max_shard_bytes:
                 write_file()
                 size = 0
-            tensors[name] = tensor
-            size, total = size + tensor.nbytes, total + tensor.nbytes
+            tensors[name] = stack(name, parts) if name.endswith(("_proj", "_proj_bias")) else parts[0]
+            del parts  # before the next are read
+            size, total = size + nbytes, total + nbytes
         write_file()
         weight_map: dict[str, str] = {}
         for number, names in enumerate(files):

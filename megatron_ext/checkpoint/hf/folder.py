@@ -103,7 +103,7 @@ class HuggingFaceTensors:
         names: those of its tensors.
 
     Raises:
-        UserError: there are no safetensors, or the index is damaged or names a file outside the folder.
+        UserError: there are no safetensors, or the index is damaged or names a missing file or one outside the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,6 +116,9 @@ class HuggingFaceTensors:
                 raise UserError(f"{index} {damaged}")
             for file in files.values():
                 check_inside(file, index, "checkpoint")
+            missing = sorted(file for file in set(files.values()) if not (folder / file).is_file())
+            if missing:
+                raise UserError(f"checkpoint: {folder} lacks {missing[0]}, which its index names; download it again")
         elif single.is_file():
             with _opened(single) as opened:
                 files = dict.fromkeys(opened.keys(), single.name)
@@ -194,5 +197,5 @@ class HuggingFaceTensors:
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
-    except (SafetensorError, FileNotFoundError) as error:
-        raise UserError(f"checkpoint: {path} is missing or damaged ({error}); download or convert it again") from None
+    except SafetensorError as error:
+        raise UserError(f"checkpoint: {path} is damaged ({error}); download or convert it again") from None

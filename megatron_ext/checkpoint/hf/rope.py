@@ -6,13 +6,15 @@ the length of the rows. So a run with longer rows is exported with the constant 
 
 import math
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from megatron_ext.config import Config, DataConfig, ModelConfig
-from megatron_ext.config.checks import mistakes
+from megatron_ext.config import Config, ModelConfig
+from megatron_ext.config.checks import ROPE, broken
+from megatron_ext.config.schema import invalid
 from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import attention_factor, follows_text, mscale, settled
 
@@ -31,17 +33,30 @@ _Positive = Annotated[float, Field(strict=True, gt=0, le=1e300, allow_inf_nan=Fa
 _Weight = Annotated[float, Field(strict=True, ge=0, le=1e300, allow_inf_nan=False)] | None
 
 
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("rope_type", "type"), _Type),
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"), _Positive),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), _Positive),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), _Weight),
-    "truncate": bool | None,
-}
-_LayerAngles: Any = TypedDict("_LayerAngles", _TYPES, total=False)  # type: ignore[misc]
-_KINDS = dict.fromkeys(("full_attention", "sliding_attention"), _LayerAngles | None)
-# the types of `rope_scaling` and `rope_parameters`; Gemma and Olmo have separate entries for local layers
-Angles: Any = TypedDict("Angles", _TYPES | _KINDS, total=False)  # type: ignore[misc]
+class _LayerAngles(TypedDict, total=False):
+    """The types of rotary entries."""
+
+    rope_type: _Type
+    type: _Type
+    rope_theta: _Positive
+    partial_rotary_factor: _Positive
+    factor: _Positive
+    original_max_position_embeddings: _Positive
+    low_freq_factor: _Positive
+    high_freq_factor: _Positive
+    beta_fast: _Positive
+    beta_slow: _Positive
+    attention_factor: _Positive
+    mscale: _Weight
+    mscale_all_dim: _Weight
+    truncate: bool | None
+
+
+class Angles(_LayerAngles, total=False):
+    """The types of `rope_scaling` and `rope_parameters`; Gemma and Olmo have separate entries for local layers."""
+
+    full_attention: _LayerAngles | None
+    sliding_attention: _LayerAngles | None
 
 
 def with_rope(model: ModelConfig, entries: dict[str, Any]) -> ModelConfig:
@@ -73,16 +88,17 @@ def _with_angles(model: ModelConfig, rope: dict[str, Any], entries: dict[str, An
     if unread is not None:
         raise UserError(f"has {unread} {echo(rope[unread])} in its rope_parameters, which {scaling} does not read")
     share = rope.get("partial_rotary_factor") or entries.get("partial_rotary_factor")
-    changes = {"rotary_base": float(rope.get("rope_theta", 10_000.0)), **_scaling(model, scaling, rope, entries)}
-    if model.block == "phi":
-        changes["rotary_percent"] = float(share or 0.5)
-    elif share not in (None, 1):
+    if model.block != "phi" and share not in (None, 1):
         raise UserError(f"has partial_rotary_factor {echo(share)}, this model has 1.0 only; use another model")
-    config = Config(model=replace(model, **changes), data=DataConfig(data_path=("none",)))
-    mistake = next(mistakes(config, world_size=1), None)
+    if model.block == "phi":
+        model = replace(model, rotary_percent=float(share or 0.5))
+    model = replace(model, rotary_base=float(rope.get("rope_theta", 10_000.0)))
+    model = replace(model, **_scaling(model, scaling, rope, entries))
+    config = Config(model=model)
+    mistake = next(chain(invalid(config), broken(ROPE, config)), None)
     if mistake is not None:
         raise UserError(f"has values that make no sense: {mistake}")
-    return config.model
+    return model
 
 
 def _scaling(model: ModelConfig, scaling: str, rope: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
@@ -147,18 +163,18 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
         elif model.rope_attention_factor is not None:
             entries["attention_factor"] = model.rope_attention_factor
     everywhere = entries | {"rope_theta": model.rotary_base}
-    written = {
-        "max_position_embeddings": model.rope_original_length if scaling == "dynamic" else row_length,
-        "rope_theta": model.rotary_base,
-        "rope_parameters": everywhere,
-    }
-    if scaling != "none":
-        written["rope_scaling"] = entries
+    by_kind = {}
     if model.block in ("gemma3", "olmo3"):
         own = {"rope_type": "default", "rope_theta": model.rotary_base_local}
         local = everywhere if model.rotary_base_local is None else own
-        written["rope_parameters"] = {"full_attention": everywhere, "sliding_attention": local}
-    return written
+        by_kind = {"rope_parameters": {"full_attention": everywhere, "sliding_attention": local}}
+    return {
+        "max_position_embeddings": model.rope_original_length if scaling == "dynamic" else row_length,
+        "rope_theta": model.rotary_base,
+        **({"rope_scaling": entries} if scaling != "none" else {}),
+        "rope_parameters": everywhere,
+        **by_kind,
+    }
 
 
 def _mscales(model: ModelConfig) -> dict[str, float]:

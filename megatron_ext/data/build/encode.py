@@ -9,7 +9,7 @@ In the code a part is the path of its files, without a suffix: .bin has its cont
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -104,6 +104,12 @@ class PreprocessOptions:
     shard_bytes: int | None = None
     resume: bool = False
 
+    @property
+    def fields(self) -> Fields:
+        """The fields of a document; the chat template is added by `Encoder`."""
+        text = self.messages_field or self.text_field
+        return Fields(text, self.concat_by, self.max_document_bytes, source=self.source_field)
+
     def check(self) -> None:
         """Raise UserError if options exclude each other."""
         if self.messages_field is not None:
@@ -125,8 +131,7 @@ class Encoder:
         self.options = options
         self.tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
         chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
-        text, limit = options.messages_field or options.text_field, options.max_document_bytes
-        self.fields = Fields(text, options.concat_by, limit, chat, options.source_field)
+        self.fields = replace(options.fields, chat=chat)
         append_eod = chat is None if options.append_eod is None else options.append_eod
         self.eod_id = self.tokenizer.eod_id if append_eod else None
         self.bos_id = self.tokenizer.bos_id if options.prepend_bos else None
@@ -210,12 +215,11 @@ def make_part(part: Path, options: PreprocessOptions, shard: Shard) -> None:
     report = Report()
     refuse = report.skip if options.skip_bad_lines else stop
     with atomic_write(part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
-        own = encoder(options)
-        documents = shard.read(own.fields, refuse)
         if options.concat_by is not None and isinstance(shard, FileShard):
-            arrays = write_texts(documents, file)
+            arrays = write_texts(shard.read(options.fields, refuse), file)
         else:
-            arrays = own.write_tokens(documents, file, report)
+            own = encoder(options)
+            arrays = own.write_tokens(shard.read(own.fields, refuse), file, report)
     finish_part(part, arrays, report, options.max_document_bytes)
 
 

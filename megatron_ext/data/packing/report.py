@@ -13,7 +13,10 @@ from megatron_ext.layout import segment_pairs
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Counts of one epoch of a plan, without label tokens: row_tokens = kept_ + repeated_ + padding_tokens."""
+    """Counts of one epoch of a plan, without label tokens.
+
+    row_tokens = kept_tokens + repeated_tokens + padding_tokens
+    """
 
     documents: int  # of the split, without empty ones
     tokens: int  # of the split
@@ -24,7 +27,8 @@ class PackingReport:
     dropped_documents: int  # documents without kept tokens
     truncated_documents: int  # documents with a kept piece that is not the whole document
     padding_tokens: int  # positions of rows without a token
-    # entry b: tokens with 2^b <= C_i < 2^(b+1) keys, including itself, that token i may attend to with a document mask
+    # with a document mask, token i may attend to C_i keys, including itself; entry b counts the tokens with
+    # 2^b <= C_i < 2^(b+1), without padding
     context_histogram: tuple[int, ...]
     mean_context: float  # the mean of C_i
 

@@ -180,11 +180,7 @@ def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, A
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0, this model has 7.0 only"),
         ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob None, this model has True only"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-        (
-            "deepseek_v3",
-            {"num_key_value_heads": 2},
-            "num_query_groups: got 2 with multi_latent_attention, needs num_attention_heads 4",
-        ),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads 2, needs num_attention_heads 4"),
         ("qwen2-local", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types whose global"),
         ("ministral", {"layer_types": ["chunked_attention", "full_attention"] * 2}, "layer_types"),
     ],
@@ -214,12 +210,8 @@ def test_layers_without_angles_in_no_order() -> None:
 @pytest.mark.parametrize(
     ("architecture", "broken", "text"),
     [
-        ("llama", {"num_key_value_heads": 3}, "num_attention_heads: got 4, needs a multiple of num_query_groups 3"),
-        (
-            "mixtral",
-            {"num_experts_per_tok": 8, "num_local_experts": 4},
-            "moe_router_topk: got 8, needs 2..num_experts 4",
-        ),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3, needs a divisor"),
+        ("mixtral", {"num_experts_per_tok": 8, "num_local_experts": 4}, "num_experts_per_tok 8, needs at most"),
         ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "which default does not read"),
     ],
     ids=["groups that do not divide the heads", "more choices than experts", "an old key"],
