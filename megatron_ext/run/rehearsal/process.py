@@ -93,7 +93,7 @@ def _fault(fault: Mapping[str, Any] | None, what: str) -> Iterator[str]:
 def load_mock() -> None:
     """Give torch a CUDA device without memory; call once per process, before torch is imported and looks for CUDA.
 
-    The library is cached in the user's cache folder, by torch's version and the hash of its source.
+    The library is cached in the user's cache folder, by torch's version and a hash of its source and torch's folder.
 
     Raises:
         UserError: an unsupported torch, a CUDA build of torch, no C++ compiler, or one that cannot build the mock.
@@ -109,7 +109,7 @@ def load_mock() -> None:
             "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
         )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
-    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{fingerprint(MOCK)[:16]}.so"
+    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{fingerprint(MOCK, str(folder))[:16]}.so"
     if not library.exists():
         _build(library, folder)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
