@@ -138,6 +138,7 @@ class MaskOptions:
             grid: concatenate([build_layout(row_length, ends, grid) for ends in documents])
             for grid in {scheduled[0], (local or scheduled)[0]}
         }
+        # where local layers have the same bounds, they share the mask and its plan
         masks = {bounds: AttentionMask(layouts[bounds[0]], bounds[1]) for bounds in {scheduled, local or scheduled}}
         is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
         return LayerMasks(masks[scheduled], None if local is None else masks[local], is_local)

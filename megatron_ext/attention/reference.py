@@ -67,13 +67,16 @@ def _equal_segments(
         visible = torch.ones(own, place + own - seen, dtype=torch.bool, device=query.device).tril(place - seen)
         if left_window is not None:
             visible = visible.triu(place - seen - left_window)
-        query_b, key_b, value_b = query[:, :, first : first + own], *(x[:, :, seen : place + own] for x in (key, value))
+        block_query = query[:, :, first : first + own]
+        block_key, block_value = (x[:, :, seen : place + own] for x in (key, value))
         if sink_N is not None:  # one more key, with a value of 0; torch differentiates a mask of logits
-            key_b, value_b = (F.pad(x, (0, 0, 0, 1)) for x in (key_b, value_b))
+            block_key, block_value = (F.pad(x, (0, 0, 0, 1)) for x in (block_key, block_value))
             hidden = query.new_zeros(visible.shape).masked_fill(~visible, -torch.inf)
             sinks = sink_N.to(query.dtype)[None, :, None, None].expand(1, -1, own, 1)
             visible = torch.cat([hidden.expand(1, len(sink_N), *visible.shape), sinks], dim=-1)
         blocks.append(
-            F.scaled_dot_product_attention(query_b, key_b, value_b, attn_mask=visible, scale=scale, enable_gqa=grouped)
+            F.scaled_dot_product_attention(
+                block_query, block_key, block_value, attn_mask=visible, scale=scale, enable_gqa=grouped
+            )
         )
     return torch.cat(blocks, dim=2).transpose(1, 2).flatten(0, 1)

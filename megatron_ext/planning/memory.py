@@ -26,7 +26,12 @@ from megatron_ext.masks import AttentionMask, MaskOptions
 
 HEADROOM = 0.15  # share of a GPU's memory reserved for CUDA's context, NCCL's buffers and fragmentation
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-_planned_group = cache(lambda size: ContextGroup(0, size, None))  # without processes, the same object for each size
+
+
+@cache
+def _planned_group(size: int) -> ContextGroup:
+    """Return a group without processes, the same object for each size."""
+    return ContextGroup(0, size, None)
 
 
 class Block(NamedTuple):

@@ -174,7 +174,7 @@ class _StepRunner:
     row_at: RowAt
 
     def step(self, window: int) -> Step:
-        """Measure a step of few micro-batches, and add what each one more costs for those that are not run."""
+        """Measure a step: run a few of its micro-batches, and count the others like these."""
         stages = self.config.parallel.pipeline_model_parallel_size
         total = self.config.microbatches(self.stepper.ranks.world_size)
         if total <= 3 * stages:
@@ -185,8 +185,8 @@ class _StepRunner:
             return more
         times = (total - more.microbatches) / stages
 
-        def grown(less: Mapping[Any, int], most: Mapping[Any, int]) -> dict[Any, int]:
-            return {name: count + round(times * (count - less.get(name, 0))) for name, count in most.items()}
+        def grown(before: Mapping[Any, int], after: Mapping[Any, int]) -> dict[Any, int]:
+            return {name: count + round(times * (count - before.get(name, 0))) for name, count in after.items()}
 
         waiting = (total - more.microbatches) * self._batch_bytes(window)
         return replace(
