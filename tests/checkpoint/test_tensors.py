@@ -1,11 +1,13 @@
 """Tensors of a checkpoint are written by several processes and read under any layout."""
 
+import errno
 import json
 import os
 import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +138,21 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(folder: Path, tmp_path: P
     read = Stored(folder).read("vector")
     assert read.shape == VECTOR.shape
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("name", [INDEX, "tensors_00000.safetensors"])
+def test_a_passing_error_is_not_bad_input(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Bad input ends a job for good; after a crash it is started again."""
+    original = Path.open
+
+    def fails(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        Stored(folder).read("vector")
 
 
 @pytest.mark.parametrize(

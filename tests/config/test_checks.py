@@ -59,6 +59,7 @@ CASES = """
 --token-weighting dataset --packing best_fit | packing | --token-weighting dataset
 --packing decomposition | packing | --packing decomposition --document-mask
 --score-store s | score_store | --token-weighting frozen --score-store s
+--weight-shift 0.5 | weight_shift | --weight-shift 2
 --short-context 9 | short_context | --token-weighting unfrozen --short-context 9
 --token-weighting frozen --score-store s --weight-score focal | weight_score | --token-weighting unfrozen --weight-score focal
 --token-weighting frozen | score_store | --token-weighting frozen --score-store s
@@ -79,6 +80,7 @@ CASES = """
 ## --num-experts 4
 --moe-router-topk 5 | moe_router_topk | --moe-router-topk 4
 --block phi | num_experts |
+--block gpt_oss --softmax-type learnable | softmax_type | --softmax-type learnable
 --add-qkv-bias | add_qkv_bias | --qk-layernorm
 --tensor-model-parallel-size 2 | sequence_parallel | --sequence-parallel --tensor-model-parallel-size 2 | 2 2
 --moe-ffn-hidden-size 33 --sequence-parallel --tensor-model-parallel-size 2 | moe_ffn_hidden_size | --moe-ffn-hidden-size 34 --sequence-parallel --tensor-model-parallel-size 2 | 2 2

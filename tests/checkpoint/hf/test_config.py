@@ -220,3 +220,8 @@ def test_what_no_model_computes_is_refused(architecture: str, broken: dict[str, 
     """Also what transformers reads otherwise: it ignores a Gemma-3's old key `type`."""
     with pytest.raises(UserError, match=text):
         model_config(SIZES | ARCHITECTURES[architecture] | broken)
+
+
+def test_a_model_that_cannot_be_trained_is_converted() -> None:
+    """The router of a single expert has no gradient, but its tensors can be copied."""
+    assert model_config(SIZES | ARCHITECTURES["mixtral"] | {"num_experts_per_tok": 1}).moe_router_topk == 1
