@@ -17,8 +17,8 @@ T_x = (end - start) / rate is the length of the expansion in steps; after it the
 The cycles of `cyclic_gradual` end in a half, so that the window rises to `end` and stays there: 1.5 cycles are up,
 down, up (the paper's Table 22 has 4.5, 2.5, 1.5).
 
-Every value is floored to an integer and clamped to [start, end]. Rates and fractions are exact decimal numbers, not
-the nearest float: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99...
+Every value is floored to an integer and clamped to [start, end]. Rates and shares are exact fractions, not the
+nearest float: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99..., and 0.1111111111111111 is 1/9.
 """
 
 import math
@@ -189,8 +189,9 @@ def build_schedule(
 
 
 def _exact(number: float) -> Fraction:
-    """Return the shortest decimal number that reads as this float: 0.07 * 100 is 7, not 7.000000000000001."""
-    return Fraction(repr(float(number)))
+    """Return the fraction that this float stands for: 7/100 for 0.07, 1/9 for 0.111..., else the shortest decimal."""
+    near = Fraction(number).limit_denominator(1000)
+    return near if float(near) == number else Fraction(repr(float(number)))
 
 
 def _halvings(end: int) -> list[int]:

@@ -127,6 +127,13 @@ def test_a_decimal_expansion_fraction_is_exact(percent: int, total: int, share: 
     assert schedule.window_at(step) == 32 + 8160 * 100 * step // (percent * total)
 
 
+@given(parts=st.integers(1, 1000), step=st.integers(0, 10**7))
+@settings(max_examples=300, deadline=None)
+def test_the_decimals_of_a_fraction_are_the_fraction(parts: int, step: int) -> None:
+    schedule = build_schedule("linear", start=1, end=10**9, rate=1 / parts)
+    assert schedule.window_at(step) == 1 + step // parts
+
+
 @pytest.mark.parametrize(("end", "rate", "steps"), [(8192, 1 / 8, 65_280), (32_768, 1 / 2, 65_472)])
 def test_the_papers_settings(end: int, rate: float, steps: int) -> None:
     schedule = build_schedule("linear", start=32, end=end, rate=rate)

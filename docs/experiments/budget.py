@@ -1,36 +1,55 @@
-"""Table 24 of SkyLadder scaled by 16: does a longer expansion of the window give a better model? See budget.md.
+"""SkyLadder's gain by token budget, each arm at its own learning rate. See budget.md.
 
-python docs/experiments/budget.py NOVELS OUT
+python docs/experiments/budget.py NOVELS OUT     # OUT/results gets the page, its figure and a line for each run
+python docs/experiments/budget.py --check        # recompute the page beside this file from its runs
 
-50 runs, two at a time. If it is stopped, the same command continues. OUT/results gets the page, its figure
-and all losses.
+A run that has a line is not trained again, so a stopped experiment continues by the same command, on another machine
+with the file of runs alone (--runs).
 """
 
+import argparse
 import json
+import shutil
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
-from harness import Mean, Planned, arguments, command, evaluate, finished, losses, prepare, train, write_results
+from harness import Mean, _evaluated, command, prepare
 from matplotlib.figure import Figure
 from scipy import stats
 
 from megatron_ext.evaluation.report import table
 
-ROW, BATCH, VOCABULARY, START = 512, 2, 2048, 4
+ROW, BATCH, VOCABULARY, START, SHARE = 512, 2, 2048, 2, 0.64
 MEDIAN, SIGMA, SHORTEST = 67, 1.11, 3  # tokens of a document: the paper's CommonCrawl over 16
 LENGTHS = (32, 256, 512)
-TESTED = (512, 256)  # the windows of the planned test
-SHARES = (8, 16, 32, 64)  # percent of the steps in which the window grows
-RATES = (1e-3, 2e-3, 4e-3)
-SEEDS_A = 3  # the first of all seeds
-PAPER = dict(zip(SHARES, (-0.047, -0.061, -0.081, -0.092), strict=True))  # Table 24, 12.5B tokens, at 8K
+ARMS = ("constant", "growing")
+TUNED = 2000  # steps of the runs that choose the learning rates
+BUDGETS = (1000, 2000, 4000)  # steps
+RATES, LIMITS = (4e-3, 8e-3, 1.6e-2), (5e-4, 0.128)  # grid, extended by factors of 2 up to the limits
+TUNING_SEEDS, SEEDS = (1, 2), tuple(range(8, 15))
+PAPER = {12.5: 0.092, 25: 0.083, 50: 0.060, 100: 0.030}  # billions of tokens: gain at 8K, Tables 24 and 21
 COMMON: list[object] = [
     *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW, "--global-batch-size", BATCH),
-    *("--micro-batch-size", BATCH, "--eval-interval", 0, "--split", "1,0,0"),
+    *("--micro-batch-size", BATCH, "--eval-interval", 0, "--split", "1,0,0", "--no-tensorboard"),
 ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run: which window, peak learning rate, steps, and the seed of the weights and of the data order."""
+
+    arm: str
+    rate: float
+    steps: int
+    seed: int
+
+
+Losses = dict[Plan, dict[int, float]]  # by length of the evaluation's window, nats per token
 
 
 def cut(texts: Sequence[str], tokenizer: tokenizers.Tokenizer, seed: int = 0) -> list[str]:
@@ -62,132 +81,160 @@ def prepare_documents(novels: Path, out: Path) -> list[object]:
     return ["--data-path", documents, "--tokenizer-model", data / "tokenizer"]
 
 
-def name_of(arm: object, rate: float) -> str:
-    """Name a run: the share of the expansion in percent, `constant` or `intradoc` (64 % under the document mask)."""
-    return f"{arm}_{rate:g}"
+def read_runs(file: Path) -> Losses:
+    """Read the losses of the runs that are done."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    runs = [json.loads(line) for line in lines]
+    return {Plan(**run["run"]): {int(length): loss for length, loss in run["losses"].items()} for run in runs}
 
 
-def plan_of(seed: int, arm: object, rate: float) -> Planned:
-    """Describe a run."""
-    flags: list[object] = ["--lr", rate, "--min-lr", rate / 10]
-    if arm != "constant":
-        share = 64 if arm == "intradoc" else arm
-        flags += ["--window-schedule", "linear", "--window-start", START, "--window-expansion-fraction"]
-        flags += [int(str(share)) / 100, *(["--document-mask"] if arm == "intradoc" else [])]
-    return Planned(seed, name_of(arm, rate), flags)
+def run_all(plans: Sequence[Plan], file: Path, out: Path, data: Sequence[object], held_out: int, workers: int) -> None:
+    """Train and evaluate the runs that have no line yet, and append their lines."""
+    done, lock = read_runs(file), threading.Lock()
+
+    def one(plan: Plan) -> None:
+        folder = out / "runs" / f"{plan.arm}_{plan.rate:g}_{plan.steps}_{plan.seed}"
+        flags = [*data, *COMMON, "--lr", plan.rate, "--min-lr", plan.rate / 10, "--seed", plan.seed]
+        flags += ["--train-iters", plan.steps, "--lr-warmup-iters", plan.steps // 20, "--save-interval", 100]
+        if plan.arm == "growing":
+            flags += ["--window-schedule", "linear", "--window-start", START, "--window-expansion-fraction", SHARE]
+        saving = ["--save", folder, "--load", folder, "--load-if-present", "--keep-last", 1]
+        command("pretrain_skyladder.py", *flags, *saving, log=out / "logs" / f"{folder.name}.txt")
+        flags = [
+            "--data-path",
+            out / "data" / "valid-novels",
+            "--lengths",
+            *LENGTHS,
+            "--documents-per-source",
+            held_out,
+        ]
+        flags += ["--min-tokens", ROW, "--max-tokens", 2 * ROW, "--output", folder / "evaluation", "--overwrite"]
+        command("tools/evaluate.py", "perplexity", folder, *flags)
+        (found,) = _evaluated(folder / "evaluation").values()
+        with lock, file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"run": asdict(plan), "losses": found}) + "\n")
+        shutil.rmtree(folder)
+        print(plan, found, flush=True)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(one, [plan for plan in plans if plan not in done]):
+            pass
 
 
-def section_a(seeds: Sequence[int], rates: Sequence[float]) -> list[Planned]:
-    """Constant and 64 % at each learning rate."""
-    return [plan_of(seed, arm, rate) for seed in seeds[:SEEDS_A] for rate in rates for arm in ("constant", 64)]
+def train_all(options: argparse.Namespace, file: Path, out: Path) -> None:
+    """Train what is missing: first the runs that choose the learning rates, then the budgets."""
+    data = prepare_documents(options.novels, out)
+    limits = {"data": data, "held_out": options.held_out, "workers": options.workers}
+    grid = {arm: list(options.rates) for arm in ARMS}
+    while True:
+        plans = [
+            Plan(arm, rate, options.tuned, seed) for arm in ARMS for rate in grid[arm] for seed in options.tuning_seeds
+        ]
+        run_all(plans, file, out, **limits)
+        best = {arm: best_rate(tried(read_runs(file), arm, options.tuned, options.tuning_seeds)) for arm in ARMS}
+        more = {beyond for _, beyond in best.values() if beyond is not None}
+        if not more:
+            break
+        for arm in ARMS:  # both, so that the gain is known at equal rates
+            grid[arm] = sorted({*grid[arm], *more})
+    pairs = [(arm, rate) for arm, (rate, _) in best.items()]
+    run_all(
+        [Plan(arm, rate, steps, seed) for seed in options.seeds for steps in options.budgets for arm, rate in pairs],
+        file, out, **limits,
+    )  # fmt: skip
 
 
-def section_b(seeds: Sequence[int], rate: float) -> list[Planned]:
-    """All shares at one learning rate, and IntraDoc for the seeds of section A."""
-    plans = [plan_of(seed, arm, rate) for seed in seeds for arm in ("constant", *SHARES)]
-    return plans + [plan_of(seed, "intradoc", rate) for seed in seeds[:SEEDS_A]]
+def tried(runs: Losses, arm: str, steps: int, seeds: Sequence[int]) -> dict[float, float]:
+    """Return the mean loss at the full row for each learning rate at which all these seeds are done, by rate."""
+    rates = sorted({plan.rate for plan in runs if (plan.arm, plan.steps) == (arm, steps)})
+    own = {rate: [runs.get(Plan(arm, rate, steps, seed), {}).get(ROW) for seed in seeds] for rate in rates}
+    return {rate: float(np.mean(losses)) for rate, losses in own.items() if None not in losses}  # type: ignore[arg-type]
 
 
-def both(seeds: Sequence[int], rates: Sequence[float], rate: float) -> list[Planned]:
-    """All runs, without those of B that are in A."""
-    plans = {(plan.seed, plan.name): plan for plan in [*section_a(seeds, rates), *section_b(seeds, rate)]}
-    return list(plans.values())
+def best_rate(means: dict[float, float]) -> tuple[float, float | None]:
+    """Return the best learning rate, and the next one to try while the best is at an edge of the grid."""
+    best = min(means, key=lambda rate: means[rate])
+    beyond = best / 2 if best == min(means) else best * 2 if best == max(means) else None
+    return best, beyond if beyond is not None and LIMITS[0] <= beyond <= LIMITS[1] else None
 
 
-def best_rate(found: dict[str, list[float]], arm: object, rates: Sequence[float]) -> float:
-    """Return the learning rate with the lowest mean loss."""
-    return min(rates, key=lambda rate: float(np.mean(found[name_of(arm, rate)])))
+def complete(runs: Losses, rates: dict[str, float], budgets: Sequence[int], seeds: Sequence[int]) -> list[int]:
+    """Return the seeds whose runs of both arms are done at every budget."""
+    return [seed for seed in seeds if all(Plan(arm, rates[arm], n, seed) in runs for arm in ARMS for n in budgets)]
 
 
-def slopes(found: dict[str, list[float]], rate: float) -> list[float]:
-    """Return each seed's least-squares slope of the loss on log2 of the share, in nats per doubling."""
-    own = np.array([found[name_of(share, rate)] for share in SHARES])
-    return np.polyfit(np.log2(SHARES), own, 1)[0].tolist()
+def gains(runs: Losses, rates: dict[str, float], steps: int, seeds: Sequence[int], length: int) -> list[float]:
+    """Return the loss of constant minus that of growing, each at its rate, for each seed."""
+    constant, growing = (
+        [runs[Plan(arm, rates[arm], steps, seed)][length] for seed in seeds] for arm in ("constant", "growing")
+    )
+    return np.subtract(constant, growing).tolist()
 
 
-def results_a(out: Path, seeds: Sequence[int], rates: Sequence[float]) -> tuple[list[str], dict[str, Any]]:
-    """Make the tables of section A, and its losses."""
-    found = {length: losses(out, seeds, length) for length in LENGTHS}
-    at = {arm: best_rate(found[ROW], arm, rates) for arm in ("constant", 64)}
-    rows = [
-        [f"{arm} %" if arm == 64 else arm, *(f"{np.mean(found[ROW][name_of(arm, rate)]):.4f}" for rate in rates)]
-        for arm in at
-    ]
-    gain = {
-        length: np.subtract(own[name_of(64, at[64])], own[name_of("constant", at["constant"])])
-        for length, own in found.items()
-    }
+def results(runs: Losses, tuned: int, budgets: Sequence[int], tuning: Sequence[int], seeds: Sequence[int]) -> list[str]:
+    """Make the sections of the page from the runs that are done."""
+    means = {arm: tried(runs, arm, tuned, tuning) for arm in ARMS}
+    rates = sorted(set(means["constant"]) & set(means["growing"]))
+    if not rates:
+        return ["No learning rate is done yet."]
+    by_rate = [gains(runs, dict.fromkeys(ARMS, rate), tuned, tuning, ROW) for rate in rates]
+    rows = [[arm, *(f"{means[arm][rate]:.4f}" for rate in rates)] for arm in ARMS]
+    rows.append(["gain", *(f"{np.mean(own):+.4f}" for own in by_rate)])
+    best = {arm: best_rate(means[arm]) for arm in ARMS}
     parts = [
-        f"### A: learning rates\n\nHeld-out loss at {ROW} tokens, mean of {len(seeds)} seeds.",
+        f"### Learning rates\n\nHeld-out loss at {ROW} tokens after {tuned:,} steps, mean of {len(tuning)} seeds.",
         table(["arm", *(f"{rate:g}" for rate in rates)], rows),
-        f"64 % ({at[64]:g}) minus constant ({at['constant']:g}), paired by seed, ± half the 95 % interval over seeds; "
-        "bold: it excludes 0.",
-        table(
-            [*map(str, LENGTHS), f"{LENGTHS[-1]} minus {LENGTHS[0]}"],
-            [
-                [
-                    *(Mean.of(gain[length].tolist()) for length in LENGTHS),
-                    Mean.of((gain[LENGTHS[-1]] - gain[LENGTHS[0]]).tolist()),
-                ]
-            ],
+        *(
+            f"The best of {arm} is {rate:g}{', an edge of the grid' if more else ''}."
+            for arm, (rate, more) in best.items()
         ),
     ]
-    return parts, {"seeds": list(seeds), "losses": found}
-
-
-def results_b(out: Path, seeds: Sequence[int], rate: float) -> tuple[list[str], dict[str, Any]]:
-    """Make the tables of section B with the planned test, and its losses."""
-    found = {length: losses(out, seeds, length) for length in LENGTHS}
-    base = name_of("constant", rate)
-    rows: list[list[object]] = [["constant", *(f"{np.mean(found[length][base]):.4f}" for length in LENGTHS), ""]]
-    for share in SHARES:
-        less = [np.subtract(found[length][name_of(share, rate)], found[length][base]) for length in LENGTHS]
-        rows.append([f"{share} %", *(Mean.of(values.tolist()) for values in less), f"{PAPER[share]:+.3f}"])
-    parts = [
-        f"### B: shares\n\nHeld-out loss at the learning rate {rate:g}, {len(seeds)} seeds; below constant the "
-        "difference from it, paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0. Last column: "
-        "Table 24, 12.5B tokens, at 8K.",
-        table(["share", *map(str, LENGTHS), "paper"], rows),
+    own = {arm: rate for arm, (rate, _) in best.items()}
+    done = complete(runs, own, budgets, seeds)
+    if len(done) < 2:
+        return [*parts, "### Budgets\n\nNot yet run."]
+    found = {steps: {length: gains(runs, own, steps, done, length) for length in LENGTHS} for steps in budgets}
+    slopes = {
+        length: np.polyfit(np.log2(budgets), [found[steps][length] for steps in budgets], 1)[0] for length in LENGTHS
+    }
+    cells = [[f"{steps * ROW * BATCH / 1e6:.2f}M", *(Mean.of(by[n]) for n in LENGTHS)] for steps, by in found.items()]
+    return [
+        *parts,
+        f"### Budgets\n\nGain (constant minus growing, nats per token) at each arm's own rate, {len(done)} seeds, "
+        "paired, ± half the 95 % interval over seeds; bold: it excludes 0.",
+        table(["tokens", *map(str, LENGTHS)], cells),
+        "The planned test: slope of the gain on log2 of the budget, nats per doubling.",
+        table(
+            ["window", "slope", "p"],
+            [[n, Mean.of(of.tolist()), f"{stats.ttest_1samp(of, 0).pvalue:.2g}"] for n, of in slopes.items()],
+        ),
+        "![Gain by budget](budget.png)",
     ]
-    tests = {}
-    for length in TESTED:
-        own = slopes(found[length], rate)
-        tests[length] = {"slopes": own, "p_value": float(stats.ttest_1samp(own, 0).pvalue)}
-    cells = [[length, Mean.of(test["slopes"]), f"{test['p_value']:.2g}"] for length, test in tests.items()]
-    parts += [
-        "The planned test: slope of the loss on log2 of the share (nats per doubling), t-test over seeds.",
-        table(["window", "slope", "p"], cells),
-    ]
-    numbers: dict[str, Any] = {"seeds": list(seeds), "rate": rate, "losses": found, "tests": tests}
-    masked = [seed for seed in seeds if name_of("intradoc", rate) in losses(out, [seed], ROW)]
-    if masked:
-        pairs = {length: losses(out, masked, length) for length in LENGTHS}
-        less = [np.subtract(own[name_of("intradoc", rate)], own[name_of(64, rate)]).tolist() for own in pairs.values()]
-        parts += [
-            f"64 % with the document mask minus without, {len(masked)} seeds.",
-            table(list(map(str, LENGTHS)), [list(map(Mean.of, less))]),
-        ]
-        numbers["intradoc"] = {length: own[name_of("intradoc", rate)] for length, own in pairs.items()}
-    return parts, numbers
 
 
-def draw(found: dict[int, dict[str, list[float]]], rate: float, path: Path) -> None:
-    """Draw the loss minus constant's by share: a point for each seed, lines of means, and the paper's figures."""
-    figure = Figure(figsize=(6, 4.2), layout="constrained")
-    axis = figure.add_subplot()
-    axis.axhline(0, color="#9ca3af", linewidth=1)
-    axis.plot(SHARES, list(PAPER.values()), "--", color="#6b7280", label="Table 24, 12.5B tokens, at 8K")
-    for number, length in enumerate(LENGTHS):
-        base = found[length][name_of("constant", rate)]
-        less = np.array([np.subtract(found[length][name_of(share, rate)], base) for share in SHARES])
-        axis.plot(SHARES, less.mean(axis=1), "-", color=f"C{number}", label=f"ours, at {length}")
-        axis.plot(SHARES, less, ".", color=f"C{number}", alpha=0.4)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(SHARES, [f"{share} %" for share in SHARES])
-    axis.set(xlabel="share of the steps in which the window grows", ylabel="loss minus constant's (nats / token)")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.savefig(path, dpi=110)
+def draw(
+    runs: Losses, tuned: int, budgets: Sequence[int], tuning: Sequence[int], seeds: Sequence[int], to: Path
+) -> None:
+    """Draw the losses by learning rate, and the gain by budget with its interval, a point for each seed."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    own = {}
+    for number, arm in enumerate(ARMS):
+        means = tried(runs, arm, tuned, tuning)
+        own[arm] = best_rate(means)[0]
+        left.plot(list(means), list(means.values()), "o-", color=f"C{number}", label=arm)
+    left.set(xscale="log", xlabel="peak learning rate", ylabel="held-out loss (nats / token)")
+    left.legend(frameon=False)
+    done = complete(runs, own, budgets, seeds)
+    if len(done) >= 2:
+        found = [gains(runs, own, steps, done, ROW) for steps in budgets]
+        tokens, mean = [steps * ROW * BATCH / 1e6 for steps in budgets], [Mean.of(values) for values in found]
+        right.errorbar(tokens, [each.value for each in mean], [each.half_width for each in mean], fmt="o-", capsize=4)
+        right.plot(tokens, found, ".", color="C0", alpha=0.4)
+        right.set_xscale("log", base=2)
+    right.axhline(0, color="#9ca3af", linewidth=1)
+    right.set(xlabel="million tokens", ylabel="gain (nats / token)")
+    figure.savefig(to, dpi=110)
 
 
 def page(parts: Sequence[str]) -> str:
@@ -197,35 +244,36 @@ def page(parts: Sequence[str]) -> str:
 
 
 def main() -> None:
-    own = {"--rates": {"type": float, "nargs": "+", "default": RATES, "help": "peak learning rates of section A"}}
-    options = arguments(
-        __doc__,
-        steps=2000,
-        seeds=range(1, 8),
-        held_out=(120, "held-out documents that models are evaluated on"),
-        own=own,
-        novels="folder of .txt novels",
-        out="folder for data, runs and results",
-    )
-    out, seeds, rates = options.out.resolve(), options.seeds, options.rates
-    limits = {"documents": options.held_out, "workers": options.workers, "sources": ("novels",)}
-    common: list[object] = []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("novels", type=Path, nargs="?", help="folder of .txt novels")
+    parser.add_argument("out", type=Path, nargs="?", help="folder for data, runs and results")
+    parser.add_argument("--runs", type=Path, help="file with a line for each run [OUT/results/budget.jsonl]")
+    parser.add_argument("--tuned", type=int, default=TUNED, help=f"steps of the runs that choose the rates [{TUNED}]")
+    parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="steps")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="the first learning rates")
+    parser.add_argument("--tuning-seeds", type=int, nargs="+", default=TUNING_SEEDS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--held-out", type=int, default=120, help="documents that models are evaluated on [120]")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each [2]")
+    parser.add_argument("--only-results", action="store_true", help="of the runs that are done: nothing is trained")
+    parser.add_argument("--check", action="store_true", help="compare the page with its runs; nothing is trained")
+    options = parser.parse_args()
+    asked = (options.tuned, options.budgets, options.tuning_seeds, options.seeds)
+    beside = Path(__file__)
+    if options.check:
+        if page(results(read_runs(beside.with_suffix(".jsonl")), *asked)) != beside.with_suffix(".md").read_text():
+            raise SystemExit("budget.md does not follow from budget.jsonl")
+        return
+    if options.out is None:
+        parser.error("NOVELS and OUT are required without --check")
+    out = options.out.resolve()
+    file = (options.runs or out / "results" / "budget.jsonl").resolve()
+    file.parent.mkdir(parents=True, exist_ok=True)
     if not options.only_results:
-        data = prepare_documents(options.novels, out)
-        common = [*data, *COMMON, "--train-iters", options.steps, "--lr-warmup-iters", options.steps // 20]
-        train(section_a(seeds, rates), out, common, options.workers)
-        evaluate(section_a(seeds, rates), out, LENGTHS, ROW, **limits)
-    folder = options.results or out / "results"
-    parts, numbers = results_a(out, finished(section_a(seeds, rates), out), rates)
-    rate = best_rate(numbers["losses"][ROW], "constant", rates)
-    if not options.only_results:
-        train(section_b(seeds, rate), out, common, options.workers)
-        evaluate(both(seeds, rates, rate), out, LENGTHS, ROW, **limits)
-    more, of_b = results_b(out, finished(both(seeds, rates, rate), out), rate)
-    write_results(
-        folder, "budget", page([*parts, *more, "![The loss by share](budget.png)"]), {"a": numbers, "b": of_b}
-    )
-    draw(of_b["losses"], rate, folder / "budget.png")
+        train_all(options, file, out)
+    runs = read_runs(file)
+    (file.parent / "budget.md").write_text(page(results(runs, *asked)), encoding="utf-8")
+    draw(runs, *asked, file.parent / "budget.png")
 
 
 if __name__ == "__main__":

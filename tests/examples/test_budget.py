@@ -1,4 +1,4 @@
-"""docs/experiments/budget.py: its runs, its test on made-up losses, and the whole command at the smallest scale."""
+"""docs/experiments: budget.py at the smallest scale; pages follow from their runs."""
 
 import importlib
 import json
@@ -6,20 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "docs" / "experiments"
-
-
-@pytest.fixture
-def budget(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The experiment's module; scipy and matplotlib, which it imports, take seconds."""
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    return importlib.import_module("budget")
 
 
 def test_every_experiment_can_be_imported() -> None:
@@ -29,25 +21,33 @@ def test_every_experiment_can_be_imported() -> None:
     subprocess.run(command, cwd=EXPERIMENTS, env=os.environ | {"PYTHONPATH": str(EXPERIMENTS.parents[1])}, check=True)
 
 
+def test_pages_follow_from_their_runs() -> None:
+    subprocess.run([sys.executable, EXPERIMENTS / "budget.py", "--check"], cwd=ROOT, check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_experiment_at_its_smallest_scale(budget: Any, tmp_path: Path) -> None:
-    """Two seeds of four steps; called again, it trains nothing and writes the same page."""
+def test_the_experiment_at_its_smallest_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The grid grows beyond its best rate; called again, the command trains nothing and writes the same page."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
     novels, out = tmp_path / "novels", tmp_path / "out"
     novels.mkdir()
     for number, name in enumerate(("one", "two", *importlib.import_module("harness").HELD_OUT_NOVELS)):
         draw = np.random.default_rng(number)
         lines = [" ".join(draw.choice(["park", "dog", "Lily", "went", "saw"], 12)) + "\n" for _ in range(2000)]
         (novels / f"{name}.txt").write_text("".join(lines))
-    command = [sys.executable, ROOT / "docs/experiments/budget.py", novels, out, "--steps", "4", "--seeds", "1", "2"]
-    command += ["--rates", "2e-3", "--held-out", "3"]
+    command = [sys.executable, ROOT / "docs/experiments/budget.py", novels, out, "--tuned", "4", "--budgets", "2", "4"]
+    command += ["--rates", "3.2e-2", "6.4e-2", "--tuning-seeds", "1", "--seeds", "8", "9", "--held-out", "3"]
     found = []
     for _ in range(2):
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        written = {path: path.stat().st_mtime_ns for path in out.glob("seed_*/*/metrics.jsonl")}
-        found.append(((out / "results" / "budget.md").read_text(), written))
+        found.append([(out / "results" / name).read_text() for name in ("budget.md", "budget.jsonl")])
     assert found[0] == found[1]
-    assert len(written) == 12
-    numbers = json.loads((out / "results" / "budget.json").read_text())
-    assert len(numbers["b"]["tests"]["512"]["slopes"]) == 2
+    runs = [json.loads(line)["run"] for line in found[0][1].splitlines()]
+    rates = {
+        arm: {run["rate"] for run in runs if run["arm"] == arm and run["seed"] == 1} for arm in ("constant", "growing")
+    }
+    assert rates["constant"] == rates["growing"] > {3.2e-2, 6.4e-2}
+    assert sum(run["seed"] > 1 for run in runs) == 8
+    assert "per doubling" in found[0][0]
     assert (out / "results" / "budget.png").stat().st_size > 0
