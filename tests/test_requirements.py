@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from megatron_ext.engine.compat import SUPPORTED
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -10,22 +12,35 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def locked() -> dict[str, tuple[str, int]]:
-    """Version and number of checksums of each package in requirements.lock."""
+def locked() -> dict[tuple[str, str], int]:
+    """The number of checksums of each package and version in requirements.lock."""
     text = (ROOT / "requirements.lock").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     found = [re.match(r"([\w.-]+)(?:\[[\w,]+\])?==([\w.+!-]+)", line) for line in lines]
     assert all(found), lines
     return {
-        normalized(one[1]): (one[2], line.count("--hash=sha256:"))
+        (normalized(one[1]), one[2]): line.count("--hash=sha256:")
         for one, line in zip(found, lines, strict=True)
         if one
     }
 
 
+def pins() -> set[tuple[str, str]]:
+    """Packages and versions of constraints.txt; Megatron-Core has two, for earlier and later versions of Python."""
+    lines = [line.partition(";")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    return {
+        (normalized(name), version) for name, _, version in (line.partition("==") for line in lines if "==" in line)
+    }
+
+
 def test_the_lock_has_checksums_of_what_the_constraints_pin() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {normalized(name): version for name, _, version in (line.partition("==") for line in lines if "==" in line)}
     lock = locked()
-    assert {name: version for name, (version, _) in lock.items()}.items() <= pins.items(), "make lock writes it anew"
-    assert all(checksums for _, checksums in lock.values())
+    assert lock.keys() <= pins(), "make lock writes it anew"
+    assert all(lock.values())
+
+
+def test_a_run_accepts_the_versions_of_megatron_that_pip_does() -> None:
+    assert f'"megatron-core{SUPPORTED}"' in (ROOT / "pyproject.toml").read_text()
+    ours = {version for name, version in pins() if name == "megatron-core"}
+    assert ours == {version for name, version in locked() if name == "megatron-core"}
+    assert len(ours) == 2

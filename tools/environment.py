@@ -20,10 +20,11 @@ def main(argv: list[str]) -> int:
     from megatron_ext.engine import platform  # importing Megatron takes seconds
     from megatron_ext.engine.environment import look
 
-    environment = look(config, platform.choose(config.parallel.device))
+    environment = look(config, platform.find(config.parallel.device))
     print("\n".join(environment.summary()))
     missing = ", ".join(name for name, version in environment.versions.items() if version is None)
     print(f"not installed: {missing or 'nothing'}")
+    platform.choose(config.parallel.device)  # refuses what a run would refuse
     return 0
 
 

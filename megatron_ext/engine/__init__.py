@@ -1,13 +1,26 @@
 """The only package that imports Megatron-Core."""
 
+import logging
 import warnings
 
-# Ignore warnings that Megatron-Core and torch emit in every process; the run's log reports what is used.
+# Ignore what Megatron-Core and torch say in every process; the run's log reports what is used.
 for _text in (
-    r"`torch\.distributed\.\w+` is deprecated",  # torch 2.13, about calls in Megatron-Core 0.16
+    r"`torch\.distributed\.\w+` is deprecated",  # torch 2.13, about calls in Megatron-Core
     "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
+    "MimoModelConfig is experimental",
 ):
     warnings.filterwarnings("ignore", message=_text)
+
+# Log messages about Megatron's own calls, and about a class that later versions replace.
+_LOGGED = ("full_param_layout not provided", "GPTModel IS DEPRECATED")
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not any(text in record.getMessage() for text in _LOGGED)
+
+
+for _name in ("distributed.distributed_data_parallel", "models.gpt.gpt_model"):
+    logging.getLogger(f"megatron.core.{_name}").addFilter(_is_wanted)

@@ -11,6 +11,7 @@ With experts, the mlp of a llama or gpt_oss block is a router and its experts, a
 Legend: t tokens, N heads of this rank, H head size, D hidden size.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,21 @@ class LocalAngles(SelfAttention):
         if self.config.packed_two_bases:
             rotary_pos_emb = rotary_pos_emb.chunk(2)[int(self.core_attention.local)]
         return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+class WholeNorms(LocalAngles):
+    """Normalizes queries and keys over all heads together (Olmo 3).
+
+    Not as part of the specification, which would need `qk_layernorm`: Megatron would sum the norms' gradients over
+    tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.q_layernorm, self.k_layernorm = (
+            HeadsNorm(heads, config, self.hidden_size_per_attention_head, config.layernorm_epsilon)
+            for heads in (config.num_attention_heads, config.num_query_groups)
+        )
 
 
 class ParallelLayer(TransformerLayer):
@@ -183,6 +199,11 @@ def layer_specs(
     return TransformerBlockSubmodules([layer for layer, _ in layers], layer_norm=layers[0][1])
 
 
+def _submodules(module: Any) -> Any:
+    """Return the submodules of a module's specification, or from Megatron-Core 0.18 on of its `functools.partial`."""
+    return module.keywords["submodules"] if isinstance(module, functools.partial) else module.submodules
+
+
 def _layer_spec(
     config: TransformerConfig, block: str, core_attention: type, experts: bool, transformer_engine: bool
 ) -> tuple[ModuleSpec, type]:
@@ -203,7 +224,7 @@ def _layer_spec(
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = LocalAngles
     attention = layer.submodules.self_attention.submodules
-    mlp = layer.submodules.mlp.submodules
+    mlp = _submodules(layer.submodules.mlp)
     attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
@@ -211,7 +232,7 @@ def _layer_spec(
         layer.module = ExpertLayer
         mlp.router = BalancedRouter
         if config.add_bias_linear and not transformer_engine:
-            mlp.experts.submodules.linear_fc2 = ExpertOutput
+            _submodules(mlp.experts).linear_fc2 = ExpertOutput
     if config.multi_latent_attention:
         layer.submodules.input_layernorm = norm
         column = TEColumnParallelLinear if transformer_engine else attention.linear_qkv
@@ -223,10 +244,7 @@ def _layer_spec(
         layer.module = ParallelLayer
         layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = norm, IdentityOp
     if block == "olmo3":
-        attention.q_layernorm, attention.k_layernorm = (
-            ModuleSpec(module=HeadsNorm, params={"heads": heads})
-            for heads in (config.num_attention_heads, config.num_query_groups)
-        )
+        layer.submodules.self_attention.module = WholeNorms
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
     if block in ("phi", "olmo3") and transformer_engine:  # its usual layers contain the norm of their input
         attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear

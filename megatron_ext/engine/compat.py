@@ -1,11 +1,13 @@
-"""Patches and replacements for parts of Megatron-Core 0.16.
+"""Patches and replacements for parts of Megatron-Core 0.16.1 to 0.19.
 
-Each states its reason and when to remove it; tests/engine/test_compat.py fails when one is no longer needed.
+Each states its reason and when to remove it: "Remove with 0.16." is said of what later series do not need.
+tests/engine/test_compat.py fails when one is no longer needed. Branches ask for a name, never for a version.
 """
 
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_ext.errors import UserError
 
-SUPPORTED = "0.16"
+SUPPORTED = ">=0.16.1,<0.20"  # as in pyproject.toml
 
 
 def install() -> None:
@@ -42,12 +44,13 @@ def install() -> None:
         UserError: another version of Megatron-Core.
     """
     version = megatron.core.__version__
-    if not version.startswith(SUPPORTED + "."):
-        raise UserError(
-            f"megatron-core: got {version}, needs {SUPPORTED}.x; pip install 'megatron-core~={SUPPORTED}.1'"
-        )
+    first, end, ours = (tuple(map(int, re.findall(r"\d+", text))) for text in (*SUPPORTED.split(","), version))
+    if not first <= ours < end:
+        raise UserError(f"megatron-core: got {version}, needs {SUPPORTED}; pip install 'megatron-core{SUPPORTED}'")
     install_optimizer()
     install_without_transformer_engine()
+    if hasattr(megatron_random, "_get_share_storage"):
+        _replace(megatron_random, "_get_share_storage", lambda: copy_storage)
     _replace(megatron_rotation, "_apply_rotary_pos_emb_bshd", rotate)
     if not torch.cuda.is_available():
         _replace(megatron_buffers, "_coalescing_manager", one_by_one)
@@ -58,10 +61,40 @@ def install() -> None:
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a function of Megatron by one that has parameters of the same names."""
-    theirs, ours = (list(inspect.signature(function).parameters) for function in (getattr(owner, name), replacement))
-    assert theirs == ours, (owner, name, theirs, ours)
+    """Replace a function of Megatron by one that has parameters of the same names.
+
+    One with keyword-only parameters and `**others` has Megatron's first ones: the rest may differ between versions.
+    """
+    theirs, ours = (inspect.signature(function).parameters for function in (getattr(owner, name), replacement))
+    first = [one.name for one in ours.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert first == list(theirs)[: len(first)], (owner, name, theirs, ours)
+    assert len(first) == len(theirs) or list(ours)[-1] == "others", (owner, name, theirs, ours)
     setattr(owner, name, replacement)
+
+
+def require_transformer_engine() -> None:
+    """Check that Megatron uses the Transformer Engine that is installed, whose layers the model is built of.
+
+    Raises:
+        UserError: Megatron did not find what it imports from it, which it does not report.
+    """
+    from megatron.core.extensions import transformer_engine
+
+    if not (transformer_engine.HAVE_TE and megatron_random.HAVE_TE):
+        raise UserError(
+            f"transformer-engine: got {megatron_utils.get_te_version()}, from which Megatron-Core "
+            f"{megatron.core.__version__} could not import what it uses; install a version of docs/versions.md"
+        )
+
+
+def copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Give a recomputed tensor's values to the storage of the discarded output, and so to all its views.
+
+    Megatron shares the storage instead, through a C++ function that torch compiles in the first backward pass: every
+    node would need a compiler and ninja. Remove when Megatron ships it compiled.
+    """
+    output.untyped_storage().resize_(recomputed.untyped_storage().size())
+    output.untyped_storage().copy_(recomputed.untyped_storage())
 
 
 def install_without_transformer_engine() -> None:
@@ -70,10 +103,10 @@ def install_without_transformer_engine() -> None:
     `--recompute-modules layernorm`: the default of CheckpointWithoutOutput for fp8 is False, with which it calls
     Transformer Engine; None disables fp8. Remove when its default is None.
 
-    The router of experts refers to a function name that is undefined. Remove when the name is None, as it expects.
+    The router of experts refers to a function name that is undefined; it expects None. Remove with 0.16.
 
     `--optimizer-cpu-offload` compares the version of Transformer Engine, which is None if it is missing; 0 is below all
-    others. Remove when `is_te_min_version` returns False instead.
+    others. Remove with 0.16.
 
     `gradient_accumulation_fusion`: Megatron refuses to build its own layers without Apex's extension. The only one that
     is built with this option and without Apex is the output layer next to Transformer Engine's layers, and it is never
@@ -239,15 +272,17 @@ def rotate(
     t: torch.Tensor,
     freqs: torch.Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    *,
     mscale: float = 1.0,
+    **others: bool,
 ) -> torch.Tensor:
     """Rotate the first R dimensions of each head, t [t, 1, N, H] by angles [t, 1, 1, R], in the half-split layout.
 
-    It equals Megatron's unfused rotation, which concatenates each head twice in forward and twice in backward. The last
-    three arguments must keep their defaults. Remove when Megatron concatenates once.
+    It equals Megatron's unfused rotation, which concatenates each head twice in forward and twice in backward. All
+    other arguments must keep their defaults, 1 and False. Remove when Megatron concatenates once.
     """
-    assert (rotary_interleaved, multi_latent_attention, mscale) == (False, False, 1.0)
+    assert mscale == 1.0
+    assert not any((rotary_interleaved, *others.values())), others
     angles = freqs[..., : freqs.shape[-1] // 2]  # those of both halves are equal
     rotated: torch.Tensor = _Rotate.apply(t, angles.cos().to(t.dtype), angles.sin().to(t.dtype))
     return rotated

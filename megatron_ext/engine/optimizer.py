@@ -101,7 +101,9 @@ def squared_gradient_norm(optimizer: MegatronOptimizer, device: torch.device) ->
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
     optimizer.prepare_grads()
     for part in parts_of(optimizer):
-        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_main_grads_for_grad_norm())
+        # the second is the method's earlier name. Remove with 0.18.
+        gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
+        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients())
     squared = torch.zeros((), device=device)
     for group, grads in by_group.items():
         share: Tensor = torch.zeros((), device=device)

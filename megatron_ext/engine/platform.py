@@ -1,6 +1,6 @@
 """Choose the platform of a run: CUDA, or a CPU patched so that Megatron-Core runs on it.
 
-Megatron-Core 0.16 hard-codes CUDA in about a dozen places. Without a CUDA device, `install_cpu` replaces exactly the
+Megatron-Core hard-codes CUDA in about a dozen places. Without a CUDA device, `install_cpu` replaces exactly the
 torch functions that it calls there; otherwise it does nothing. Remove a patch when Megatron-Core takes the device from
 its configuration (tests/engine/test_platform.py runs without each patch to show whether it is needed).
 """
@@ -35,12 +35,12 @@ class Platform:
         return 1 if self.device.type == "cuda" else 0
 
 
-def choose(device: str) -> Platform:
-    """Choose the device of this process and prepare Megatron-Core to run on it.
+def find(device: str) -> Platform:
+    """Find the device of this process; a CUDA device becomes the current one.
 
     Raises:
         UserError: CUDA is requested but not available, or the CPU is requested although a CUDA device is visible; or
-            LOCAL_RANK is not a number; or Megatron-Core has another version.
+            LOCAL_RANK is not a number.
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -50,18 +50,32 @@ def choose(device: str) -> Platform:
             "device: got cpu, but Megatron-Core would use the visible CUDA device; "
             "hide it with CUDA_VISIBLE_DEVICES= or use --device cuda"
         )
-    compat.install()
     if not cuda:
-        install_cpu()
         return Platform(_CPU, "gloo", transformer_engine=False)
     local = torch.device("cuda", read_launch().local_rank)
     torch.cuda.set_device(local)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # lets run/watchdog.py write the collectives when one hangs
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError:
         return Platform(local, "nccl", transformer_engine=False)
     return Platform(local, "nccl", transformer_engine=True)
+
+
+def choose(device: str) -> Platform:
+    """Find the device of this process and prepare Megatron-Core to run on it.
+
+    Raises:
+        UserError: as in `find`; or the version of Megatron-Core, or of Transformer Engine with it, is not supported.
+    """
+    found = find(device)
+    compat.install()
+    if found.device.type == "cpu":
+        install_cpu()
+    else:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # lets run/watchdog.py write the collectives of a hang
+    if found.transformer_engine:
+        compat.require_transformer_engine()
+    return found
 
 
 def install_cpu() -> None:
@@ -145,6 +159,8 @@ def _random_state() -> None:
 PATCHES: dict[str, Callable[[], None]] = {
     # called by tensor_parallel, pipeline communication and optimizer
     "current_device": lambda: _replace(torch.cuda, "current_device", lambda: _CPU),
+    # called before gradients are reduced, for CUDA graphs that may still add to them (from 0.19 on)
+    "current_stream": lambda: _replace(torch.cuda, "current_stream", lambda: None),
     "factories": _factories,
     # called for the tied embedding of the first and the last pipeline stage
     "move_to_cuda": lambda: _replace(torch.Tensor, "cuda", lambda self: self),

@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from needed import needed
 from runs import attempt
 
 from megatron_ext.config import Config
@@ -26,17 +27,37 @@ from megatron_ext.engine import compat, platform
 from megatron_ext.engine.transformer import transformer_config
 from megatron_ext.errors import UserError
 
-MEGATRONS_ROTATION = rope_utils._apply_rotary_pos_emb_bshd  # before any test replaces it
+# before any test replaces them
+MEGATRONS_ROTATION = rope_utils._apply_rotary_pos_emb_bshd
+SHARES_STORAGE = getattr(compat.megatron_random, "_get_share_storage", None)
 RUN_WITHOUT = "tests/engine/run_without.py"
 PRETEND = Path(__file__).parent / "pretend"  # a Transformer Engine for machines without CUDA
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.160.1"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.20.0rc0", "0.160.1"])
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(megatron.core, "__version__", version)
-    message = f"megatron-core: got {version}, needs 0.16.x; pip install 'megatron-core~=0.16.1'"
+    message = f"megatron-core: got {version}, needs >=0.16.1,<0.20; pip install 'megatron-core>=0.16.1,<0.20'"
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         compat.install()
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.0rc1", "0.19.12"])
+def test_versions_of_the_range_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    compat.install()
+
+
+def test_a_transformer_engine_that_megatron_did_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron catches an ImportError, for example of a renamed module, and builds its classes on nothing."""
+    found = platform.Platform(torch.device("cpu"), "gloo", transformer_engine=True)
+    monkeypatch.setattr(platform, "find", lambda device: found)
+    monkeypatch.setattr(compat.megatron_random, "HAVE_TE", True)
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", True)
+    assert platform.choose("auto") == found
+    monkeypatch.setattr(compat.megatron_random, "HAVE_TE", False)
+    with pytest.raises(UserError, match=r"^transformer-engine: got .*, from which Megatron-Core .* could not import"):
+        platform.choose("auto")
 
 
 def norm_config(sequence_parallel: bool) -> TransformerConfig:
@@ -52,6 +73,7 @@ def norm_config(sequence_parallel: bool) -> TransformerConfig:
     )
 
 
+@needed("norms")
 def test_upstream_norm_still_refuses_sequence_parallel() -> None:
     """Where this fails, see whether WrappedTorchNorm marks its weight too: then remove compat.RMSNorm."""
     assert isinstance(WrappedTorchNorm(norm_config(False), 8), torch.nn.RMSNorm)
@@ -109,6 +131,7 @@ def test_fused_adam_equals_torch_adamw(monkeypatch: pytest.MonkeyPatch, kind: st
         assert set(mine.state[a]) == {"exp_avg", "exp_avg_sq"}
 
 
+@needed("an extension for a layer that is not run")
 def test_upstream_still_requires_apex_for_a_layer_that_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, the output layer needs no extension that it never calls: remove the allowance."""
     layers = compat.megatron_layers
@@ -133,6 +156,7 @@ def test_upstream_still_requires_apex_for_a_layer_that_is_not_run(monkeypatch: p
     assert build().weight.shape == (16, 8)
 
 
+@needed("the default of recomputation for fp8")
 def test_upstream_still_requires_transformer_engine_to_recompute_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, CheckpointWithoutOutput takes no fp8 as it is: compat need not set its default."""
     checkpoint = compat.megatron_random.CheckpointWithoutOutput
@@ -150,7 +174,25 @@ def test_upstream_still_requires_transformer_engine_to_recompute_a_norm(monkeypa
         platform.uninstall_cpu()
 
 
+@needed("copy_storage")
+def test_megatron_still_compiles_to_recompute_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, it needs no compiler: remove compat.copy_storage."""
+    assert "load_inline" in inspect.getsource(SHARES_STORAGE)
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", None)
+    platform.choose("cpu")
+    x, kept = torch.randn(4, 6, requires_grad=True), compat.megatron_random.CheckpointWithoutOutput()
+    normed = kept.checkpoint(torch.sigmoid, x)
+    halves = normed.view(8, 3)  # saved for backward, as the parts of experts are
+    out = (halves * halves).sum() + (normed * normed).sum()
+    kept.discard_output_and_register_recompute(out)
+    assert normed.untyped_storage().size() == 0
+    out.backward()
+    expected = x.detach().sigmoid()
+    torch.testing.assert_close(x.grad, 4 * expected * expected * (1 - expected))
+
+
 @pytest.mark.slow
+@needed("FusedAdam")
 def test_a_loaded_state_still_has_no_step_for_torchs_adamw(
     small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +243,7 @@ def test_kernels_of_cuda_are_not_called_on_a_cpu(
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run")
+@needed("kernels on a CPU")
 def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(
     small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +256,7 @@ def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(
     assert "a CUDA kernel was called on a CPU" in result.stderr, result.stderr[-3000:]
 
 
+@needed("the version of a missing Transformer Engine")
 def test_megatron_still_compares_the_version_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, remove that part of compat.install_without_transformer_engine."""
     monkeypatch.setattr(compat.megatron_utils, "_te_version", None)
@@ -223,6 +267,7 @@ def test_megatron_still_compares_the_version_of_what_is_missing(monkeypatch: pyt
     assert not compat.megatron_utils.is_te_min_version("0.1")
 
 
+@needed("a name of the router")
 def test_megatrons_router_still_lacks_a_name_without_transformer_engine() -> None:
     """Where this fails, the name is there: remove that part of compat.install_without_transformer_engine."""
     spec = importlib.util.find_spec("megatron.core.transformer.moe.moe_utils")
@@ -236,6 +281,7 @@ def test_megatrons_router_still_lacks_a_name_without_transformer_engine() -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it has a stream there")
+@needed("counts_on_host")
 def test_megatrons_dispatcher_still_needs_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, it makes its stream on CUDA alone: remove compat.counts_on_host."""
     assert "torch.cuda.Stream()" in inspect.getsource(compat.MoEAlltoAllTokenDispatcher.__init__)
@@ -276,6 +322,7 @@ def test_gloo_still_does_not_gather_uneven_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotated", [8, 4], ids=["whole heads", "half heads"])
+@needed("rotate")
 def test_the_rotation_is_bit_equal_to_megatrons(dtype: torch.dtype, rotated: int) -> None:
     angles_t11R = torch.randn(6, 1, 1, rotated // 2).repeat(1, 1, 1, 2)
     heads, gradient = torch.randn(2, 6, 1, 3, 8, dtype=dtype)
@@ -295,6 +342,7 @@ def test_this_torch_still_needs_one_by_one() -> None:
     assert torch.__version__.startswith("2.13."), torch.__version__
 
 
+@needed("process_groups")
 def test_the_private_names_of_upstream_are_still_called_in_this_way() -> None:
     """Where this fails, adapt what compat.py makes of them, or see whether it is still needed."""
     states = inspect.signature(DistributedOptimizer._get_main_param_and_optimizer_states).parameters

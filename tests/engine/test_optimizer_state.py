@@ -53,8 +53,10 @@ class LoweredAdam(torch.optim.Optimizer):
         master_weights: bool = False,
         use_decoupled_grad: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
+        capturable: bool = False,
     ) -> None:
         assert not store_param_remainders
+        assert not capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.types = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
         self.scales: dict[Any, dict[str, float]] = {}

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SmallData
+from needed import needed
 from runs import attempt
 from torch.utils._device import _device_constructors
 
 from megatron_ext.config import Config
 from megatron_ext.engine import environment, platform
 from megatron_ext.errors import UserError
+from tools import environment as tool
 
 RUN_WITHOUT = "tests/engine/run_without.py"
 FLAGS = ["--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]
@@ -21,6 +23,7 @@ PIPELINE = ["--pipeline-model-parallel-size", "2", "--no-untie-embeddings-and-ou
 # how one step fails without each patch; the distributed optimizer and a pipeline with tied embeddings meet all of them
 FAILURES = {
     "current_device": NO_CUDA,
+    "current_stream": NO_CUDA,
     "factories": NO_CUDA,
     "move_to_cuda": NO_CUDA,
     "type_names": "Wrapped parameters must be one of torch.cuda.FloatTensor",
@@ -38,7 +41,7 @@ def run_without(name: str, data: SmallData, folder: Path, monkeypatch: pytest.Mo
 
 @on_cpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needed(name)) for name in FAILURES])
 def test_a_run_fails_without(small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Where this fails, Megatron-Core no longer needs the patch: remove it from platform.PATCHES."""
     code, stderr = run_without(name, small_data, tmp_path / "run", monkeypatch)
@@ -74,6 +77,16 @@ def test_only_what_goes_to_cuda_comes_to_the_cpu() -> None:
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(UserError, match=r"^device: got cuda, needs a CUDA device .*; use --device cpu$"):
         platform.choose("cuda")
+
+
+def test_the_report_shows_an_unsupported_megatron(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron.core.__version__", "0.15.3")
+    assert tool.main(["--device", "auto"]) == 2
+    out, err = capsys.readouterr()
+    assert "megatron-core 0.15.3" in out
+    assert err.startswith("error: megatron-core: got 0.15.3")
 
 
 def test_differences_between_ranks_are_reported_once_per_host() -> None:
