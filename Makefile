@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-all test-eval golden check docs package lock audit benchmark soak docker docker-cpu docker-digests clean
+.PHONY: help setup demo test test-all test-megatron test-eval golden check docs package lock audit benchmark soak docker docker-cpu docker-digests clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -37,6 +37,16 @@ test: setup      ## the tests, about 7 minutes on 2 cores
 
 test-all: test   ## the slow tests as well, about 40 minutes more
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m slow
+
+VERSION ?= 0.19.2
+WHICH ?= -m 'not slow' tests/checkpoint tests/context_parallel tests/engine tests/golden tests/parity tests/run tests/token_weighting
+test-megatron: setup build/megatron/$(VERSION)  ## tests under Megatron-Core VERSION=0.19.2, by default those of all that uses it; WHICH='-m slow tests/engine'
+	PYTHONPATH=$(CURDIR)/build/megatron/$(VERSION) $(BIN)/python -m pytest -rs -n 2 --dist loadfile $(WHICH)
+
+# Its Python files alone are used, so a version for later ones runs on Python 3.11 as well.
+build/megatron/%: | $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --ignore-requires-python --python-version 3.12 --only-binary=:all: --no-deps \
+		--target $@ megatron-core==$*
 
 test-eval: setup ## lm-eval on a trained model and on its export, after installing it with its forty packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'

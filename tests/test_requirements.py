@@ -44,3 +44,11 @@ def test_a_run_accepts_the_versions_of_megatron_that_pip_does() -> None:
     ours = {version for name, version in pins() if name == "megatron-core"}
     assert ours == {version for name, version in locked() if name == "megatron-core"}
     assert len(ours) == 2
+    assert f"VERSION ?= {max(ours)}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_every_supported_series_is_tested() -> None:
+    (first,), (last,) = (re.findall(pattern, SUPPORTED) for pattern in (r">=0\.(\d+)", r"<0\.(\d+)"))
+    tested = set(re.findall(r"0\.\d+\.\d+", (ROOT / ".ci/run").read_text()))
+    assert {version.rpartition(".")[0] for version in tested} == {f"0.{n}" for n in range(int(first), int(last))}
+    assert tested <= set(re.findall(r"0\.\d+\.\d+", (ROOT / "docs/versions.md").read_text()))

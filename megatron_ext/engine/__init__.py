@@ -14,6 +14,9 @@ for _text in (
 ):
     warnings.filterwarnings("ignore", message=_text)
 
+# torch, about how Megatron's optimizers look for gradients
+warnings.filterwarnings("ignore", message=r"The \.grad attribute", module=r"megatron\.core\.optimizer")
+
 # Log messages about Megatron's own calls, and about a class that later versions replace.
 _LOGGED = ("full_param_layout not provided", "GPTModel IS DEPRECATED")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zarr
 from conftest import SmallData
-from launcher import ROOT, Commands
+from launcher import PYTHONPATH, ROOT, Commands
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slurm.cluster import Cluster, wait_until
@@ -34,7 +34,7 @@ def finish(cluster: Cluster, job: str, parts: int, folder: Path) -> None:
 
 
 def environment(folder: Path, **settings: object) -> dict[str, str]:
-    here = {"VENV": sys.prefix, "PYTHONPATH": str(ROOT), "LOGS": str(folder / "logs"), "CUDA_VISIBLE_DEVICES": ""}
+    here = {"VENV": sys.prefix, "PYTHONPATH": PYTHONPATH, "LOGS": str(folder / "logs"), "CUDA_VISIBLE_DEVICES": ""}
     return here | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in settings.items()}
 
 

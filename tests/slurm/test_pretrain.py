@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from conftest import SmallData
+from launcher import PYTHONPATH
 from runs import read_jsonl, without_times
 
-from slurm.cluster import ROOT, Cluster, wait_until
+from slurm.cluster import Cluster, wait_until
 
 pytestmark = pytest.mark.timeout(1800)  # generous: each wait below fails by itself, with the logs
 STEPS = 24
@@ -31,7 +32,7 @@ class Job:
         self, cluster: Cluster, data: SmallData, run: Path, options: tuple[str, ...] = (), flags: tuple[str, ...] = ()
     ) -> None:
         self.cluster, self.run, self.output = cluster, run, run.with_name(f"{run.name}.log")
-        environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"MASTER_ADDR": socket.gethostname(), "OMP_NUM_THREADS": "1"}
         config = ["--config", "examples/configs/cpu_smoke.yaml", "--seq-length", "256", "--train-iters", str(STEPS)]
         self.number = cluster.submit(
