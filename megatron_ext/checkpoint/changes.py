@@ -2,7 +2,7 @@
 
 free        layout, logging, checkpoints, evaluation interval, micro-batches: the losses do not change
 override    data, window, token weights, optimizer, seed, dropout: needs --override
-impossible  shapes of the weights, precision of the optimizer's state
+impossible  shapes of the weights, kind and precision of the optimizer's state
 """
 
 from dataclasses import dataclass, replace
@@ -98,12 +98,13 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
 
 
 def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[Change]:
-    """Return all changes; raise UserError if shapes or precision differ."""
+    """Return all changes; raise UserError if shapes, optimizer or precision differ."""
     changes = differences(saved, config)
     for change in changes:
         soft = change.name in _SOFT_MODEL | _FREE or change.name.startswith("rope_")
-        if change.name == "bf16" or (change.section == "model" and not soft):
-            remedy = "begin anew with --init-from" if change.name == "bf16" else "use its config.yaml"
+        of_state = change.name in ("bf16", "optimizer")
+        if of_state or (change.section == "model" and not soft):
+            remedy = "begin anew with --init-from" if of_state else "use its config.yaml"
             raise UserError(f"{change.name}: got {change.now}, {source} needs {change.saved}; {remedy}")
     return changes
 

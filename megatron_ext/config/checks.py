@@ -87,6 +87,7 @@ ROPE: list[Rule] = [  # of the rotary embedding
 _SIGMOID = ("moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk "
             "moe_router_topk_scaling_factor")  # fmt: skip
 _LLAMA_EXPERTS = f"moe_shared_expert_intermediate_size moe_layer_freq {_SIGMOID}"
+_MUON = " ".join(name for name in FIELDS if name.startswith("muon_"))
 _LOWERED = "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
 RULES: list[Rule] = [
     # the model
@@ -288,6 +289,10 @@ RULES: list[Rule] = [
     ("use_distributed_optimizer", lambda o: o.use_precision_aware_optimizer and o.use_distributed_optimizer is False,
      " with use_precision_aware_optimizer, which needs it"),
     *_excludes(_LOWERED, "optimizer_cpu_offload"),
+    *_only_with(_MUON, "optimizer", "muon"),
+    *_only_with("use_precision_aware_optimizer", "optimizer", "adam"),
+    ("use_distributed_optimizer", lambda o: o.use_distributed_optimizer and o.optimizer == "muon",
+     " with optimizer muon, which updates whole matrices; add --no-use-distributed-optimizer"),
 ]  # fmt: skip
 
 # `transformer_engine` is whether its layers are used

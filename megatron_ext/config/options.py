@@ -249,7 +249,7 @@ class ParallelConfig(_Section):
     sequence_parallel: bool = _option(False, "split activations outside the matrix products over TP ranks as well")
     tp_comm_overlap: bool = _option(False, "overlap tensor-parallel communication (Transformer Engine)")
     use_distributed_optimizer: bool | None = _option(
-        None, "shard optimizer state over data-parallel ranks (default: with several ranks on cuda)"
+        None, "shard AdamW's state over data-parallel ranks (default: with several ranks on cuda)"
     )
     overlap_grad_reduce: bool | None = _option(
         None, "reduce gradients during the backward pass (default: with several ranks on cuda)"
@@ -399,8 +399,11 @@ MomentType = Literal["fp32", "fp16", "bf16", "fp8"]
 
 @dataclass(frozen=True)
 class OptimizerConfig(_Section):
-    """AdamW and its learning rate."""
+    """AdamW, or Muon for the matrices, and the learning rate of both."""
 
+    optimizer: Literal["adam", "muon"] = _option(
+        "adam", "adam: AdamW; muon: Muon for matrices, AdamW for embedding, output matrix, norms and biases"
+    )
     lr: PositiveFloat = _option(4e-4, "peak learning rate")
     min_lr: NonNegativeFloat = _option(0.0, "learning rate at the end of the decay")
     lr_decay_style: DecayStyle = _option("cosine", "constant, linear, cosine or WSD")
@@ -414,6 +417,20 @@ class OptimizerConfig(_Section):
     adam_beta1: Decay = _option(0.9, "Adam's first-moment decay")
     adam_beta2: Decay = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
+    muon_momentum: Decay = _option(0.95, "muon: decay of the momentum")
+    muon_nesterov: bool = _option(False, "muon: Nesterov momentum")
+    muon_split_qkv: bool = _option(True, "muon: orthogonalize queries, keys and values apart")
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = _option(
+        "spectral", "muon: factor of a matrix of O x I: sqrt(max(O, I)), sqrt(O / I), or sqrt(max(O / I, 1))"
+    )
+    muon_extra_scale_factor: PositiveFloat = _option(1.0, "muon: another factor; 0.2 makes updates as large as AdamW's")
+    muon_num_ns_steps: PositiveInt = _option(5, "muon: Newton-Schulz iterations of a step")
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol"] = _option(
+        "quintic", "muon: coefficients of the iterations"
+    )
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = _option(
+        "medium", "muon: precision of the iterations: medium is bf16, high TF32, highest fp32"
+    )
     clip_grad: NonNegativeFloat = _option(1.0, "limit of the global gradient norm; 0: none")
     use_precision_aware_optimizer: bool = _option(False, "optimizer with the types below (Transformer Engine)")
     main_grads_dtype: Literal["fp32", "bf16"] = _option("fp32", "type of the gradients")
@@ -582,7 +599,8 @@ class Config(_Section):
         parallel, aware = self.parallel, self.optimizer.use_precision_aware_optimizer  # which needs sharded state
         replicas = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
         several = on_cuda and replicas > 1
-        distributed = _given(parallel.use_distributed_optimizer, aware or several)
+        shards = several and self.optimizer.optimizer == "adam"
+        distributed = _given(parallel.use_distributed_optimizer, aware or shards)
         reduce = _given(parallel.overlap_grad_reduce, several)
         gather = _given(parallel.overlap_param_gather, several and distributed and reduce)
         return GradientSharing(distributed, reduce, gather)

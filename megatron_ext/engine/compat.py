@@ -224,6 +224,15 @@ def install_optimizer() -> None:
         megatron_mixed_precision.multi_tensor_scale_impl = megatron_utils.local_multi_tensor_scale
 
 
+def check_muon() -> None:
+    """Raise UserError unless Megatron can build Muon, of which earlier versions have another implementation."""
+    if not (hasattr(megatron_optimizer, "_EMERGING_OPTIMIZERS") and megatron_optimizer.HAVE_EMERGING_OPTIMIZERS):
+        raise UserError(
+            f"optimizer: got muon, needs emerging-optimizers and Megatron-Core 0.18 or later, got "
+            f"{megatron.core.__version__}; on Python 3.12, pip install emerging-optimizers 'megatron-core>=0.18,<0.20'"
+        )
+
+
 @contextlib.contextmanager
 def one_by_one(
     group: torch.distributed.ProcessGroup, device: torch.device | None = None, async_ops: bool = False

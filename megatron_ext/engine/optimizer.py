@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_ext.config import Config
 from megatron_ext.config.options import GradientSharing
+from megatron_ext.engine import compat
 from megatron_ext.engine.model import PackedGPT
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -49,10 +50,20 @@ def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
 
 
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
-    """Build AdamW over the wrapped chunks; biases and norms have weight decay only with `weight_decay_all`."""
+    """Build AdamW or Muon over the wrapped chunks; biases and norms have weight decay only with `weight_decay_all`.
+
+    Raises:
+        UserError: Megatron has no Muon here.
+    """
     options, sharing = config.optimizer, gradient_sharing(config)
+    muon: dict[str, Any] = {}
+    if options.optimizer == "muon":
+        compat.check_muon()
+        # each tensor-parallel rank orthogonalizes whole matrices; Megatron's default orthogonalizes each rank's part
+        muon = {name: value for name, value in vars(options).items() if name.startswith("muon_")}
+        muon["muon_tp_mode"] = "duplicated"
     settings = MegatronOptimizerConfig(
-        optimizer="adam",
+        optimizer=options.optimizer,
         lr=options.lr,
         min_lr=options.min_lr,
         weight_decay=options.weight_decay,
@@ -75,6 +86,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         optimizer_cpu_offload=options.optimizer_cpu_offload,
         optimizer_offload_fraction=options.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
+        **muon,
     )
     # by default Megatron excludes biases and norms from weight decay; empty overrides include them
     overrides: dict[ParamKey, ParamGroupOverride] | None = {} if options.weight_decay_all else None
@@ -89,7 +101,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizer itself, or its parts: under expert parallelism the experts have their own optimizer."""
+    """Return the optimizer itself, or its parts: experts have their own, and what Muon leaves to Adam."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 

@@ -1,6 +1,7 @@
-"""Describe Adam's state as shards of a checkpoint, in one format for every kind of Megatron optimizer.
+"""Describe an optimizer's state as shards of a checkpoint, in one format for every kind of Megatron optimizer.
 
     optimizer.state.exp_avg.<weight>, .exp_avg_sq.<weight>     the moments, float32, sharded like the weight itself
+    optimizer.state.momentum_buffer.<weight>                   instead of them, of a matrix that Muon updates
     optimizer.state.fp32_param.<weight>                        the master weight, only with bf16
     Manifest.optimizer                                         {"step": Adam's count}
 
@@ -23,17 +24,17 @@ from megatron_ext.engine.weights import Weight
 
 
 class OptimizerState:
-    """Saves and loads the state of an optimizer, which has two parts under expert parallelism."""
+    """Saves and loads the state of an optimizer, whose parts are those of `parts_of`."""
 
     def __init__(self, optimizer: MegatronOptimizer, bf16: bool) -> None:
         self.parts = parts_of(optimizer)
-        # names of a weight's tensors in the optimizer and in checkpoints; without bf16 the weight is the master weight
-        self._names = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"} | ({"param": "fp32_param"} if bf16 else {})
+        # name of the master weight in the optimizer and in checkpoints; without bf16 it is the weight itself
+        self._master = {"param": "fp32_param"} if bf16 else {}
         self._copies: list[tuple[Any, Tensor, dict[str, Tensor]]] = []  # float32 copies of lower-precision states
 
     def counters(self) -> dict[str, Any]:
         """Return the state other than tensors; the same on every process that holds a parameter."""
-        return {"step": compat.adam_steps(self.parts[0].optimizer)}
+        return {"step": max(compat.adam_steps(part.optimizer) for part in self.parts)}
 
     def shards(self, weights: Sequence[Weight]) -> list[Shard]:
         """Return this process's part of the state as shards; data read into them takes effect with `load`."""
@@ -41,10 +42,12 @@ class OptimizerState:
         found: list[Shard] = []
         by_parameter = {weight.parameter: weight for weight in weights}
         for part in self.parts:
+            muon = "momentum" in part.optimizer.defaults
+            names = {name: name for name in (("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq"))}
             for parameter, start, end, state in self._runs(part, by_parameter):
                 weight = by_parameter[parameter]
                 writes = weight.original if isinstance(part, DistributedOptimizer) else weight.first_copy
-                for own, name in self._names.items():
+                for own, name in (names | self._master).items():
                     prefix, run = f"optimizer.state.{name}.", state[own].detach().view(-1)
                     found += _rectangles(prefix, weight.shards, run, start, end, writes=writes)
         return found

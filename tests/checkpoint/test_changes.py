@@ -75,6 +75,7 @@ def test_a_longer_run_at_a_constant_rate_changes_nothing() -> None:
     [
         ("--hidden-size 64", "hidden_size", ""),
         ("--bf16", "bf16", ""),
+        ("--optimizer muon", "optimizer", ""),
         ("--kv-channels 64", "kv_channels", ""),  # 32 where it is left out
         ("--vocab-size 300", "vocab_size", BYTES),  # 257
     ],

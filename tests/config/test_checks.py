@@ -49,6 +49,9 @@ CASES = """
 --optimizer-cpu-offload --bf16 | optimizer_cpu_offload | --optimizer-cpu-offload --bf16 --use-precision-aware-optimizer
 --bf16 --main-grads-dtype bf16 | main_grads_dtype | --bf16 --use-precision-aware-optimizer --main-grads-dtype bf16
 --use-precision-aware-optimizer | use_precision_aware_optimizer | --bf16 --use-precision-aware-optimizer
+--muon-num-ns-steps 6 | muon_num_ns_steps | --optimizer muon --muon-num-ns-steps 6
+--optimizer muon --use-distributed-optimizer | use_distributed_optimizer | --optimizer muon --no-use-distributed-optimizer
+--optimizer muon --bf16 --use-precision-aware-optimizer | use_precision_aware_optimizer | --optimizer muon --bf16
 --num-layers 3 --pipeline-model-parallel-size 2 | num_layers | --num-layers 4 --pipeline-model-parallel-size 2 | 2 2
 --num-layers-per-virtual-pipeline-stage 1 | num_layers_per_virtual_pipeline_stage | --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 | 1 2
 --window-end 513 | window_end | --window-end 512

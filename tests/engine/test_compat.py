@@ -350,3 +350,17 @@ def test_the_private_names_of_upstream_are_still_called_in_this_way() -> None:
     forgets = inspect.getsource(parallel_state.destroy_model_parallel)
     assert "    _global_process_group_list = None" in forgets
     assert forgets.count("_global_process_group_list") == 2, "its groups are destroyed: compat.process_groups can go"
+
+
+def test_muon_needs_a_later_megatron_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions before 0.18 have another Muon and no registry; without the package the registry is there."""
+    monkeypatch.setattr(compat.megatron_optimizer, "_EMERGING_OPTIMIZERS", {}, raising=False)
+    monkeypatch.setattr(compat.megatron_optimizer, "HAVE_EMERGING_OPTIMIZERS", True, raising=False)
+    compat.check_muon()
+    monkeypatch.setattr(compat.megatron_optimizer, "HAVE_EMERGING_OPTIMIZERS", False)
+    with pytest.raises(UserError, match=r"^optimizer: got muon, needs emerging-optimizers and .*; .* pip install "):
+        compat.check_muon()
+    monkeypatch.setattr(compat.megatron_optimizer, "HAVE_EMERGING_OPTIMIZERS", True)
+    monkeypatch.delattr(compat.megatron_optimizer, "_EMERGING_OPTIMIZERS")
+    with pytest.raises(UserError, match=f"0.18 or later, got {re.escape(megatron.core.__version__)}; "):
+        compat.check_muon()
