@@ -60,7 +60,7 @@ class Memory:
 
     weights: int  # in the compute dtype
     gradients: int
-    optimizer: int  # Adam's moments, and in bf16 runs the master weights; without the offloaded part
+    optimizer: int  # moments, and in bf16 runs the master weights; without the offloaded part
     batches: int  # tokens, labels and similar tensors of a step's micro-batches
     activations: int  # kept by the layers for the backward pass, for all micro-batches in flight
     logits: int  # peak of the output layer and loss, on the last stage
@@ -106,12 +106,13 @@ def rank_memories(
 @cache
 def parameters_of_rank(
     model: ModelConfig, vocab_size: int, tp: int, ep: int, layers: tuple[int, ...], *, first: bool, last: bool
-) -> tuple[int, int]:
-    """Count the parameters of one rank of a pipeline stage with these layers, and those of its experts among them.
+) -> tuple[int, int, int]:
+    """Count the parameters of one rank of a pipeline stage with these layers, and among them those of its experts, and
+    those of the matrices that Muon updates.
 
     The vocabulary is padded. A tied output matrix is a copy of the embedding on the last stage.
     """
-    total = of_experts = 0
+    total = of_experts = of_matrices = 0
     for parameter in filter(lambda row: row.trained, parameters_of(model)):
         copies = (model.num_experts or 0) // ep if parameter.of_experts else 1
         if parameter.stacked:
@@ -121,11 +122,12 @@ def parameters_of_rank(
         else:
             copies = int(last)
         vocabulary = model.padded_vocab_size(vocab_size) if parameter.cut is Cut.VOCABULARY else vocab_size
-        size = sum(math.prod(full_shape(name, model, vocabulary)) for name in parameter.hugging_face)
-        here = copies * size // (1 if parameter.cut is Cut.WHOLE else tp)
+        shapes = [full_shape(name, model, vocabulary) for name in parameter.hugging_face]
+        here = copies * sum(map(math.prod, shapes)) // (1 if parameter.cut is Cut.WHOLE else tp)
         total += here
         of_experts += here if parameter.of_experts else 0
-    return total, of_experts
+        of_matrices += here if len(shapes[0]) == 2 and parameter.cut is not Cut.VOCABULARY else 0
+    return total, of_experts, of_matrices
 
 
 class Call(NamedTuple):
@@ -237,7 +239,7 @@ class _Rank:
 
     def memory(self) -> Memory:
         config, model, parallel, options = self.config, self.model, self.parallel, self.config.optimizer
-        parameters, of_experts = parameters_of_rank(
+        parameters, of_experts, of_matrices = parameters_of_rank(
             model, self.vocab_size, self.tp, parallel.expert_model_parallel_size, self.layers,
             first=self.stage == 0, last=self.last,
         )  # fmt: skip
@@ -246,6 +248,8 @@ class _Rank:
         copies = max(shares // parallel.expert_model_parallel_size, 1)
         state = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
         state += _BYTES[options.main_params_dtype] if config.training.bf16 else 0
+        # instead of two moments, Muon keeps a momentum
+        spared = _BYTES["fp32"] * of_matrices if options.optimizer == "muon" else 0
         kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
 
         local = sum(map(config.mask_options().is_local, range(1, model.num_layers + 1))) / model.num_layers
@@ -259,7 +263,7 @@ class _Rank:
         return Memory(
             weights=self.e * parameters,
             gradients=_BYTES[options.main_grads_dtype] * parameters,
-            optimizer=math.ceil(state * kept * ((parameters - of_experts) / shares + of_experts / copies)),
+            optimizer=math.ceil(state * kept * ((parameters - of_experts) / shares + of_experts / copies)) - spared,
             batches=self.batches(),
             activations=math.ceil(self.activations(layer)),
             logits=math.ceil(self.loss_head()) if self.last else 0,

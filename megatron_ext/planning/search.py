@@ -136,6 +136,7 @@ def candidates(config: Config, machine: Machine, refused: Counter[str] | None = 
     """
     refused = Counter() if refused is None else refused
     model, data, gpus = config.model, config.data, machine.gpus
+    sharded = config.optimizer.optimizer == "adam"
     cut = [model.num_query_groups, model.num_attention_heads, model.moe_shared_expert_intermediate_size or 0]
     cut += [model.expert_width] if model.num_experts else []
     cut += [model.ffn_hidden_size] if model.expert_layers < model.num_layers else []
@@ -164,9 +165,9 @@ def candidates(config: Config, machine: Machine, refused: Counter[str] | None = 
                 "context_parallel_size": cp,
                 "expert_model_parallel_size": ep,
                 "sequence_parallel": tp > 1,
-                "use_distributed_optimizer": True,
+                "use_distributed_optimizer": sharded,
                 "overlap_grad_reduce": True,
-                "overlap_param_gather": True,
+                "overlap_param_gather": sharded,
                 **_KEPT,
             }
             yield replace(

@@ -23,7 +23,7 @@ from annotated_types import Ge, Gt
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
-from megatron_ext.checkpoint.hf.names import full_shape, parameters_of
+from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_yaml, typed
@@ -236,6 +236,10 @@ def step_time(config: Config, window: int, machine: Machine) -> StepTime:
     # fp32 gradients reduced and bf16 weights gathered
     reduced = parameters * (shards - 1) / shards + expert_parameters * layers * (copies - 1) / copies
     moved = 6 * reduced / link(machine.gpus)
+    update = 24 * (parameters / shards + expert_parameters * layers / copies) / bandwidth
+    if config.optimizer.optimizer == "muon":  # every rank updates all that it holds; its matrices are gathered first
+        held = parameters + expert_parameters * layers
+        update = 24 * held / bandwidth + 4 * held * (tp - 1) / link(tp) + orthogonalization(config) / matmul
     of_layers = {"products": products, "attention": attention, "memory": memory, "tensor": tensor}
     of_layers |= {"context": context, "experts": experts, "host": host}
     return StepTime(
@@ -243,8 +247,25 @@ def step_time(config: Config, window: int, machine: Machine) -> StepTime:
         head=micros * head,
         bubble=(pp - 1) * (chunk / layers if chunk else 1) * micro,
         data=max(moved - 0.8 * micro, 0.05 * moved),
-        optimizer=24 * (parameters / shards + expert_parameters * layers / copies) / bandwidth,
+        optimizer=update,
     )
+
+
+def orthogonalization(config: Config) -> float:
+    """Count the FLOPs of Muon's update on one rank, whose tensor-parallel ranks each compute whole matrices.
+
+    An iteration of a matrix X [m, n], m <= n, computes A = X X^T, B = b A + c A A and a X + B X: 4 m^2 n + 2 m^3.
+    """
+    model, parallel, flops = config.model, config.parallel, 0.0
+    for row in parameters_of(model):
+        shapes = [full_shape(name, model, 0) for name in row.hugging_face]
+        if not row.stacked or len(shapes[0]) < 2:
+            continue
+        if row.cut is not Cut.QKV or not config.optimizer.muon_split_qkv:  # fused matrices are one
+            shapes = [(sum(rows for rows, _ in shapes), shapes[0][1])]
+        copies = len(row.places(model)) / (parallel.expert_model_parallel_size if row.of_experts else 1)
+        flops += copies * sum(4 * m**2 * n + 2 * m**3 for m, n in map(sorted, shapes))
+    return flops * config.optimizer.muon_num_ns_steps / parallel.pipeline_model_parallel_size
 
 
 def layer_work(config: Config, load: AttentionLoad) -> Layer:

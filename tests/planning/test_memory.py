@@ -111,3 +111,13 @@ def test_what_the_optimizer_keeps() -> None:
     for share, kept in ((1, 0), (0.75, 0.25)):
         flags = f"{aware} --optimizer-cpu-offload --optimizer-offload-fraction {share}"
         assert stage_memory(config(flags), 2, 1000, 0).optimizer == plain.optimizer * kept
+
+
+def test_what_muon_keeps() -> None:
+    """A momentum of each matrix, two moments of embedding, output matrix and norms, and all of it on each rank."""
+    embeddings, norms = 2 * 1024 * 256, (2 * 4 + 1) * 256
+    for flags, master in (("", 0), ("--bf16", 4)):
+        adam, muon = (stage_memory(config(f"{flags} --optimizer {name}"), 2, 1000, 0) for name in ("adam", "muon"))
+        matrices = count_parameters(config("").model, 1024) - embeddings - norms
+        assert muon.optimizer == (master + 4) * matrices + (master + 8) * (embeddings + norms)
+        assert (muon.weights, muon.gradients) == (adam.weights, adam.gradients)

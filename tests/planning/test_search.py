@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from megatron_ext.config import Config
+from megatron_ext.config import Config, OptimizerConfig
 from megatron_ext.config.arguments import parse, parse_stages
 from megatron_ext.config.checks import mistakes
 from megatron_ext.planning.memory import HEADROOM, estimate
@@ -47,6 +47,12 @@ def test_what_is_listed_is_legal_fits_and_is_sorted(name: str | None, gpus: int,
         assert layout.memory == estimate(layout.config, gpus, vocabulary).total <= USABLE * 80 * 2**30
         assert (f"EP {layout.config.parallel.expert_model_parallel_size}" in layout.name) == (name is None)
     assert [layout.seconds for layout in found.best] == sorted(layout.seconds for layout in found.best)
+
+
+def test_muon_is_searched_too() -> None:
+    config = replace(recipe("skyladder/skyladder_1b_32k.yaml"), optimizer=OptimizerConfig(optimizer="muon"))
+    for layout in search(config, Machine(16, "H100", 32000, SPEEDS), top=3).best:
+        assert list(mistakes(layout.config, 16)) == []
 
 
 @pytest.mark.parametrize("experts", [None, 8])

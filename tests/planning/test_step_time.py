@@ -12,7 +12,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
 from megatron_ext.planning.sampled_rows import AttentionLoad
-from megatron_ext.planning.step_time import FACTS, Machine, Speeds, StepTime, read_speeds, step_time
+from megatron_ext.planning.step_time import FACTS, Machine, Speeds, StepTime, orthogonalization, read_speeds, step_time
 
 SPEEDS = read_speeds()
 VOCABULARY = 128256
@@ -69,6 +69,20 @@ def test_latent_attention_moves_the_narrower_row() -> None:
         assert shared.context_bytes == pytest.approx(27 * 2 * 2 * width * 3 * 8192)
         pairs = 27 * 3.5 * (4 - 1) * 8192 * 8192 * 16 * (192 + 128) / tp
         assert shared.flops - alone.flops == pytest.approx(pairs + 27 * 3 * 2 * expanded * 3 * 8192)
+
+
+def test_the_update_of_muon_is_products_of_whole_matrices() -> None:
+    """Llama 3 8B: 5 iterations for queries, keys and values apart, output, both matrices of the MLP; experts once."""
+    big, small, iterations = 4096, 1024, 5
+    layer = 2 * 6 * big**3 + 2 * (4 * small**2 * big + 2 * small**3)
+    layer += 2 * 2 * big**3 + 4 * big**2 * (2 * 14336 + 14336)
+    whole = orthogonalization(config(f"{WORK} --optimizer muon"))
+    assert whole == pytest.approx(32 * iterations * layer)
+    for flags, share in (("--tensor-model-parallel-size 2", 1), ("--pipeline-model-parallel-size 2", 2)):
+        assert orthogonalization(config(f"{WORK} --optimizer muon {flags}")) == pytest.approx(whole / share)
+    adam, muon = (time(f"{WORK} --optimizer {name}") for name in ("adam", "muon"))
+    assert replace(muon, optimizer=adam.optimizer) == adam
+    assert muon.optimizer > whole / 1e15 + 63 * adam.optimizer  # state is not sharded
 
 
 def test_the_bubble_is_the_idle_share_of_the_schedule() -> None:

@@ -1,5 +1,7 @@
 """The memory estimate against the rehearsed peak, layout by layout: two layers of a 1B model, and of other blocks."""
 
+from importlib.util import find_spec
+
 import pytest
 from conftest import slow_but
 from planning.fullest import fullest_rank, fullest_stage
@@ -116,3 +118,10 @@ def test_a_layout(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_more_layouts_and_blocks(name: str) -> None:
     agree(*OTHERS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="Muon needs emerging-optimizers")
+@pytest.mark.parametrize("flags", [TENSOR, f"{EP2} {TENSOR}"], ids=["tensor, sequence", "experts of 2"])
+def test_muon(flags: str) -> None:
+    agree(f"--optimizer muon {flags}", 4, 1)
