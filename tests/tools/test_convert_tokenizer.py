@@ -3,11 +3,16 @@
 import base64
 import io
 import json
+import random
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import sentencepiece
 import tiktoken
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from tools.convert_tokenizer import LLAMA3_PATTERN, main
@@ -59,21 +64,115 @@ def test_long_runs(tmp_path: Path, run: str) -> None:
     assert tokenizer.decode(tokenizer.encode(run * 500_000)) == run * 500_000
 
 
+def train(file: Path, edit: Callable[[Any], None] = lambda proto: None, **settings: Any) -> SentencePieceProcessor:
+    """Train a SentencePiece model on LINES, edit it and write it to a file."""
+    written = io.BytesIO()
+    given = {"vocab_size": 400, "byte_fallback": True, "hard_vocab_limit": False, "character_coverage": 1.0}
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=written, **given | settings, minloglevel=2, num_threads=1
+    )
+    proto = ModelProto.FromString(written.getvalue())
+    edit(proto)
+    file.write_bytes(proto.SerializeToString())
+    return SentencePieceProcessor(model_proto=proto.SerializeToString())
+
+
+def normal_pieces(proto: Any) -> list[Any]:
+    return [piece for piece in proto.pieces if piece.type == piece.NORMAL]
+
+
+def shuffle(proto: Any) -> None:
+    """Ids in another order than that of the scores."""
+    pieces = [(piece.piece, piece.score) for piece in normal_pieces(proto)]
+    random.Random(0).shuffle(pieces)
+    for number, piece in enumerate(normal_pieces(proto)):
+        piece.piece, piece.score = pieces[number]
+
+
+def mislead(proto: Any) -> None:
+    """The trainer's settings name another unknown piece than the types of the pieces."""
+    proto.trainer_spec.unk_id, proto.trainer_spec.unk_piece = 0, "<s>"
+
+
+def level(proto: Any) -> None:
+    """All segmentations have the same score, apart from rounding."""
+    for piece in normal_pieces(proto):
+        piece.score = -1.37 * len(piece.piece)
+
+
+def drop_short(proto: Any) -> None:
+    """Pieces that others are merged from are not used themselves."""
+    for piece in normal_pieces(proto):
+        piece.type = piece.UNUSED if len(piece.piece) == 2 else piece.NORMAL
+
+
+PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+NO_PREFIX = {**PLAIN, "add_dummy_prefix": False}
+SYMBOLS = {"user_defined_symbols": ["<mask>", "mask", "<sep>"], "control_symbols": ["<cls>", "☃<cls>", "<mask"]}
+OTHER_IDS = {"unk_id": 3, "bos_id": 0, "eos_id": 1, "pad_id": 2}
+LATIN_ONLY = {"byte_fallback": False, "character_coverage": 0.98}
+ODD = [
+    *(*LINES, "", " ", "   a", "  two  spaces ", "\n", "\n\n \t", "a\r\nb\n\n\nc", " \u2581 ", "a\u2581\u2581"),
+    *("a" * 50, "<" * 9, "é" * 33, "a</s>b<s>", "</s>", "<s> a</s>", "<unk>", "<0x41>", "x<0x0A>", "<cls>x", "漢<漢"),
+    *("<mask>", " <mask> ", "a<mask>b", "a <mask>  b<mask><mask>", "<mask></s><mask>", "<mask><0x41><mask>  <s>"),
+    *("<mask", "\uff1cmask\uff1e", "a<sep> x", "maskers mask", "x<sep>y  <sep>\n", "<mask>☃<cls><mask>the"),
+    *("\x00\x01", "\ufeffa", "\xad\u200b\u200d x", "\xa0\u3000x\u2028", "\t漢字\uff71\n", "naïve 😀👩\u200d👧 🇩🇪"),
+    *("שלום عليكم", "हिन्दी क्षत्रिय", "ไทยภาษา", "한국어 \u1112\u1161\u11ab", "\xa8x \xa8", "\uff41\u0301 \uff76\uff9e"),
+    *("e\u0301 e\u0302\u0301 \u0928\u093c x\u0304", "\xbd\u0301 \ufdfa \u2103"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-@pytest.mark.parametrize("normalized", [True, False])
-def test_sentencepiece(tmp_path: Path, kind: str, normalized: bool) -> None:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES), model_writer=model, vocab_size=400, byte_fallback=True, model_type=kind,
-        normalization_rule_name="nmt_nfkc" if normalized else "identity", remove_extra_whitespaces=normalized,
-        hard_vocab_limit=False, character_coverage=1.0, minloglevel=2,
-    )  # fmt: skip
-    (tmp_path / "spm.model").write_bytes(model.getvalue())
+@pytest.mark.parametrize(
+    ("edit", "settings"),
+    [
+        (None, {}),
+        (None, PLAIN),
+        (shuffle, NO_PREFIX),
+        (shuffle, SYMBOLS),
+        (None, PLAIN | SYMBOLS | LATIN_ONLY),
+        (None, NO_PREFIX | {"user_defined_symbols": ["\n", "\n\n", "▁▁", "<mask>"]}),
+        (mislead, OTHER_IDS | LATIN_ONLY),
+    ],
+)
+def test_ids_are_those_of_sentencepiece(
+    tmp_path: Path, kind: str, edit: Callable[[Any], None] | None, settings: dict[str, Any]
+) -> None:
+    theirs = train(tmp_path / "spm.model", edit or (lambda proto: None), model_type=kind, **settings)
     ours = convert(tmp_path / "spm.model", tmp_path / "out")
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    texts = [*LINES, "  two  spaces ", "a</s>b<s>", "\t漢字ｱ\n"]
-    assert list(map(ours.encode, texts)) == theirs.encode(texts)
+    assert {text: ours.encode(text) for text in ODD} == {text: theirs.encode(text) for text in ODD}
     assert (ours.vocab_size, ours.eod_id, ours.bos_id) == (theirs.vocab_size(), theirs.eos_id(), theirs.bos_id())
+    for text in LINES[:3]:
+        assert ours.decode(ours.encode(text[:-1])) == theirs.decode(theirs.encode(text[:-1]))
+
+
+def test_ties_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    theirs = train(tmp_path / "spm.model", level, model_type="unigram")
+    ours = convert(tmp_path / "spm.model", tmp_path / "out")
+    (ties,) = re.findall(r"(\d+) others of the same score", capfd.readouterr().out)
+    assert int(ties) > 0
+    for text in LINES[:20]:
+        pieces = ["".join(theirs.id_to_piece(ids)) for ids in (ours.encode(text), theirs.encode(text))]
+        assert pieces[0] == pieces[1]
+
+
+@pytest.mark.parametrize(
+    ("edit", "settings"),
+    [
+        (None, {"model_type": "word"}),
+        (drop_short, {"model_type": "bpe"}),  # SentencePiece divides it again
+        (level, {"model_type": "bpe"}),  # equal scores decide which pairs are merged
+        (None, {"model_type": "unigram", "treat_whitespace_as_suffix": True}),
+        (None, {"model_type": "unigram", "user_defined_symbols": ["\n"]}),  # which the normalizer leaves alone
+    ],
+)
+def test_other_ids_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], edit: Callable[[Any], None] | None, settings: dict[str, Any]
+) -> None:
+    train(tmp_path / "spm.model", edit or (lambda proto: None), **settings)
+    assert main(["--input", str(tmp_path / "spm.model"), "--output", str(tmp_path / "out")]) == 2
+    assert re.fullmatch("error: input: the converted tokenizer gives other ids of .*\n", capfd.readouterr().err)
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(
