@@ -73,6 +73,8 @@ def print_report(prefix: str, report: Report) -> None:
         print(f"{row['length']:>14} {documents} {row['tokens']:>18,} {row['share_of_tokens']:>7.1%}")
     if report.reused:
         print(f"resumed: {report.reused:,} shards were finished before")
+    if report.empty:
+        print(f"left out: {report.empty:,} empty documents")
     if report.too_short or report.too_long:
         print(f"left out: {report.too_short:,} documents with too few tokens, {report.too_long:,} with too many")
     if report.unanswered:

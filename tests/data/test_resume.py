@@ -28,7 +28,7 @@ def make(folder: Path) -> PreprocessOptions:
     corpus = folder / "corpus"
     corpus.mkdir()
     for name in "ab":
-        rows = [{"text": f"{name}{i} " * 100, "repo": i % 7} for i in range(60)]
+        rows = [{"text": f"{name}{i} " * 100 if i % 20 else "", "repo": i % 7} for i in range(60)]  # 3 are empty
         (corpus / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return PreprocessOptions([str(corpus)], str(folder / "data"), "bytes", shard_bytes=4000)
 
@@ -81,7 +81,7 @@ def test_a_bad_line_stops_and_keeps_what_is_finished(options: PreprocessOptions,
     with pytest.raises(UserError, match=r"data\.parts holds an unfinished run; pass --resume"):
         preprocess(options)
     skipped = preprocess(replace(options, resume=True, skip_bad_lines=True))
-    assert (skipped.reused >= 5, skipped.skipped, skipped.documents) == (True, 1, 120)
+    assert (skipped.reused >= 5, skipped.skipped, skipped.documents, skipped.empty) == (True, 1, 114, 6)
     assert skipped.problems == [f"{file}:61: invalid JSON (Expecting value at column 1)"]
     assert dataset(options) == wanted
     assert not parts(options).exists()
@@ -130,7 +130,7 @@ def test_nothing_is_lost_by_a_full_disk(options: PreprocessOptions, wanted) -> N
     )
     assert (full.returncode, full.stdout, full.stderr.count("\n")) == (2, "", 1)
     assert f"error: {options.output_prefix}.parts: File too large" in full.stderr
-    assert finished(options) == 13
+    assert finished(options) == 11
     assert not list(parts(options).glob("dataset.*"))
     assert files(options) == old
     subprocess.run(command(options, "--overwrite", "--resume"), check=True, capture_output=True)
@@ -175,6 +175,7 @@ def test_killed_again_and_again(options: PreprocessOptions, kills: int, concat_b
         assert not Path(options.output_prefix + suffix).exists()
     subprocess.run(command(options, "--resume", *flags), check=True, capture_output=True)
     assert files(options) == files(calm)
+    assert json.loads(files(options)[".json"])["empty"] == 3 + 3 * 12 * kills
     assert not parts(options).exists()
 
 

@@ -35,6 +35,7 @@ class Report:
     documents: int = 0
     sequences: int = 0  # sequences of the format: sentences, or whole documents
     tokens: int = 0
+    empty: int = 0  # documents omitted because they have no token, or no message
     skipped: int = 0  # bad documents omitted
     problems: list[str] = field(default_factory=list)  # descriptions of the first of them
     too_short: int = 0  # documents omitted because of `min_tokens`
@@ -156,19 +157,22 @@ class Encoder:
 
     def write_tokens(self, documents: Iterator[Document], file: BinaryIO, report: Report) -> dict[str, np.ndarray]:
         """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
-        least, most = max(self.options.min_tokens, 1), self.options.max_tokens
+        least, most = self.options.min_tokens, self.options.max_tokens
         lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
         masks = [np.zeros(0, np.uint8)]
         names: dict[str, int] = {}  # of sources, numbered in order of appearance
         for document in documents:
             sequences, mask = self._encode(document)
+            if not sequences:
+                report.empty += 1
+                continue
             if mask is not None and not mask.any():
                 report.unanswered += 1
                 continue
-            if sequences and self.bos_id is not None and sequences[0][0] != self.bos_id:  # a template may add it
+            if self.bos_id is not None and sequences[0][0] != self.bos_id:  # a template may add it
                 sequences[0].insert(0, self.bos_id)
                 mask = None if mask is None else np.insert(mask, 0, np.uint8(0))
-            if sequences and self.eod_id is not None:
+            if self.eod_id is not None:
                 sequences[-1].append(self.eod_id)
                 mask = None if mask is None else np.append(mask, np.uint8(0))
             total = sum(map(len, sequences))
@@ -216,7 +220,7 @@ def make_part(part: Path, options: PreprocessOptions, shard: Shard) -> None:
     refuse = report.skip if options.skip_bad_lines else stop
     with atomic_write(part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
         if options.concat_by is not None and isinstance(shard, FileShard):
-            arrays = write_texts(shard.read(options.fields, refuse), file)
+            arrays, report.empty = write_texts(shard.read(options.fields, refuse), file)
         else:
             own = encoder(options)
             arrays = own.write_tokens(shard.read(own.fields, refuse), file, report)

@@ -76,7 +76,7 @@ def preprocess(options: PreprocessOptions) -> Report:
     if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(made_of)):
         earlier = read_metadata(prefix)
         if made_of.items() <= earlier.items():  # a job restarted after completion must not repeat the work
-            return Report(**{name: earlier[name] for name in _counts(Report())})
+            return Report(**{name: earlier[name] for name in _counts(Report()) if name in earlier})
     for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
         if (path := Path(prefix + suffix)).exists():
             raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
@@ -114,9 +114,9 @@ def _make(
     parts = make_parts(shards, "tokenize")
     if not report.tokens:
         raise UserError(
-            f"input: nothing is left to write ({report.skipped} bad documents, {report.too_short} with too few "
-            f"tokens, {report.too_long} with too many, {report.unanswered} without an assistant's turn); check "
-            "--input, --min-tokens and --max-tokens"
+            f"input: nothing is left to write ({report.skipped} bad documents, {report.empty} empty ones, "
+            f"{report.too_short} with too few tokens, {report.too_long} with too many, {report.unanswered} without an "
+            "assistant's turn); check --input, --min-tokens and --max-tokens"
         )
     arrays, source_names = join_arrays(parts)
     metadata: dict[str, Any] = {

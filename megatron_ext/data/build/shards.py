@@ -123,16 +123,24 @@ def _parts(file: FileRange, fields: Fields, shard_bytes: int) -> Iterator[tuple[
         yield file, file.size
 
 
-def write_texts(documents: Iterator[Document], file: BinaryIO) -> dict[str, np.ndarray]:
-    """Write texts to be grouped, one a line, and return their list, ROW [n], ordered by hash."""
-    listed = []
+def write_texts(documents: Iterator[Document], file: BinaryIO) -> tuple[dict[str, np.ndarray], int]:
+    """Write texts to be grouped, one a line; return their list, ROW [n], ordered by hash, and the number of empty ones.
+
+    Empty texts are omitted.
+    """
+    listed, empty = [], 0
     for document in documents:
+        if not document.text:
+            empty += 1
+            continue
         assert document.key is not None
         digest = hashlib.sha256(document.key.encode()).digest()
         listed.append((int.from_bytes(digest[:2], "big"), digest[:16], file.tell()))
         file.write(json.dumps([document.key, document.source_name, document.text]).encode() + b"\n")
     rows = np.array(listed, ROW)
-    return {"rows": rows[np.argsort(rows["hash"], kind="stable")]}  # stable: a group keeps the order of the input
+    return {
+        "rows": rows[np.argsort(rows["hash"], kind="stable")]
+    }, empty  # stable: a group keeps the order of the input
 
 
 def group(parts: Sequence[Path], shard_bytes: int) -> list[Shard]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
+from megatron_ext.data.text.chat import ChatError, ChatTemplate, Conversation, Spans
 from megatron_ext.errors import UserError, first_line, missing_package
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
@@ -243,8 +243,8 @@ def read_documents(
     """Yield each document of the files, in order: a line of .jsonl, a row of .parquet, or a .txt file.
 
     `paths` are files, folders and patterns, see `find_files`. Blank lines of a .jsonl file are ignored, and byte-order
-    marks are removed. Raises UserError for a bad document (invalid JSON or UTF-8, a missing or non-string field, an
-    empty text, or more than MAX_DOCUMENT_BYTES), named as FILE:LINE; for a bad path; and for damaged data.
+    marks are removed; a text may be empty. Raises UserError for a bad document (invalid JSON or UTF-8, a missing or
+    non-string field, or more than MAX_DOCUMENT_BYTES), named as FILE:LINE; for a bad path; and for damaged data.
     """
     for path in find_files(paths):
         yield from read_range(FileRange.of(path), Fields(text_field, key_field), stop)
@@ -308,10 +308,8 @@ def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
         text = _field(record, fields.text, str, "a string")
     else:
         messages = _field(record, fields.text, list, "a list of messages")
-        conversation = fields.chat.render(messages, record.get("tools"))
+        conversation = fields.chat.render(messages, record.get("tools")) if messages else Conversation("", ())
         text, spans = conversation.text, conversation.spans
-    if not text:
-        raise _BadDocumentError("the text is empty")
     key, source = (
         None if name is None else str(_field(record, name, (str, int), "a string"))
         for name in (fields.key, fields.source)

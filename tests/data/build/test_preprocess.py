@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -178,8 +179,36 @@ def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
     np.testing.assert_array_equal(IndexedSource(options.output_prefix).document_lengths, kept)
     assert (report.too_short, report.too_long) == ((lengths < low).sum(), (lengths > high).sum())
     assert (metadata(options)["too_short"], metadata(options)["too_long"]) == (report.too_short, report.too_long)
-    with pytest.raises(UserError, match=r"nothing is left to write \(0 bad documents, 300 with too few"):
+    with pytest.raises(UserError, match=r"nothing is left to write \(0 bad documents, 0 empty ones, 300 with too few"):
         preprocess(replace(options, min_tokens=10**6, overwrite=True))
+
+
+@pytest.mark.parametrize("concat_by", [None, "repo"])
+def test_empty_documents_are_left_out_and_counted(
+    options: PreprocessOptions, tmp_path: Path, tokenizer: Path, concat_by: str | None
+) -> None:
+    """Of every kind of input; white space is text."""
+    texts, folder = ["", "one", "", " \n", ""], tmp_path / "empty"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines(texts))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(texts)))
+    (folder / "c.jsonl.zst").write_bytes(pyarrow.compress(lines(texts), "zstd", asbytes=True))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "repo": range(5)}), folder / "d.parquet")
+    kept = ["one", " \n"] * 4
+    if concat_by is None:
+        (folder / "e.txt").touch()
+    given = replace(options, inputs=[str(folder)], concat_by=concat_by, append_eod=False, shard_bytes=60)
+    report = preprocess(given)
+    if concat_by is not None:  # repositories 1 and 3, in the order of their hashes
+        kept = ["\n".join(["one"] * 4), "\n".join([" \n"] * 4)]
+    assert sorted(decoded(options.output_prefix, tokenizer)) == sorted(kept)
+    assert (report.empty, report.skipped) == (12 if concat_by else 13, 0)
+    assert metadata(options)["empty"] == report.empty
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines([""]))
+    with pytest.raises(UserError, match=r"nothing is left to write \(0 bad documents, 1 empty ones, "):
+        preprocess(replace(given, overwrite=True))
 
 
 def test_concatenating_by_a_field(options: PreprocessOptions, tmp_path: Path, tokenizer: Path) -> None:

@@ -163,13 +163,15 @@ def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
 
 
 def test_bad_conversations_are_named_and_unanswered_ones_counted(options: PreprocessOptions) -> None:
-    file = put_chats(Path(options.inputs[0]), [[ASK, SAY], [ASK], [ASK, {"role": "bot", "content": ""}], [ASK, SAY]])
+    file = put_chats(
+        Path(options.inputs[0]), [[ASK, SAY], [ASK], [ASK, {"role": "bot", "content": ""}], [], [ASK, SAY]]
+    )
     with pytest.raises(
         UserError, match=r"chats\.jsonl:3: message 2 has role 'bot', .*; correct it, or pass --skip-bad-lin"
     ):
         preprocess(options)
     report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))
-    assert (report.documents, report.unanswered, report.skipped) == (2, 1, 1)
+    assert (report.documents, report.unanswered, report.skipped, report.empty) == (2, 1, 1, 1)
     put_chats(file, [[ASK, SAY]], field="chat")
     with pytest.raises(UserError, match=r"chats\.jsonl:1: has no field 'messages' .*see --messages-field"):
         preprocess(replace(options, overwrite=True))
