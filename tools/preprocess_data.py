@@ -24,7 +24,7 @@ texts of each in the order of the inputs with a newline between them.
 def parse_options(argv: list[str]) -> PreprocessOptions:
     parser = Parser(description="Tokenize documents into PREFIX.bin, .idx and .json.", epilog=EPILOG)
     add = parser.add_argument_group("input").add_argument
-    kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders or patterns"
+    kinds = ".jsonl or .json lines (also .gz, .zst), .parquet, .txt; folders or patterns"
     add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--json-key", dest="text_field", default="text", help="field or column of the text (default: %(default)s)")
     chat = "chat data: the field of a list of {role, content}, rendered by the tokenizer's chat template; only the "

@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         description="Train a byte-level BPE tokenizer; writes FOLDER/tokenizer.json, which --tokenizer-model takes."
     )
-    kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders or patterns"
+    kinds = ".jsonl or .json lines (also .gz, .zst), .parquet, .txt; folders or patterns"
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--output", required=True, metavar="FOLDER")

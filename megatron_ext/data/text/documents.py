@@ -8,19 +8,24 @@ import glob
 import gzip
 import io
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Conversation, Spans
 from megatron_ext.errors import UserError, first_line, missing_package
+from megatron_ext.launch import is_first
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
+logger = logging.getLogger(__name__)
+
+LINES = {f".{name}{packed}": f".jsonl{packed}" for name in ("jsonl", "json") for packed in ("", ".gz", ".zst")}
+SUFFIXES = (*LINES, ".parquet", ".txt")
 BLOCK = 1 << 20
 ROWS_AT_ONCE = 64  # of a .parquet file
 EVERYTHING = 2**63  # larger than any file
@@ -49,7 +54,9 @@ class FileRange:
 
     @property
     def ending(self) -> str:
-        return next(suffix for suffix in SUFFIXES if self.path.name.endswith(suffix))
+        """The suffix; that of .jsonl for lines in a file named .json."""
+        suffix = next(suffix for suffix in SUFFIXES if self.path.name.endswith(suffix))
+        return LINES.get(suffix, suffix)
 
     def check_unchanged(self) -> None:
         status = self.path.stat()
@@ -61,12 +68,20 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Return the files that `paths` refer to, each once, in order.
 
     A folder stands for all files inside it with a known suffix, including those in linked folders, sorted by path; a
-    pattern with *, ** or ? for its matches, with folders as above. Raises UserError if there is no such file.
+    pattern with *, ** or ? for its matches, with folders as above. A .json file counts if it holds lines, not one
+    value. A warning names files that are omitted. Raises UserError if there is no such file.
     """
     files: dict[Path, Path] = {}  # by resolved path, because several paths and links may lead to a file
+    omitted: list[Path] = []
     for given in paths:
         for file in _files_of(os.fspath(given)):
-            files.setdefault(file.resolve(), file)
+            if _holds_documents(file):
+                files.setdefault(file.resolve(), file)
+            else:
+                omitted.append(file)
+    if omitted and is_first():
+        names = ", ".join(file.name for file in omitted[:3])
+        logger.warning("input: files of other kinds are not read: %d (%s)", len(omitted), names)
     return list(files.values())
 
 
@@ -74,12 +89,25 @@ def _files_of(given: str) -> list[Path]:
     path = Path(given)
     matches = [path] if path.exists() else [Path(match) for match in glob.glob(given, recursive=True)]
     found = {file for match in matches for file in (_inside(match) if match.is_dir() else [match])}
-    known = [file for file in found if file.name.endswith(SUFFIXES) and file.is_file()]
-    if known:
-        return sorted(known, key=lambda file: file.parts)
+    if any(map(_holds_documents, found)):
+        return sorted(found, key=lambda file: file.parts)
     if not (path.exists() or glob.has_magic(given)):
         raise UserError(f"input: {path} does not exist; check the path")
+    if path.is_file() and path.suffix == ".json":
+        raise UserError(f"input: {path} holds no lines of JSON; for a list, jq -c '.[]' makes a .jsonl file of it")
     raise UserError(f"input: got {given}, needs a {', '.join(SUFFIXES)} file, or a folder or pattern of them")
+
+
+def _holds_documents(file: Path) -> bool:
+    """Return whether a file is read: by its suffix, and for .json if its first line may be a whole object."""
+    if not file.name.endswith(SUFFIXES) or not file.is_file():
+        return False
+    if file.suffix != ".json":
+        return True
+    with file.open("rb") as lines:
+        line = next((line for line in iter(partial(lines.readline, BLOCK), b"") if line.strip()), b"")
+    text = line.removeprefix(codecs.BOM_UTF8).strip()
+    return text.startswith(b"{") and (text.endswith(b"}") or len(line) == BLOCK)
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -178,6 +178,32 @@ def test_folders_and_patterns_are_read_in_order_of_paths(folder: Path) -> None:
     assert names(folder, "a[1].txt") == ["a[1].txt"]
 
 
+def test_json_that_holds_lines_is_read_and_other_files_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = '{"text": "x"}\n'
+    raw = {"a.json": "\ufeff" + line * 2, "b.json": '{"text": "' + "y" * (2 << 20) + '"}', "c.jsonl": line}
+    packed = {"d.json.gz": gzip.compress(line.encode()), "e.json.zst": zstd(line.encode())}
+    for name, content in (raw | packed).items():
+        put(tmp_path / name, content)
+    assert len(list(read_documents([tmp_path]))) == 6
+    assert not caplog.records
+    whole = FileRange.of(tmp_path / "a.json")
+    halves = [replace(whole, end=9), replace(whole, start=9)]  # as .jsonl it is cut into parts
+    assert items(halves, Fields()) == ["x", "x"]
+    values = {"f.json": f"[{line}]", "g.json": json.dumps({"text": "x"}, indent=1), "h.json": "", "i.csv": "x"}
+    for name, content in values.items():
+        put(tmp_path / "more" / name, content)
+        with pytest.raises(UserError, match=rf"got .*{name}, needs a|{name} holds no lines of JSON; for a list, jq"):
+            find_files([tmp_path / "more" / name])
+    assert not caplog.records
+    for path in (tmp_path, tmp_path / "**"):
+        assert len(list(read_documents([path]))) == 6
+        (record,) = caplog.records
+        assert record.getMessage() == "input: files of other kinds are not read: 4 (f.json, g.json, h.json)"
+        caplog.clear()
+
+
 def test_links_are_followed_and_each_file_is_taken_once(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     before = names(folder, ".")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
