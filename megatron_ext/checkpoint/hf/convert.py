@@ -11,6 +11,7 @@ save_pretrained of transformers 5.23 leaves a mixture of two models, which from_
 
 import glob
 import json
+import logging
 import shutil
 import time
 from collections.abc import Iterator
@@ -50,11 +51,15 @@ from megatron_ext.checkpoint.manifest import Manifest, code_identity
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored, write, write_index
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_ext.config.arguments import dump_yaml, to_dict
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.config.arguments import dump_yaml, from_dict, to_dict
+from megatron_ext.data.indexed import read_metadata
+from megatron_ext.data.text.chat import TEMPLATE_FILE
+from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_folder
+from megatron_ext.files.reading import read_object
 
+logger = logging.getLogger(__name__)
 _NO_WEIGHTS = ("optimizer.", "random_states.")
 _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -176,6 +181,7 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         write_config(folder, model, run.length, DTYPES[stored.tensors[next(iter(needed))].dtype], tokens)
         if tokens is not None:
             copy_files(tokens, folder)
+        _add_turn_ends(folder, from_dict(manifest.config).data)
 
         def exported() -> Iterator[tuple[str, Tensor]]:
             for row, place in places:
@@ -210,6 +216,25 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _add_turn_ends(folder: Path, data: DataConfig) -> None:
+    """Add to an export's `eos_token_id` the tokens that end the assistant's turns in the data sets of its run."""
+    found = [read_metadata(part.prefix) for part in data.parts] if data.mixture or data.data_path else []
+    ends = [about["turn_end"] for about in found if about.get("turn_end") is not None]
+    has_template = (folder / TEMPLATE_FILE).exists() or "chat_template" in read_beside(folder / HF_FILE, HF_CONFIG)
+    if has_template and any("turn_end" not in about and about.get("chat_template", "unknown") for about in found):
+        logger.warning(
+            "eos_token_id: the metadata of the run's data sets is missing or old; if they are chats, add the token "
+            "that ends the assistant's turns to the export's config.json and generation_config.json"
+        )
+    known: list[int] = []
+    for name in ("config.json", "generation_config.json") if ends else ():
+        if (entries := read_object(folder / name, "is no JSON object; correct or remove it")) is not None:
+            given = entries.get("eos_token_id")
+            known = given if isinstance(given, list) else known if given is None else [given]
+            entries["eos_token_id"] = known = list(dict.fromkeys([*known, *ends]))
+            (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
 
 
 def copy_files(source: Path, target: Path, *more: str) -> None:

@@ -7,8 +7,10 @@ In the code a part is the path of its files, without a suffix: .bin has its cont
 """
 
 import json
+import logging
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
@@ -19,12 +21,13 @@ import numpy as np
 
 from megatron_ext.data.build.shards import FileShard, Shard, write_texts
 from megatron_ext.data.indexed import dtype_of
-from megatron_ext.data.text.chat import ChatTemplate, Spans
+from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
 from megatron_ext.data.text.documents import BLOCK, MAX_DOCUMENT_BYTES, Document, Fields, stop
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError, missing_package
 from megatron_ext.files.atomic import atomic_write
 
+logger = logging.getLogger(__name__)
 PROBLEMS_KEPT = 10
 
 
@@ -137,6 +140,19 @@ class Encoder:
         self.eod_id = self.tokenizer.eod_id if append_eod else None
         self.bos_id = self.tokenizer.bos_id if options.prepend_bos else None
         self.dtype = dtype_of(self.tokenizer.vocab_size)
+
+    def turn_end(self) -> int | None:
+        """Return the special token that ends the assistant's turns of chats; None if there is none, with a warning."""
+        chat, end = self.fields.chat, None
+        with suppress(ChatError):  # the template needs more than a question and an answer
+            end = chat and chat.turn_end
+        if chat is not None and end is None:
+            logger.warning(
+                "messages_field: the chat template of %s ends the assistant's turns with no special token that is "
+                "trained, so a model will not learn to end them; write one, inside {%% generation %%} if it is used",
+                self.options.tokenizer,
+            )
+        return self.tokenizer.encode_spelled(end)[0][-1] if end else None
 
     def settings(self) -> dict[str, Any]:
         """Return all that determines the content of a data set, apart from its inputs and the limit of a document."""

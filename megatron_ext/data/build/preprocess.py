@@ -93,7 +93,7 @@ def _make(
     options: PreprocessOptions, encoder: Encoder, files: list[FileRange], folder: Path, made_of: dict[str, Any]
 ) -> Report:
     """Cut, (group,) encode, join and publish; the options have been checked."""
-    report, settings = Report(), encoder.settings()
+    report, settings, turn_end = Report(), encoder.settings(), encoder.turn_end()
 
     def make_parts(shards: Sequence[Shard], what: str) -> list[Path]:
         """Make the parts of the shards that have no finished ones, and return all, in order."""
@@ -125,6 +125,7 @@ def _make(
         **_counts(report),
         "lengths": length_table(document_lengths(arrays["lengths"], arrays["counts"])),
         "document_sources": source_names,
+        "turn_end": turn_end,
     }
     write_dataset(options.output_prefix, folder, parts, arrays, metadata)
     return report

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from launcher import wait_until
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from checkpoint.models import ARCHITECTURES, SIZES, write_model
 from megatron_ext.checkpoint.hf.config import comparable
@@ -22,7 +23,10 @@ from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
+from tests.chats import END, PLAIN, conversations, put_chats, put_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9
@@ -199,6 +203,36 @@ def test_all_auxiliary_files_are_carried(stories_model: Path, tmp_path: Path) ->
     back(tmp_path / "run", tmp_path / "export", tokenizer=None)
     found = {str(path.relative_to(tmp_path / "export")) for path in (tmp_path / "export").rglob("*.*")}
     assert found == {*names, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As well as with the base model's own ends of text."""
+    model, run, chats = write_model(tmp_path / "model", "llama", eos_token_id=2), tmp_path / "run", tmp_path / "chats"
+    put_tokenizer(model, PLAIN)
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 3], "max_new_tokens": 50}')
+    file = put_chats(tmp_path / "chats.jsonl", conversations(3))
+    preprocess(PreprocessOptions([str(file)], str(chats), str(model), messages_field="messages"))
+    hf_to_megatron(model, run)
+    folder = Pretrained.find(run).folder
+    config = Manifest.read(folder).config
+
+    def ends(name: str, prefix: Path) -> tuple[Any, Any]:
+        trained = config | {"data": config["data"] | {"data_path": [str(prefix)]}}
+        replace(Manifest.read(folder), config=trained).write(folder)
+        back(run, tmp_path / name, tokenizer=None)
+        found = AutoConfig.from_pretrained(tmp_path / name), GenerationConfig.from_pretrained(tmp_path / name)
+        assert found[1].max_new_tokens == 50
+        return found[0].eos_token_id, found[1].eos_token_id
+
+    end = Tokenizer(model).encode_spelled(END)[0][0]
+    assert ends("after-chats", chats) == ([2, end], [2, 3, end])
+    assert not caplog.records
+    assert ends("after-unknown", tmp_path / "moved") == (2, [2, 3])
+    assert re.search("metadata of the run's data sets is missing", caplog.records[-1].getMessage())
+    caplog.clear()
+    Path(f"{chats}.json").write_text('{"turn_end": null}')
+    assert ends("after-texts", chats) == (2, [2, 3])
+    assert not caplog.records
 
 
 def test_a_config_that_names_code_is_not_carried(tmp_path: Path) -> None:

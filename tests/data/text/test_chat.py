@@ -178,6 +178,34 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
     assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
 
 
+@pytest.mark.parametrize(
+    ("source", "ended"),
+    [
+        (MARKED, True),
+        (PLAIN, True),
+        (LLAMA, True),
+        (PLAIN.replace(END, ""), False),
+        (
+            MARKED.replace(f"+ '{END}' }}}}{{% endgeneration %}}", f"}}}}{{% endgeneration %}}{END}"),
+            False,
+        ),  # not trained
+    ],
+)
+def test_a_template_that_trains_no_end_is_warned_about(
+    options: PreprocessOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str, ended: bool
+) -> None:
+    folder = put_tokenizer(tmp_path / "tokenizer", source)
+    put_chats(Path(options.inputs[0]), [[ASK, SAY]])
+    preprocess(replace(options, tokenizer=str(folder)))
+    metadata = json.loads(Path(options.output_prefix + ".json").read_text())
+    assert metadata["turn_end"] == (Tokenizer(folder).encode_spelled(END)[0][0] if ended else None)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (not ended)
+    assert all(
+        re.match("messages_field: the chat template of .* no special token that is trained", text) for text in said
+    )
+
+
 def test_unusable_templates_are_refused(tmp_path: Path) -> None:
     folder = put_tokenizer(tmp_path / "tokenizer", None)
     with pytest.raises(UserError, match=r"tokenizer has no chat template; put chat_template\.jinja there"):
