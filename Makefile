@@ -43,10 +43,12 @@ WHICH ?= -m 'not slow' tests/checkpoint tests/context_parallel tests/engine test
 test-megatron: setup build/megatron/$(VERSION)  ## tests under Megatron-Core VERSION=0.19.2, by default those of all that uses it; WHICH='-m slow tests/engine'
 	PYTHONPATH=$(CURDIR)/build/megatron/$(VERSION) $(BIN)/python -m pytest -rs -n 2 --dist loadfile $(WHICH)
 
-# Its Python files alone are used, so a version for later ones runs on Python 3.11 as well.
+# Its Python files alone are used, so a version for later ones runs on Python 3.11 as well; so do those of Muon, which
+# import one name that only later versions have.
 build/megatron/%: | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --ignore-requires-python --python-version 3.12 --only-binary=:all: --no-deps \
-		--target $@ megatron-core==$*
+		--target $@ megatron-core==$* $(shell sed -n 's/^\(emerging-optimizers[^;]*\).*/\1/p' constraints.txt)
+	echo 'import typing, typing_extensions; typing.override = typing_extensions.override' > $@/sitecustomize.py
 
 test-eval: setup ## lm-eval on a trained model and on its export, after installing it with its forty packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
