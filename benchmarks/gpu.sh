@@ -25,6 +25,10 @@ export PYTHON PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # if the package is n
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}" # compile FA4 once, not per process
 read -ra rows <<<"${ROWS:-8192 32768 524288 131072}"
+if ! [[ ${MINUTES:=9} =~ ^[1-9][0-9]{0,3}$ ]]; then # bash evaluates arithmetic operands: allow only digits
+  echo "benchmarks/gpu.sh: MINUTES: got '$MINUTES', needs a whole number of minutes" >&2
+  exit 2
+fi
 
 device=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
 out=${OUTPUT:-benchmarks/results/$(date -u +%F)-$device.jsonl}
@@ -67,7 +71,7 @@ train() {
 
 # run NAME [SIZE]: a part; without a GPU in the script's own small size
 run() {
-  deadline=$((SECONDS + ${MINUTES:-9} * 60))
+  deadline=$((SECONDS + MINUTES * 60))
   [ "$device" != dry-run ] || set -- "$1"
   case $1 in
     prepare)

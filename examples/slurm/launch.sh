@@ -232,6 +232,10 @@ main() {
   (($# > 0)) || fail "got no command, needs what every rank runs, such as: python pretrain_skyladder.py --config ..."
   [[ ! ${DRY_RUN:-} ]] || SLURM_JOB_ID=${SLURM_JOB_ID:-0} # also works on a login node
   [[ ${SLURM_JOB_ID:-} ]] || fail "no SLURM_JOB_ID: submit a script that calls this, such as pretrain.sbatch"
+  local name
+  for name in SLURM_JOB_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_RESTART_COUNT MAX_CRASHES; do
+    [[ ! ${!name:-} ]] || is_number "${!name}" || fail "$name: got '${!name}', needs a number; unset it"
+  done
   [[ ! ${SLURM_GPUS_PER_TASK:-} ]] || fail "SLURM_GPUS_PER_TASK: got '$SLURM_GPUS_PER_TASK', of --gpus-per-task or left" \
     "over in the shell that you submitted from; it hides a rank's neighbours from NCCL: use --gpus-per-node, or unset it"
   # an array's own id is also the id of one of its tasks: only NUMBER_TASK identifies a task

@@ -79,11 +79,30 @@ def test_the_checkout_is_what_runs(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_are_one_line(tmp_path: Path, words: Sequence[str], settings: dict[str, str], text: str) -> None:
-    done = launch(tmp_path, *words, **settings)
-    assert done.returncode == 2
-    assert text in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not done.stdout
+    assert text in refusal(launch(tmp_path, *words, **settings))
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    return done.stderr
+
+
+NUMBERS = {
+    LAUNCH: ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "MAX_CRASHES"),
+    "examples/slurm/preprocess.sbatch": ("PARTS", "SLURM_ARRAY_TASK_ID"),
+    "benchmarks/gpu.sh": ("MINUTES",),
+}
+
+
+@pytest.mark.parametrize(("script", "name"), [(script, name) for script, names in NUMBERS.items() for name in names])
+def test_a_variable_that_enters_arithmetic_is_a_number(tmp_path: Path, script: str, name: str) -> None:
+    """Bash evaluates the operands of its arithmetic, and in them the commands of a subscript."""
+    array = {"SLURM_ARRAY_JOB_ID": "47", "SLURM_ARRAY_TASK_ID": "0"}
+    needed = {"FILES": "x", "PARTS": "1", "PREFIX": "x", "TOKENIZER": "x", "PYTHON": "true"}
+    for wrong in (f"PATH[$(touch {tmp_path}/mark)]", "1+1", "08", "-1"):
+        done = launch(tmp_path, "true", script=script, **{**needed, **array, name: wrong})
+        assert f"got '{wrong}', needs a" in refusal(done)
+        assert not (tmp_path / "mark").exists()
 
 
 @dataclass(frozen=True)
