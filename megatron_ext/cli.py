@@ -133,8 +133,8 @@ def print_traceback(error: BaseException) -> None:
 
 
 def _rank() -> str:
-    rank = os.environ.get("RANK", "")[:9]
-    return f"rank {rank}: " if rank and os.environ.get("WORLD_SIZE") != "1" else ""
+    rank = os.environ.get("RANK", "")
+    return f"rank {rank[:9]}: " if rank.isdecimal() and os.environ.get("WORLD_SIZE") != "1" else ""
 
 
 class Parser(argparse.ArgumentParser):

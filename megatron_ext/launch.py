@@ -1,17 +1,20 @@
 """Read the rank, world size and rendezvous address from the environment set by torchrun or Slurm.
 
 RANK, WORLD_SIZE, LOCAL_RANK    all unset for a single process
-MASTER_ADDR, MASTER_PORT        rendezvous address of several processes
+LOCAL_WORLD_SIZE                processes on this node, by torchrun; only checked
+MASTER_ADDR, MASTER_PORT        rendezvous address of several processes; a single one ignores it
 """
 
 import contextlib
 import json
 import os
+import re
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_write
 
 _REMEDY = "start with torchrun or examples/slurm/launch.sh"
@@ -36,16 +39,37 @@ def read_launch() -> Launch:
     """Read this process's rank and the world size.
 
     Raises:
-        LaunchError: only one of RANK and WORLD_SIZE is set, or several processes have no rendezvous address.
+        LaunchError: a number is out of range; only one of RANK and WORLD_SIZE is set; or several processes have no
+            rendezvous address, or one whose host is unknown.
     """
     environment = os.environ
     if ("RANK" in environment) != ("WORLD_SIZE" in environment):
         missing = "WORLD_SIZE" if "RANK" in environment else "RANK"
         raise LaunchError(f"{missing}: got none, RANK and WORLD_SIZE need each other; {_REMEDY}")
-    size = int(environment.get("WORLD_SIZE", 1))
-    if size > 1 and not (environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")):
+    size = _number("WORLD_SIZE", 1, 1, 2**20)
+    local_size = _number("LOCAL_WORLD_SIZE", size, 1, size)
+    launch = Launch(_number("RANK", 0, 0, size - 1), size, _number("LOCAL_RANK", 0, 0, local_size - 1))
+    if size == 1:
+        return launch
+    host = environment.get("MASTER_ADDR")
+    if not (host and environment.get("MASTER_PORT")):
         raise LaunchError(f"MASTER_ADDR, MASTER_PORT: got none, several processes need them to connect; {_REMEDY}")
-    return Launch(int(environment.get("RANK", 0)), size, int(environment.get("LOCAL_RANK", 0)))
+    _number("MASTER_PORT", 1, 1, 65535)
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, OSError) and error.errno == socket.EAI_AGAIN:
+            return launch  # torch tries again
+        needs = f"needs the host of rank 0 ({getattr(error, 'strerror', error)})"
+        raise LaunchError(f"MASTER_ADDR: got {echo(host)}, {needs}; {_REMEDY}") from None
+    return launch
+
+
+def _number(name: str, default: int, low: int, high: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("0|[1-9][0-9]{0,8}", text) or not low <= int(text) <= high:
+        raise LaunchError(f"{name}: got {echo(text)}, needs {low}..{high}; {_REMEDY}")
+    return int(text)
 
 
 def is_first() -> bool:

@@ -1,11 +1,16 @@
 """The environment of torchrun or Slurm: a wrong one is refused before any process waits for another."""
 
 import os
+import socket
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from conftest import SmallData
+from launcher import Commands
+from runs import CONFIG, TRAINER, refusal
 
+from megatron_ext.errors import echo
 from megatron_ext.launch import Launch, LaunchError, is_first, read_launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +28,9 @@ def test_good_environments() -> None:
     assert with_environment(dict.fromkeys(GOOD)) == Launch(0, 1, 0)
     assert with_environment({}) == Launch(1, 2, 1)
     assert with_environment({"LOCAL_RANK": None}) == Launch(1, 2, 0)
+    assert with_environment({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "65535"}) == Launch(1, 2, 1)
+    elsewhere = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "x"}  # one process meets nobody
+    assert with_environment(dict.fromkeys(GOOD) | elsewhere) == Launch(0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +39,11 @@ def test_good_environments() -> None:
         ({"WORLD_SIZE": None}, "WORLD_SIZE: got none, "),
         ({"RANK": None}, "RANK: got none, "),
         ({"MASTER_ADDR": None}, "MASTER_ADDR, MASTER_PORT: got none, "),
+        ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK: got '1', needs 0..0"),
+        *(
+            ({"MASTER_ADDR": host}, "MASTER_ADDR: got ")
+            for host in ("nowhere.invalid", "two words", "x" * 70, "a..b", "127.0.0.1:29500")
+        ),
     ],
 )
 def test_wrong_environments(change: dict[str, str | None], text: str) -> None:
@@ -38,3 +51,33 @@ def test_wrong_environments(change: dict[str, str | None], text: str) -> None:
         with_environment(change)
     assert str(caught.value).startswith(text)
     assert "torchrun" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "outside"),
+    [
+        ("RANK", "0..1", "-1 2"),
+        ("WORLD_SIZE", "1..1048576", "0 -2 9999999999"),
+        ("LOCAL_RANK", "0..1", "-1 2"),
+        ("LOCAL_WORLD_SIZE", "1..2", "0 3"),
+        ("MASTER_PORT", "1..65535", "0 65536 99999"),
+    ],
+)
+def test_wrong_numbers(name: str, needs: str, outside: str) -> None:
+    for wrong in (*outside.split(), "x", "1.0", " 1", "01", "1\n", "\u0661", "1" * 5000):
+        with pytest.raises(LaunchError) as caught:
+            with_environment({name: wrong})
+        assert str(caught.value).startswith(f"{name}: got {echo(wrong)}, needs {needs}; start with torchrun")
+
+
+def test_a_port_that_another_program_has(small_data: SmallData) -> None:
+    with socket.create_server(("", 0)) as other:
+        place = GOOD | {"RANK": "0", "MASTER_PORT": str(other.getsockname()[1])}
+        (done,) = Commands(environment=place).attempt(TRAINER, *CONFIG, *small_data.flags, timeout_s=60)
+    assert f"rank 0: MASTER_PORT: got {place['MASTER_PORT']}, " in refusal(done)
+
+
+def test_one_process_needs_no_address(small_data: SmallData) -> None:
+    """Whatever a shell has left in its environment."""
+    left = {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "x"}
+    Commands(environment=left).run(TRAINER, *CONFIG, *small_data.flags, "--train-iters", 1, "--lr-warmup-iters", 0)

@@ -24,7 +24,7 @@ from megatron_ext.config import Config, ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import PERMANENT, UserError
-from megatron_ext.launch import read_launch
+from megatron_ext.launch import LaunchError, read_launch
 
 Answer = TypeVar("Answer")
 
@@ -74,15 +74,19 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     """Initialize torch.distributed if necessary, build Megatron's groups and seed its random states.
 
     Raises:
-        UserError: the launcher's environment variables are missing or invalid.
+        UserError: the launcher's environment variables are missing or invalid, or another program has the port.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
-        read_launch()  # several processes have an address
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        for name, value in alone.items():
-            os.environ.setdefault(name, value)
-        dist.init_process_group(platform.communication, timeout=timeout)
+        several = read_launch().world_size > 1
+        meeting: dict[str, Any] = {} if several else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        try:
+            dist.init_process_group(platform.communication, timeout=timeout, **meeting)
+        except dist.DistNetworkError as error:
+            if "failed to listen" not in str(error):  # rank 0 may have crashed
+                raise
+            port, reason = os.environ["MASTER_PORT"], str(error).rpartition("message: ")[2]
+            raise LaunchError(f"MASTER_PORT: got {port}, needs a free port on this host ({reason})") from None
     chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
-from megatron_ext.launch import read_launch
+from megatron_ext.launch import LaunchError, read_launch
 
 _CPU = torch.device("cpu")
 _replaced: list[tuple[Any, str, Any, bool]] = []
@@ -40,7 +40,7 @@ def find(device: str) -> Platform:
 
     Raises:
         UserError: CUDA is requested but not available, or the CPU is requested although a CUDA device is visible; or
-            LOCAL_RANK is not a number.
+            LOCAL_RANK is the number of no GPU.
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -52,7 +52,10 @@ def find(device: str) -> Platform:
         )
     if not cuda:
         return Platform(_CPU, "gloo", transformer_engine=False)
-    local = torch.device("cuda", read_launch().local_rank)
+    number, gpus = read_launch().local_rank, torch.cuda.device_count()
+    if number >= gpus:
+        raise LaunchError(f"LOCAL_RANK: got {number}, but this process sees {gpus} GPUs; start one process for each")
+    local = torch.device("cuda", number)
     torch.cuda.set_device(local)
     try:
         import transformer_engine.pytorch  # noqa: F401

@@ -135,7 +135,7 @@ def run(request: Request, result_file: str) -> None:
     """Rehearse the request and write the result as JSON."""
     os.environ.update(RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")  # a single process takes any; mocked ones do not connect
+    os.environ.setdefault("MASTER_PORT", "1")  # mocked processes do not connect
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
     if request.fake:
