@@ -22,10 +22,14 @@ nearest float: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99...,
 """
 
 import math
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 from megatron_ext.errors import UserError
 
@@ -44,6 +48,9 @@ class ScheduleKind(StrEnum):
     LONG_TO_SHORT = "long_to_short"
     CYCLIC_JUMP = "cyclic_jump"
     CYCLIC_GRADUAL = "cyclic_gradual"
+
+
+_CYCLIC = (ScheduleKind.CYCLIC_JUMP, ScheduleKind.CYCLIC_GRADUAL)
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,30 @@ class WindowSchedule:
         if isinstance(window, float):  # 32 * 1024**0.3 is 256, but floats give slightly less
             window *= 1 + 1e-12
         return min(max(math.floor(window), self.start), self.end)
+
+    def runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield (window, number of steps) for each run of equal windows of the steps first..end-1, in order.
+
+        The window is monotone between two turns, so that a run's end is found without evaluating each of its steps.
+        """
+        for window, parts in groupby(self._monotone_runs(first, end), key=itemgetter(0)):
+            yield window, sum(steps for _, steps in parts)
+
+    def _monotone_runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield runs that also end at each turn."""
+        turn = first
+        while first < end:
+            if first == turn:
+                turn = min(end, self.expansion_steps) if first < self.expansion_steps else end
+                if self.kind in _CYCLIC and first < self.expansion_steps:  # up to the next ramp
+                    turn = min(turn, math.ceil((first // self.ramp_steps + 1) * self.ramp_steps))
+            window, most = self.window_at(first), 1
+            while first + most < turn and self.window_at(first + most) == window:
+                most *= 2
+            low, high = first + most // 2 + 1, min(first + most, turn)
+            stop = low + bisect_left(range(low, high), True, key=lambda step: self.window_at(step) != window)
+            yield window, stop - first
+            first = stop
 
     def _curve(self, t: int) -> float | Fraction:
         """Return the window of step t, during the expansion, before it is floored and clamped."""
@@ -182,8 +213,7 @@ def build_schedule(
     # the last half cycle of `cyclic_gradual` is an upward ramp, so that the window ends at `end`
     half = 0.5 if kind is ScheduleKind.CYCLIC_GRADUAL else 0.0
     cycles = 1 - half if cycles is None else cycles
-    cyclic = kind in (ScheduleKind.CYCLIC_JUMP, ScheduleKind.CYCLIC_GRADUAL)
-    if cyclic and not (0 < cycles < math.inf and float(cycles - half).is_integer()):
+    if kind in _CYCLIC and not (0 < cycles < math.inf and float(cycles - half).is_integer()):
         raise UserError(f"window_cycles: got {cycles:g}, {kind} needs {1 - half:g}, {2 - half:g}, {3 - half:g}, ...")
     return WindowSchedule(kind, start, end, gain, round_to, aligned, switch_step or 0, cycles)
 

@@ -1,8 +1,10 @@
 """Every schedule against its formula, restated here in exact fractions or with another arrangement of floats."""
 
 import math
+from collections import Counter
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -97,6 +99,44 @@ def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round
         check(schedule, step, rate)
     if kind in RAMPS:
         assert schedule.expansion_steps == math.ceil(Fraction(end - start) / rate)
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in ScheduleKind])
+@given(ramp=ramps(), cycles=st.integers(1, 4), round_to=st.integers(1, 99), aligned=st.booleans(), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_runs_are_those_of_the_single_steps(
+    kind: str, ramp: tuple[int, int, Fraction], cycles: int, round_to: int, aligned: bool, data: st.DataObject
+) -> None:
+    start, end, rate = min(ramp[0], 64), min(ramp[1], 90), ramp[2]
+    aligned = aligned and kind == "stepwise"
+    if aligned:
+        start, end = 8, 64
+    turns = {"cycles": cycles - (0.5 if kind == "cyclic_gradual" else 0), "switch_step": cycles}
+    schedule = build_schedule(kind, start=start, end=end, rate=float(rate), round_to=round_to, aligned=aligned, **turns)
+    first = data.draw(st.integers(0, 300))
+    for last in (first, first + 1, first + data.draw(st.integers(2, 400))):
+        windows = [schedule.window_at(step) for step in range(first, last)]
+        assert list(schedule.runs(first, last)) == [(window, len([*same])) for window, same in groupby(windows)]
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in ScheduleKind])
+@pytest.mark.parametrize("fraction", [1e-6, 0.64, 1])
+def test_runs_of_a_long_schedule_evaluate_few_steps(
+    kind: str, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most twice the logarithm of a run's length, for each of its at most 1000 windows on each of 3 ramps."""
+    steps, evaluate, asked = 10**9, WindowSchedule.window_at, Counter[int]()
+
+    def window_at(self: WindowSchedule, step: int) -> int:
+        asked[step] += 1
+        return evaluate(self, step)
+
+    monkeypatch.setattr(WindowSchedule, "window_at", window_at)
+    cycles = 1.5 if kind == "cyclic_gradual" else 3
+    shape = {"expansion_fraction": fraction / 3, "total_steps": steps, "cycles": cycles, "round_to": 7}
+    schedule = build_schedule(kind, start=24, end=1024, switch_step=int(fraction * steps), **shape)
+    assert sum(count for _, count in schedule.runs(0, steps)) == steps
+    assert asked.total() <= 3 * 1001 * 2 * 31
 
 
 @given(

@@ -6,6 +6,7 @@ impossible  shapes of the weights, kind and precision of the optimizer's state
 """
 
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import Any
 
 from megatron_ext.config import Config
@@ -116,9 +117,8 @@ def same_schedules(before: Config, config: Config, step: int) -> bool:
         training=replace(before.training, train_iters=config.training.train_iters),
         optimizer=replace(before.optimizer, lr_decay_iters=config.optimizer.lr_decay_iters),
     )
-    rates = before.learning_rate_schedule(), after.learning_rate_schedule()
-    windows = before.window_schedule(), after.window_schedule()
-    return (rates[0] == rates[1] and windows[0] == windows[1]) or all(
-        rates[0].at(t) == rates[1].at(t) and windows[0].window_at(t) == windows[1].window_at(t)
-        for t in range(step, config.training.train_iters)
-    )
+    rates, end = (before.learning_rate_schedule(), after.learning_rate_schedule()), config.training.train_iters
+    # only the decays differ: two that are equal at both ends, at each turn and after it are equal everywhere
+    turns = {step, end - 1} | {turn + more for rate in rates for turn in rate.turns for more in (0, 1)}
+    windows = (schedule.runs(step, end) for schedule in (before.window_schedule(), after.window_schedule()))
+    return all(rates[0].at(t) == rates[1].at(t) for t in turns if step <= t < end) and all(map(eq, *windows))

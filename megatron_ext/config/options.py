@@ -38,6 +38,8 @@ def _given(value: bool | None, otherwise: bool) -> bool:
 Layers = Annotated[PositiveInt, Le(10_000)]  # a safe upper limit, because each layer is listed by name
 Width = Annotated[PositiveInt, Le(2**24)]  # larger tensors fit no machine
 Tokens = Annotated[PositiveInt, Le(2**31)]
+Steps = Annotated[PositiveInt, Le(10**9)]  # a hundred times those of the longest runs
+Step = Annotated[NonNegativeInt, Le(10**9)]
 Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds within a C int
 Seed = Annotated[NonNegativeInt, Lt(2**64)]
 Share = Annotated[PositiveFloat, Le(1)]
@@ -407,11 +409,11 @@ class OptimizerConfig(_Section):
     lr: PositiveFloat = _option(4e-4, "peak learning rate")
     min_lr: NonNegativeFloat = _option(0.0, "learning rate at the end of the decay")
     lr_decay_style: DecayStyle = _option("cosine", "constant, linear, cosine or WSD")
-    lr_warmup_iters: NonNegativeInt = _option(0, "W, steps of linear warm-up: step t has lr * (t + 1) / W")
+    lr_warmup_iters: Step = _option(0, "W, steps of linear warm-up: step t has lr * (t + 1) / W")
     lr_warmup_from_zero: bool = _option(False, "warm-up: step t has lr * t / W, as in the papers' code")
-    lr_decay_iters: PositiveInt | None = _option(None, "step at which min_lr is reached (default: the last step)")
-    lr_wsd_decay_iters: NonNegativeInt = _option(0, "WSD: steps of the final decay")
-    lr_first_step: NonNegativeInt = _option(0, "first step of the schedule, such as the steps another run took")
+    lr_decay_iters: Steps | None = _option(None, "step at which min_lr is reached (default: the last step)")
+    lr_wsd_decay_iters: Step = _option(0, "WSD: steps of the final decay")
+    lr_first_step: Step = _option(0, "first step of the schedule, such as the steps another run took")
     weight_decay: NonNegativeFloat = _option(0.1, "decoupled weight decay of the matrices")
     weight_decay_all: bool = _option(False, "apply weight decay to norms and biases too, as in TinyLlama's code")
     adam_beta1: Decay = _option(0.9, "Adam's first-moment decay")
@@ -445,7 +447,7 @@ class OptimizerConfig(_Section):
 class TrainingConfig(_Section):
     """The length, precision, evaluation and stopping rules of training."""
 
-    train_iters: PositiveInt = _option(100, "optimizer steps")
+    train_iters: Steps = _option(100, "optimizer steps")
     seed: Seed = _option(1234, "seed of weights, data order and dropout, below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
     fp8_format: Literal["hybrid", "e4m3"] | None = _option(

@@ -47,8 +47,9 @@ def training_flops(
     if model.vocab_size is None:
         raise UserError("vocab_size: got nothing, the parameter count needs it; set it in the model's configuration")
     parameters = count_active_parameters(model, model.vocab_size)
-    # thousands of steps share a window, and computing its context is linear in the row: count each window once
-    windows = Counter(min(schedule.window_at(step), row_length) for step in range(steps))
+    windows = Counter[int]()
+    for window, count in schedule.runs(0, steps):
+        windows[min(window, row_length)] += count
     return sum(
         count * step_flops(model, parameters, tokens_per_step, masks.whole_row_context(row_length, window))
         for window, count in windows.items()

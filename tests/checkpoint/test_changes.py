@@ -2,16 +2,19 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.changes import check, differences
+from megatron_ext.checkpoint.changes import check, differences, same_schedules
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, parse, to_dict
 from megatron_ext.config.checks import mistakes
 from megatron_ext.errors import UserError
+from megatron_ext.learning_rate import LearningRateSchedule
+from megatron_ext.schedule import WindowSchedule
 
 BASE = "--data-path x --vocab-size 64 --window-schedule linear --window-rate 1 --train-iters 100"
 BYTES = "--vocab-size none --tokenizer-model bytes"
@@ -202,6 +205,35 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
             assert windows[0].window_at(step) == windows[1].window_at(step), (first, second)
             assert rates[0].at(step) == rates[1].at(step), (first, second)
     assert accepted > 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "longer", "same"),
+    [
+        ("--lr-decay-style constant", 0, "--train-iters 1000000000", True),
+        ("--lr-decay-style cosine --lr-decay-iters 9", 9, "--train-iters 1000000000", True),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 10", 0, "--train-iters 1000000000", False),
+        ("--lr-decay-style cosine", 0, "--train-iters 1000000000", False),
+        ("--lr-warmup-iters 5", 0, "--train-iters 1000000000 --lr-decay-iters 1000000000", False),
+        ("--lr-decay-iters 900000000 --train-iters 800000000", 0, "--lr-decay-iters 900000001", False),
+        ("--min-lr 4e-4", 0, "--train-iters 1000000000", True),
+        ("--lr-decay-style constant --window-schedule linear --window-expansion-fraction 0.5 --train-iters 1000000",
+         0, "--train-iters 1000000000", False),
+        ("--lr-decay-style constant --window-schedule linear --window-expansion-fraction 0.01",
+         10**7, "--train-iters 1000000000", True),
+    ],
+)  # fmt: skip
+def test_schedules_of_long_runs_are_compared_at_few_steps(
+    flags: str, step: int, longer: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Counter[str] = Counter()
+    for kind, name in ((LearningRateSchedule, "at"), (WindowSchedule, "window_at")):
+        original = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda self, t, of=original: (asked.update([of.__name__]), of(self, t))[1])
+    words = f"--data-path x --vocab-size 64 {flags}".split()
+    before, after = parse(words), parse([*words, *longer.split()])
+    assert same_schedules(before, after, step) == same
+    assert asked.total() < 200
 
 
 def test_a_mixture_of_one_is_that_data_path(tmp_path: Path) -> None:

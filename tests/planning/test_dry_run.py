@@ -52,6 +52,15 @@ def test_data_that_is_there(run: Run, small_data: SmallData) -> None:
     assert held == pytest.approx(0.9 * os.path.getsize(f"{small_data.prefix}.bin") / 2, rel=0.1)
 
 
+def test_a_run_of_a_thousand_million_steps(run: Run, small_data: SmallData) -> None:
+    grows = ["--window-schedule", "sinusoidal", "--window-rate", "none", "--window-expansion-fraction", 0.5]
+    done = run(*SMALL, *small_data.flags, *grows, "--train-iters", 10**9)
+    assert (done.status, done.stderr) == (0, "")
+    assert "step 999,999,999   window" in done.stdout
+    refused = run(*SMALL, *small_data.flags, *grows, "--train-iters", 10**9 + 1)
+    assert (refused.status, refused.stderr) == (2, "error: train_iters: got 1000000001, needs at most 1000000000\n")
+
+
 def test_a_separate_validation_set_is_opened_part_by_part(run: Run, small_data: SmallData) -> None:
     """It may have fewer parts than training."""
     mixture = ["--data-path", 1, small_data.prefix, 2, small_data.prefix, "--tokenizer-model", small_data.tokenizer]

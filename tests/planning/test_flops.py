@@ -1,11 +1,13 @@
 """The FLOPs of SkyLadder's Table 8."""
 
+from collections import Counter
+
 import pytest
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.planning import training_flops
-from megatron_ext.schedule import build_schedule
+from megatron_ext.schedule import ScheduleKind, build_schedule
 
 
 def test_against_the_formula_step_by_step():
@@ -19,6 +21,17 @@ def test_against_the_formula_step_by_step():
         context = sum(block * block for block in blocks) / 100
         expected += 1000 * (6 * parameters + 12 * 3 * 64 * context)
     assert training_flops(model, schedule, 100, steps=20, tokens_per_step=1000) == pytest.approx(expected)
+
+
+def test_long_runs_and_short_ones_are_summed_alike() -> None:
+    model, steps = ModelConfig(vocab_size=512), 3000
+    for kind in ScheduleKind:
+        cycles = 1.5 if kind is ScheduleKind.CYCLIC_GRADUAL else 2
+        schedule = build_schedule(kind, start=5, end=300, rate=0.29, round_to=16, cycles=cycles, switch_step=7)
+        alone = Counter(min(schedule.window_at(step), 200) for step in range(steps))
+        of_one = {window: build_schedule("constant", start=window, end=window) for window in alone}
+        expected = sum(count * training_flops(model, of_one[window], 200, 1, 99) for window, count in alone.items())
+        assert training_flops(model, schedule, 200, steps, 99) == expected
 
 
 def test_attention_counts_its_heads_not_the_hidden_size():
