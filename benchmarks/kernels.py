@@ -18,6 +18,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
 import triton
 from record import Records, parser_of
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from megatron_ext.attention import triton_kernels, triton_packed
@@ -25,7 +26,6 @@ from megatron_ext.attention import triton_kernels, triton_packed
 KERNELS = ("forward", "backward_query", "backward_key")
 POINTERS = dict.fromkeys(("lse", "delta"), "*fp32") | dict.fromkeys(("scale", "scale_grad"), "fp32")
 POINTERS |= dict.fromkeys(("low", "high", "first_query", "end_query", "full_query", "full_end_query"), "*i32")
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 
 
 def compiled(name: str, head_size: int, share: int = 4, groups: int = 8) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def compiled(name: str, head_size: int, share: int = 4, groups: int = 8) -> dict
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(made.asm["ptx"])
-        command = [PTXAS, "-v", "--gpu-name=sm_90a", ptx, "-o", "/dev/null"]
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", "/dev/null"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = (int(re.findall(rf"(\d+) {what}", log)[0]) for what in ("registers", "bytes spill stores"))
     shared, warps = made.metadata.shared, tile.warps

@@ -1,4 +1,7 @@
-"""Fixtures of all tests, among them a small data set made once per session from this machine's own Python sources."""
+"""Fixtures of all tests, among them a small data set that is the same on every machine.
+
+Tests run on the CPU, whether or not there is a GPU. Those marked `gpu` can run on one: ON_GPU=1 runs them there, alone.
+"""
 
 import json
 import os
@@ -14,8 +17,10 @@ from launcher import Commands
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks as it is imported: its kernels then run on a CPU
+ON_GPU = "ON_GPU" in os.environ
+if not ON_GPU:  # of all processes; CUDA asks at its first call, Triton as it is imported: its kernels then run on a CPU
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+assert torch.cuda.is_available() == ON_GPU, "ON_GPU=1 needs a GPU that torch can see"
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 settings.load_profile("no deadline")
@@ -53,11 +58,9 @@ def slow_but(quick: Collection[object], values: Iterable[object]) -> list[object
 def small_data(alone: Commands, tmp_path_factory: pytest.TempPathFactory) -> SmallData:
     """About 150K tokens in documents of 2 to some hundred tokens, so that short rows hold several ends."""
     folder = tmp_path_factory.mktemp("small_data")
-    alone.run("tools/gather_corpus.py", "--output", folder / "packages.jsonl", "--max-bytes", 500_000)
-    packages = [json.loads(line)["text"] for line in (folder / "packages.jsonl").read_text().splitlines()]
-    with (folder / "corpus.jsonl").open("w") as file:
-        for text in packages:
-            file.writelines(json.dumps({"text": piece}) + "\n" for piece in _pieces(text))
+    texts = list(_texts())
+    for name, documents in (("long", texts), ("corpus", [piece for text in texts for piece in _pieces(text)])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
     alone.run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", VOCABULARY, "--output", tokenizer)
     made = ["--input", corpus, "--output-prefix", folder / "corpus", "--tokenizer-model", tokenizer]
@@ -78,6 +81,29 @@ def stories_model() -> Path:
     if not (folder / "model.safetensors").is_file():
         pytest.skip(f"no {folder}")
     return folder
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others = [item for item in items if ON_GPU and item.get_closest_marker("gpu") is None]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
+def _texts() -> Iterator[str]:
+    """Make 16 texts of 2K to 100K characters in a language that can be learned: few words may follow a word.
+
+    Of `random` only what is the same in every version of Python.
+    """
+    draw = random.Random(0).random
+    syllables = [consonant + vowel for consonant in "bcdfghklmnprstvz" for vowel in "aeiouéä"]
+    words = ["".join(syllables[int(112 * draw())] for _ in range(1 + int(3 * draw()))) for _ in range(1500)]
+    for length in range(16):
+        text, word = "", 0
+        while len(text) < 2000 * 1.3**length:
+            follows = draw() < 0.8  # otherwise any, the first ones most often
+            word = (17 * word + int(4 * draw() ** 2)) % 1500 if follows else int(1500 * draw() ** 3)
+            text += words[word] + ("\n" if draw() < 0.02 else ". " if draw() < 0.1 else " ")
+        yield text
 
 
 def _pieces(text: str) -> Iterator[str]:

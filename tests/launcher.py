@@ -199,9 +199,9 @@ _SERVERS: list[subprocess.Popen[str]] = []  # by rank; each ends when this proce
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without a launcher's words and without a GPU."""
+    """This process's environment, from which conftest.py hides GPUs, without a launcher's words."""
     mine = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    return mine | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return mine | {"OMP_NUM_THREADS": "1"}
 
 
 def _start(job: dict[str, Any], processes: int, environment: Mapping[str, str], launched: bool = False) -> Running:

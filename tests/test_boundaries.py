@@ -1,4 +1,4 @@
-"""Who may import Megatron, engine/ and run/."""
+"""Who may import Megatron, engine/ and run/, and who may ask for a GPU."""
 
 import ast
 import functools
@@ -65,3 +65,13 @@ def test_imports_go_one_way(room: str) -> None:
 def test_the_package_imports_no_command(command: str) -> None:
     """tools/ is installed as megatron_ext.tools."""
     assert not [path for path in PACKAGE if imported_from(path, command)]
+
+
+def test_only_conftest_asks_for_a_gpu() -> None:
+    """Tests run alike with and without one: they ask ON_GPU."""
+
+    def asks(path: Path) -> bool:
+        calls = (node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
+        return any(isinstance(call, ast.Attribute) and call.attr in ("is_available", "device_count") for call in calls)
+
+    assert [path.name for path in (ROOT / "tests").rglob("*.py") if asks(path)] == ["conftest.py"]

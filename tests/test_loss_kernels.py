@@ -1,4 +1,4 @@
-"""The loss head's Triton kernels against float64 and the plain path: on a GPU, or else in Triton's interpreter.
+"""The loss head's Triton kernels against float64 and the plain path: in Triton's interpreter, or on a GPU (ON_GPU=1).
 
 Legend: b tokens of a block, v vocabulary entries of one tensor-parallel rank, k kinds of statistics.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ON_GPU
 from launcher import call
 from test_loss import Z_LOSS, assert_all_close, problem, whole
 from torch import Tensor
@@ -23,7 +24,8 @@ from megatron_ext import loss_kernels
 from megatron_ext.loss import VocabularyShard, cross_entropy
 
 ROOT = Path(__file__).resolve().parents[1]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = pytest.mark.gpu
 NEVER = -torch.inf
 
 

@@ -30,7 +30,7 @@ class Installed:
     def run(self, folder: Path, *words: object, status: int = 0) -> str:
         """Run a command in `folder`, as a user without a checkout does; its output."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"PATH": f"{self.venv}/bin:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment |= {"PATH": f"{self.venv}/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
         command = [self.venv / "bin" / str(words[0]), *map(str, words[1:])]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == status, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

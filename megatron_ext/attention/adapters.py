@@ -19,6 +19,8 @@ from megatron_ext.attention.sinks import attend_with_sink
 from megatron_ext.errors import installed_version
 
 _VARLEN_NEEDS = {"scale", "window_size"}  # new in torch 2.11; the causal mask of 2.10 is aligned to the top left
+# arguments of the private operator for its gradients; torch 2.15 adds one with a default
+_BACKWARD = "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale window_size"
 _TE_MASK = "padding_causal_bottom_right"
 
 
@@ -96,6 +98,18 @@ def torch_varlen_missing() -> str | None:
     if varlen_parameters() >= _VARLEN_NEEDS:
         return None
     return f"needs torch 2.11 or newer, this is {torch.__version__}; pip install 'torch>=2.11'"
+
+
+def torch_varlen_sinks_missing() -> str | None:
+    """Check the private operator that `torch_varlen` calls for the gradients of a call with attention sinks."""
+    import torch.nn.attention.varlen  # registers it
+
+    operator = getattr(torch.ops.torch_attn, "_varlen_attn_backward", None)
+    arguments = [] if operator is None else operator.default._schema.arguments
+    known, more = _BACKWARD.split(), arguments[14:]
+    if [one.name for one in arguments[:14]] == known and all(one.has_default_value() for one in more):
+        return None
+    return f"cannot differentiate attention sinks in torch {torch.__version__}, whose operator for it differs; use auto"
 
 
 @lru_cache

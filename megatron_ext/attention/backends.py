@@ -107,6 +107,7 @@ _BACKENDS = (
         flash_attention_2=True,
         sinks=True,
         missing=adapters.torch_varlen_missing,
+        sinks_missing=adapters.torch_varlen_sinks_missing,
     ),
     Backend(name="flash_attn", kernel=adapters.flash_attn, flash_attention_2=True, missing=adapters.flash_attn_missing),
     Backend(name="te_thd", kernel=adapters.te_thd, missing=adapters.te_thd_missing),

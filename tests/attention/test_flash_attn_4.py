@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_ext.attention import adapters
 
@@ -15,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(adapters.flash_attn_4_missing() is not None, reason="FlashAttention 4 is not installed")
-@pytest.mark.skipif(torch.version.cuda is not None, reason="the mocked GPU needs a torch for CPUs")
 def test_it_compiles_for_hopper(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

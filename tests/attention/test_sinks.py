@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,6 @@ def test_the_ends() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux on x86-64")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh runs the kernels on a GPU")
 def test_our_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_packed, "tiles", lambda size: Tiles(*[Tile(16, 16, 4, 1)] * 3))
     monkeypatch.setattr("megatron_ext.attention.sinks._ELEMENTS", 5 * 4 * 16)  # several blocks of queries
@@ -112,12 +111,41 @@ def test_torch_varlen(monkeypatch: pytest.MonkeyPatch, left_window: int | None) 
 
     adapters.varlen_parameters.cache_clear()
     monkeypatch.setattr(varlen, "varlen_attn", attend)
-    given = list(torch.ops.torch_attn._varlen_attn_backward.default._schema.arguments)
-    assert [one.name for one in given][-3:] == ["rng_state", "scale", "window_size"]
-    assert len(given) == 14
+    assert BACKENDS["torch_varlen"].objection(torch.device("cuda"), torch.bfloat16, 64, sinks=True) is None
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
     assert_right(adapters.torch_varlen, with_sinks(call), call)
     adapters.varlen_parameters.cache_clear()
+
+
+BORDERS = "Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, bool is_causal, Tensor rng_state"
+OF_2_13 = f"Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {BORDERS}, "
+OF_2_13 += "float? scale=None, SymInt[]? window_size=None"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        (OF_2_13, True),
+        (f"{OF_2_13}, int backend=1", True),  # of 2.15
+        (f"{OF_2_13}, *, int backend", False),
+        (OF_2_13.removesuffix(", SymInt[]? window_size=None"), False),
+        (OF_2_13.replace("Tensor key, Tensor value", "Tensor value, Tensor key"), False),
+        (None, False),
+    ],
+)
+def test_another_backward_of_torch_varlen_is_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: str | None, fits: bool
+) -> None:
+    """It is private to torch; calls without sinks do not need it."""
+    schema = torch._C.parse_schema(f"f({arguments}) -> Tensor") if arguments else None
+    operator = SimpleNamespace(default=SimpleNamespace(_schema=schema)) if arguments else None
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", operator)
+    plain, found = (
+        BACKENDS["torch_varlen"].objection(torch.device("cuda"), torch.bfloat16, 64, sinks=sinks)
+        for sinks in (False, True)
+    )
+    assert plain is None
+    assert found is None if fits else "cannot differentiate attention sinks in torch" in found
 
 
 def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from megatron_ext.attention.triton_packed import Tile, Tiles, ranges
 from megatron_ext.layout import build_layout
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh runs the kernels on a GPU")
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

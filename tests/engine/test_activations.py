@@ -15,7 +15,6 @@ from megatron_ext.engine.activations import HostCopies
 GEMMA = {"block": "gemma3", "local_window": 4, "window_attn_skip_freq": 2, "rotary_base_local": 300.0}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="one CPU process")
 @pytest.mark.parametrize(("layers", "group", "on_host"), [(4, 1, 3), (6, 2, 2), (1, 1, 0)])
 @pytest.mark.parametrize("block", [{}, GEMMA])
 def test_training_is_the_same_bit_for_bit(

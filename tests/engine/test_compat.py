@@ -242,7 +242,6 @@ def test_kernels_of_cuda_are_not_called_on_a_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run")
 @needed("kernels on a CPU")
 def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(
     small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,7 +279,6 @@ def test_megatrons_router_still_lacks_a_name_without_transformer_engine() -> Non
     assert compat.megatron_experts.te_general_gemm is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it has a stream there")
 @needed("counts_on_host")
 def test_megatrons_dispatcher_still_needs_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, it makes its stream on CUDA alone: remove compat.counts_on_host."""
@@ -312,7 +310,6 @@ def share_unevenly(rank: int) -> dict[str, list[float] | bool]:
     return {"gathered": gathered[:, 0].tolist(), "summed": summed[:, 0].tolist(), "supported": supported}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL takes them")
 def test_gloo_still_does_not_gather_uneven_rows() -> None:
     """Where `supported` is true, gloo takes them: remove compat.uneven_gather and uneven_reduce_scatter."""
     first, second = call(share_unevenly, 2)

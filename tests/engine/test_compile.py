@@ -19,9 +19,6 @@ from megatron_ext.masks import MaskOptions
 
 LENGTH, VOCABULARY, LAYERS = 24, 64, 3
 
-if torch.cuda.is_available():
-    pytest.skip("one CPU process", allow_module_level=True)
-
 
 @contextmanager
 def compiling() -> Iterator[list[torch.fx.GraphModule]]:

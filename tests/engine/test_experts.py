@@ -25,9 +25,6 @@ from megatron_ext.engine.step import Stepper, StepResult
 
 LENGTH, EXPERTS, CHOICES = 16, 5, 2
 
-if torch.cuda.is_available():
-    pytest.skip("one CPU process", allow_module_level=True)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[parallel.Ranks]:

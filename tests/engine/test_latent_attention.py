@@ -32,9 +32,6 @@ T, D, N, LATENT, QUERY_LATENT, PLAIN, ROTATED, VALUE = 24, 20, 6, 10, 14, 8, 4, 
 ENDS = [5, 17, 24]
 CPU = torch.device("cpu")
 
-if torch.cuda.is_available():
-    pytest.skip("one CPU process", allow_module_level=True)
-
 
 @dataclass(frozen=True)
 class Layout:

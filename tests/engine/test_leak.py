@@ -18,9 +18,6 @@ LENGTH, VOCABULARY, ROWS = 24, 64, 2
 ENDS = ([1, 2, 9, 17, 24], [5, 23])  # ends at the first and the last position, and a document of one token
 WINDOWS = [1, 2, 5, 7, 12, 23, LENGTH]
 
-if torch.cuda.is_available():
-    pytest.skip("one CPU process", allow_module_level=True)
-
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:

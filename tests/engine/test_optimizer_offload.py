@@ -22,9 +22,6 @@ from megatron_ext.engine.weights import saved_weights
 
 SHARED = ParallelConfig(use_distributed_optimizer=True)
 
-if torch.cuda.is_available():
-    pytest.skip("on a GPU benchmarks/gpu.sh runs it", allow_module_level=True)
-
 
 class Stream:
     """Stands for a stream and an event: all is done as it is called."""

@@ -1,5 +1,6 @@
 """Megatron-Core runs on a CPU, and needs each of the patches; warnings about ranks whose environments differ."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from tools import environment as tool
 
 RUN_WITHOUT = "tests/engine/run_without.py"
 FLAGS = ["--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]
-NO_CUDA = "Torch not compiled with CUDA enabled"
+# of a build for the CPU; of one for CUDA where there is no driver, or no GPU that it may see
+NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
 PIPELINE = ["--pipeline-model-parallel-size", "2", "--no-untie-embeddings-and-output-weights"]
 # how one step fails without each patch; the distributed optimizer and a pipeline with tied embeddings meet all of them
 FAILURES = {
@@ -30,8 +32,6 @@ FAILURES = {
     "random_state": NO_CUDA,
 }
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches do nothing on CUDA")
-
 
 def run_without(name: str, data: SmallData, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     monkeypatch.setenv("WITHOUT", name)
@@ -39,14 +39,13 @@ def run_without(name: str, data: SmallData, folder: Path, monkeypatch: pytest.Mo
     return result.returncode, result.stderr
 
 
-@on_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needed(name)) for name in FAILURES])
 def test_a_run_fails_without(small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Where this fails, Megatron-Core no longer needs the patch: remove it from platform.PATCHES."""
     code, stderr = run_without(name, small_data, tmp_path / "run", monkeypatch)
     assert code == 1
-    assert FAILURES[name] in stderr, stderr[-3000:]
+    assert re.search(FAILURES[name], stderr), stderr[-3000:]
 
 
 @pytest.fixture
@@ -59,7 +58,6 @@ def patched() -> Iterator[None]:
     platform.uninstall_cpu()
 
 
-@on_cpu
 @pytest.mark.usefixtures("patched")
 def test_only_what_goes_to_cuda_comes_to_the_cpu() -> None:
     assert torch.zeros(2, device="cuda", pin_memory=True).device.type == "cpu"
@@ -73,7 +71,6 @@ def test_only_what_goes_to_cuda_comes_to_the_cpu() -> None:
         assert torch.tensor([1.0]).device.type == torch.empty(2).device.type == "meta"
 
 
-@on_cpu
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(UserError, match=r"^device: got cuda, needs a CUDA device .*; use --device cpu$"):
         platform.choose("cuda")

@@ -37,9 +37,6 @@ from megatron_ext.token_weighting.weigher import Weigher
 
 LENGTH, VOCABULARY = 16, 50
 
-if torch.cuda.is_available():
-    pytest.skip("one CPU process", allow_module_level=True)
-
 
 class OneProcess:
     """A model, its optimizer and its stepper, alone in their groups."""

@@ -85,7 +85,6 @@ def test_the_fused_rotation_gets_an_angle_per_token(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(rotated, query_t1NH * angles.cos() + half * angles.sin())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="one CPU process")
 def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches of an evaluation or of chunks may be longer than the run's rows."""
     lengths: list[int] = []

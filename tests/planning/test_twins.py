@@ -32,7 +32,7 @@ def twin_data(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.T
     """Short documents and long ones, two sources, and weights that leave out every third token."""
     folder = tmp_path_factory.mktemp("twin_data")
     with (folder / "corpus.jsonl").open("w") as file:
-        for name in ("packages", "corpus"):
+        for name in ("long", "corpus"):
             for line in (small_data.prefix.parent / f"{name}.jsonl").read_text().splitlines():
                 file.write(json.dumps(json.loads(line) | {"source": name}) + "\n")
     made = ["--input", folder / "corpus.jsonl", "--output-prefix", folder / "corpus", "--source-field", "source"]

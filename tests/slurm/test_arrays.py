@@ -34,7 +34,7 @@ def finish(cluster: Cluster, job: str, parts: int, folder: Path) -> None:
 
 
 def environment(folder: Path, **settings: object) -> dict[str, str]:
-    here = {"VENV": sys.prefix, "PYTHONPATH": PYTHONPATH, "LOGS": str(folder / "logs"), "CUDA_VISIBLE_DEVICES": ""}
+    here = {"VENV": sys.prefix, "PYTHONPATH": PYTHONPATH, "LOGS": str(folder / "logs")}
     return here | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in settings.items()}
 
 

@@ -32,7 +32,7 @@ class Job:
         self, cluster: Cluster, data: SmallData, run: Path, options: tuple[str, ...] = (), flags: tuple[str, ...] = ()
     ) -> None:
         self.cluster, self.run, self.output = cluster, run, run.with_name(f"{run.name}.log")
-        environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
+        environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": PYTHONPATH}
         environment |= {"MASTER_ADDR": socket.gethostname(), "OMP_NUM_THREADS": "1"}
         config = ["--config", "examples/configs/cpu_smoke.yaml", "--seq-length", "256", "--train-iters", str(STEPS)]
         self.number = cluster.submit(

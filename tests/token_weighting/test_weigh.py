@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ON_GPU
 
 from megatron_ext.token_weighting import weigh
 from megatron_ext.token_weighting.weigh import POSTS
@@ -136,7 +137,8 @@ def test_small_doubts_keep_their_digits() -> None:
     np.testing.assert_allclose(weights, [[0.5, 1.5]], rtol=2e-7)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and ON_GPU=1")
 @pytest.mark.parametrize(("score", "post"), PAIRS)
 def test_a_gpu_agrees_with_the_cpu(score: str, post: str) -> None:
     draw = np.random.default_rng(0)

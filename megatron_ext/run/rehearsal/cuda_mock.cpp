@@ -1,5 +1,8 @@
-// What a CPU-only torch lacks to hold fake CUDA tensors: hooks that say there is one CUDA device, and a device guard
+// What torch lacks without a GPU to hold fake CUDA tensors: hooks that say there is one CUDA device, and a device guard
 // whose streams and events do nothing. No kernel is here; fake tensors call none. Built and loaded by process.py.
+//
+// A build for CUDA has hooks and a guard of its own, which these replace: the hooks by their priority in the registry,
+// the guard as the last one registered, because this library is linked to the one that registers the other.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -16,11 +19,12 @@ struct CUDAHooks : CUDAHooksInterface {
   int getNumGPUs() const override { return 1; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }  // or its attention asks what the device is
 };
 
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace at
 

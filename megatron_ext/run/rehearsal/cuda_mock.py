@@ -1,4 +1,4 @@
-"""Patch a CPU-only torch so that it behaves as if it had a GPU; each patch states its reason.
+"""Patch torch so that it behaves as if it had a GPU, in builds for the CPU and for CUDA; each patch states its reason.
 
 `install` is called in a separate process, after `process.load_mock` and before Megatron is imported, which imports
 some of these functions by name. Nothing is restored.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.launch import read_launch
@@ -73,7 +74,7 @@ class _Stream:
 
 
 def _device() -> None:
-    """Replace what a CPU-only build of torch.cuda lacks: the library behind its queries, and the classes of streams.
+    """Replace what torch.cuda lacks without a GPU: the answers to its queries, and the classes of streams.
 
     The CPU's generator replaces the device's, whose state Megatron saves and sets around recomputation.
     """
@@ -159,14 +160,18 @@ def _kernels() -> None:
     """Register CUDA kernels for operators that a CPU-only torch would decompose, which keeps more memory.
 
     Without them the backward of SiLU is seven operators and RMSNorm keeps fp32 copies of its input. They are never
-    called: fake tensors only need the shapes.
+    called: fake tensors only need the shapes. The reference attention is composed: a build for CUDA would choose a
+    kernel by asking the device.
     """
 
     def not_called(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a kernel was called on a device that is not there")
 
     for name in KERNELS:
-        _KERNELS.impl(name, not_called, "CUDA")
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            _KERNELS.impl(name, not_called, "CUDA")
+    functional: Any = torch.nn.functional
+    functional.scaled_dot_product_attention = sdpa_kernel(SDPBackend.MATH)(functional.scaled_dot_product_attention)
 
 
 def _storage_copies() -> None:

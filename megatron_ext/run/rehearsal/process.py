@@ -24,7 +24,7 @@ from megatron_ext.files.fingerprint import fingerprint
 
 GIB = 2**30
 MOCK = Path(__file__).with_name("cuda_mock.cpp")
-SUPPORTED = ("2.11", "2.12", "2.13")
+SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -96,18 +96,13 @@ def load_mock() -> None:
     The library is cached in the user's cache folder, by torch's version and a hash of its source and torch's folder.
 
     Raises:
-        UserError: an unsupported torch, a CUDA build of torch, no C++ compiler, or one that cannot build the mock.
+        UserError: an unsupported torch, no C++ compiler, or one that cannot build the mock.
     """
     assert "torch" not in sys.modules, "torch has already looked for CUDA"
     torch = distribution("torch")
     folder, found = Path(str(torch.locate_file("torch"))), torch.version
     if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
         raise UserError(f"torch: got {found}, a rehearsal needs {SUPPORTED[0]} to {SUPPORTED[-1]}; pip install one")
-    if any((folder / "lib").glob("libtorch_cuda*")):  # only one guard and one set of hooks can be registered
-        raise UserError(
-            "torch: got a build for CUDA, a rehearsal needs one for the CPU; in a virtual environment of its own, "
-            "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-        )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
     library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{fingerprint(MOCK, str(folder))[:16]}.so"
     if not library.exists():
@@ -125,6 +120,8 @@ def _build(target: Path, torch: Path) -> None:
     with atomic_write(target) as made:  # two rehearsals may build at once
         command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", str(MOCK)]
         command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
+        if (torch / "lib" / "libtorch_cuda.so").exists():  # loaded before the mock, which replaces its hooks and guard
+            command += ["-Wl,--no-as-needed", "-ltorch_cuda"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode != 0:
             wrong = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
@@ -134,6 +131,7 @@ def _build(target: Path, torch: Path) -> None:
 def run(request: Request, result_file: str) -> None:
     """Rehearse the request and write the result as JSON."""
     os.environ.update(RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a rehearsal is the same whether or not there is a GPU
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "1")  # mocked processes do not connect
     logging.basicConfig(level=logging.ERROR)
