@@ -33,6 +33,7 @@ LOWEST = torch.finfo(torch.float32).min / 2  # initial maximum; unlike -inf, it 
 Number = TypeVar("Number", Tensor, float)
 # Earlier versions reject a float32 total with bf16 operands: https://github.com/pytorch/pytorch/pull/167931
 _ADDS_IN_PLACE = TorchVersion(torch.__version__) >= "2.11.0a0"
+_PARTS = 32  # in which these add a product
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def cross_entropy(
 
     Forward keeps the statistics of each token's logits; backward recomputes each block's logits. Logits are float32,
     and so are the sums of the weight's gradient. On CUDA, memory beyond the arguments and their gradients is one block
-    of logits, float32 [block_tokens, v], and without `weight_grad_vD` the weight's gradient in float32.
+    of logits, float32 [block_tokens, v], `adding_bytes`, and without `weight_grad_vD` the weight's gradient in float32.
 
     In plain torch without tensor parallelism, the last block of forward is kept for backward, which starts with it: a
     row of one block takes three products instead of four, with the same results.
@@ -302,11 +303,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 # A custom operator, because torch's in-place form has no working fake implementation and breaks torch's FLOP counter.
 @torch.library.custom_op("megatron_ext::add_wide_product", mutates_args=("total",))
 def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to the float32 `total`; before torch 2.11 the product is a temporary tensor."""
+    """Add left @ right to the float32 `total`; before torch 2.11 with temporary products of some rows."""
     if _ADDS_IN_PLACE:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+        return
+    for part, left_part in zip(total.chunk(_PARTS), left.chunk(_PARTS), strict=True):
+        part += torch.mm(left_part, right, out_dtype=total.dtype)
+
+
+def adding_bytes(rows: int, width: int) -> int:
+    """Return the temporary memory of adding a wide product to a total [rows, width]."""
+    return 0 if _ADDS_IN_PLACE else 4 * width * -(-rows // _PARTS)
 
 
 @_add_wide_product.register_fake

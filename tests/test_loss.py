@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_ext import loss
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy, loss_terms
 
 NAMES = ("losses", "hidden.grad", "weight.grad", "log partition", "entropy")
@@ -248,6 +249,30 @@ def test_the_weights_gradient_is_added_where_it_is_asked_for() -> None:
     (found.cross_entropy_t + Z_LOSS * found.log_partition_t.square()).backward(grad)
     torch.testing.assert_close(total - before, wanted[2], rtol=1e-5, atol=1e-5)
     assert weight.grad is None  # autograd would copy even expanded zeros
+
+
+def test_torch_that_cannot_add_in_place_adds_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bf16 product in float32; the memory formula counts the largest of the temporary products."""
+    made: list[int] = []
+
+    def product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+        made.append(len(left) * right.shape[1] * out_dtype.itemsize)
+        return left.to(out_dtype) @ right.to(out_dtype)
+
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((101, 7), (7, 16)))
+    wanted = torch.ones(101, 16) + left.float() @ right.float()
+    monkeypatch.setattr(loss, "_ADDS_IN_PLACE", False)
+    monkeypatch.setattr(torch, "mm", product)
+    for parts, rows in ((1, 101), (2, 51), (32, 4), (200, 1)):
+        monkeypatch.setattr(loss, "_PARTS", parts)
+        total = torch.ones(101, 16)
+        loss.add_product(total, left.T.contiguous().T, right)
+        torch.testing.assert_close(total, wanted)
+        assert max(made) == loss.adding_bytes(101, 16) == rows * 16 * 4
+        made.clear()
+    monkeypatch.setattr(loss, "_ADDS_IN_PLACE", True)
+    assert loss.adding_bytes(101, 16) == 0
 
 
 def test_bf16_logits_are_not_rounded() -> None:

@@ -6,12 +6,16 @@ get it, or None.
 
 import inspect
 import os
+import re
 from functools import lru_cache
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from torch.torch_version import TorchVersion
 
 from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
@@ -21,7 +25,9 @@ from megatron_ext.errors import installed_version
 _VARLEN_NEEDS = {"scale", "window_size"}  # new in torch 2.11; the causal mask of 2.10 is aligned to the top left
 # arguments of the private operator for its gradients; torch 2.15 adds one with a default
 _BACKWARD = "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale window_size"
-_TE_MASK = "padding_causal_bottom_right"
+# Read in each forward call. If no fused kernel fits, Transformer Engine otherwise pads to [segments, longest, longest]
+# without a word; versions from 2.15 on may take FlashAttention 4, which is a backend of its own here.
+_TE_ENVIRONMENT = {"NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V4": "0"}
 
 
 def flash_attn_4(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
@@ -50,17 +56,26 @@ def flash_attn_4(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
 
 def flash_attn_4_missing() -> str | None:
     """Look for its own parts: flash-attn installs the same folder, in some versions with a `cute` of its own."""
-    if installed_version("flash-attn-4") is not None and find_spec("cutlass") is not None:
+    if installed_version("flash-attn-4") is None or find_spec("cutlass") is None:
+        return "is not installed; pip install --pre 'flash-attn-4[cu13]'"
+    needed = ["flash-attn-4>=4.0.0b36"]  # an older compiler than this one asks for truncates offsets beyond 2^31
+    for package in ("flash-attn-4", "quack-kernels"):
+        needed += (metadata.requires(package) or []) if installed_version(package) else []
+    for name, minimum in re.findall(r"^([\w.-]+)[^;\n]*>=([\w.]+)[^;\n]*$", "\n".join(needed), re.MULTILINE):
+        if TorchVersion(here := installed_version(name) or "0") < minimum:
+            return f"needs {name} {minimum}, this is {here}; pip install --pre --upgrade 'flash-attn-4[cu13]'"
+    return None
+
+
+def flash_attn_4_limits(capability: tuple[int, int], head_size: int, value_size: int, sinks: bool) -> str | None:
+    """Return which kernels it lacks on this GPU; on Hopper it has all."""
+    (major, minor), sizes = capability, (head_size, value_size)
+    large = [] if major == 12 else [(192, 128)] if sinks else [(192, 128), (256, 256)]
+    backward = major < 12 or not (sinks or torch.are_deterministic_algorithms_enabled())
+    if major == 9 or (backward and (max(sizes) <= 128 or sizes in large)):
         return None
-    return "is not installed; pip install --pre 'flash-attn-4[cu13]'"
-
-
-def flash_attn_4_sinks_missing() -> str | None:
-    from flash_attn.cute import interface
-
-    if "learnable_sink" in inspect.signature(interface._flash_attn_bwd).parameters:
-        return None
-    return "has no gradient of attention sinks in this version; pip install --pre --upgrade 'flash-attn-4[cu13]'"
+    what = f"heads of {sizes}{' with sinks' * sinks}" if backward else "sinks or a deterministic backward"
+    return f"has no kernels for {what} on sm_{major}{minor}; use auto"
 
 
 def torch_varlen(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
@@ -141,45 +156,47 @@ def flash_attn(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
 
 def flash_attn_missing() -> str | None:
     """Look for a module: FlashAttention 4 alone installs a folder of the same name, without `__init__.py`."""
-    found = find_spec("flash_attn")
-    if found is not None and found.origin is not None:
-        return None
-    return "is not installed; pip install flash-attn, or use an NGC PyTorch image"
+    installed = (found := find_spec("flash_attn")) and found.origin
+    return None if installed else "is not installed; pip install flash-attn, or use an NGC PyTorch image"
 
 
 def te_thd(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
     """Call Transformer Engine's DotProductAttention in the THD format, without its own context parallelism."""
     query_tNH, key_uGH, value_uGW, sink_N = inputs
-    assert sink_N is None
-    (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens
-    attention = _te_attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)
-    # Otherwise, if no fused kernel fits, Transformer Engine silently pads to [segments, longest, longest]. It reads the
-    # variable in each forward call.
-    os.environ["NVTE_UNFUSED_ATTN"] = "0"
+    attention = _te_attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale, sink_N is not None)
+    names = "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "window_size"
+    options = dict(zip(names, (*call.borders, *call.max_seqlens, call.window_size), strict=True))
     # Transformer Engine compares only the strides of keys and values, and then reads all three as contiguous.
-    out: Tensor = attention(
-        query_tNH.contiguous(),
-        key_uGH.contiguous(),
-        value_uGW.contiguous(),
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        max_seqlen_q=max_q,
-        max_seqlen_kv=max_kv,
-        attn_mask_type=_TE_MASK,
-        window_size=call.window_size,
-    )
+    tensors = query_tNH.contiguous(), key_uGH.contiguous(), value_uGW.contiguous()
+    sinks = {} if sink_N is None else {"softmax_offset": sink_N}  # in place of the module's own parameter
+    before = {name: os.environ[name] for name in _TE_ENVIRONMENT if name in os.environ}
+    os.environ.update(_TE_ENVIRONMENT)
+    try:
+        out: Tensor = functional_call(attention, sinks, tensors, options)
+    finally:
+        for name in _TE_ENVIRONMENT:
+            del os.environ[name]
+        os.environ.update(before)
     return out.view(query_tNH.shape)
 
 
 def te_thd_missing() -> str | None:
-    if find_spec("transformer_engine") is not None:
-        return None
-    return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
+    installed = find_spec("transformer_engine")
+    return (
+        None
+        if installed
+        else "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
+    )
+
+
+def te_thd_sinks_missing() -> str | None:
+    version, cudnn = installed_version("transformer-engine") or "0", torch.backends.cudnn.version() or 0
+    text = f"needs version 2.13 and cuDNN 9.18 for attention sinks, this is {version} with cuDNN {cudnn}; use auto"
+    return None if TorchVersion(version) >= "2.13" and cudnn >= 91800 else text
 
 
 @lru_cache
-def _te_attention(heads: int, groups: int, head_size: int, scale: float) -> Any:
+def _te_attention(heads: int, groups: int, head_size: int, scale: float, sinks: bool) -> Any:
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -188,6 +205,7 @@ def _te_attention(heads: int, groups: int, head_size: int, scale: float) -> Any:
         num_gqa_groups=groups,
         attention_dropout=0.0,
         qkv_format="thd",
-        attn_mask_type=_TE_MASK,
+        attn_mask_type="padding_causal_bottom_right",
         softmax_scale=scale,
+        softmax_type="learnable" if sinks else "vanilla",
     )

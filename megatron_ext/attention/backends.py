@@ -14,6 +14,7 @@ logged. There is no silent fallback: a call that no backend supports raises an e
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,8 @@ LARGEST_HEAD = 256
 FA2_SEGMENTS = 65_535
 FA2_NUMBERS = 2**31
 FA2_GAP = 128
+# FlashAttention 4's deterministic backward has int32 [segments, N, longest / 64], and up to three times that for keys.
+FA4_SEMAPHORES = 2**27
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Backend:
     kernel: Attend
     capability: tuple[int, int] = (8, 0)  # the lowest one of CUDA
     flash_attention_2: bool = False  # whether FlashAttention 2's limits apply; see `takes`
+    semaphores: bool = False  # whether FlashAttention 4's bound of its deterministic mode applies; see `takes`
     sinks: bool = False  # whether it computes attention sinks, with exact gradients
     # whether value heads may be smaller than key heads, if 8 divides their size; otherwise kernels get values padded
     # with zeros
@@ -54,9 +58,13 @@ class Backend:
     # returns what is not installed and how to get it; None if nothing is missing
     missing: Callable[[], str | None] = lambda: None
     sinks_missing: Callable[[], str | None] = lambda: None  # the same of attention sinks
+    # (compute capability, size of a key head, of a value head, sinks) -> why its kernels do not fit; None if they do
+    limits: Callable[[tuple[int, int], int, int, bool], str | None] = lambda *_: None
 
     def takes(self, call: AttentionCall, heads: int, head_size: int) -> bool:
-        """Return whether the call's segments and rows are within the kernel's index limits."""
+        """Return whether the call's segments and rows are within the kernel's limits of indices and memory."""
+        if self.semaphores and torch.are_deterministic_algorithms_enabled():
+            return call.segments * heads * -(-call.max_seqlens[0] // 64) <= FA4_SEMAPHORES
         if not self.flash_attention_2:
             return True
         rows = int(call.cu_seqlens_q[-1]) + FA2_GAP * (call.segments - 1)
@@ -64,11 +72,18 @@ class Backend:
         return call.segments <= FA2_SEGMENTS and rows * heads * -(-head_size // unit) * unit <= FA2_NUMBERS
 
     def objection(
-        self, device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False, installed: bool = False
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int = 0,
+        *,
+        sinks: bool = False,
+        installed: bool = False,
     ) -> str | None:
         """Return why the backend cannot be used, with the remedy; None if it can.
 
-        With `installed`, assume that every package is installed and that the GPU is new enough.
+        `value_size` 0 is that of keys. With `installed`, assume that packages are, and that the GPU has all kernels.
         """
         if self.name == "reference":
             return None
@@ -81,6 +96,8 @@ class Backend:
             if capability < self.capability:
                 needed, found = (f"sm_{major}{minor}" for major, minor in (self.capability, capability))
                 return f"needs {needed} or newer, this is {found}; use reference"
+            if limit := self.limits(capability, head_size, value_size or head_size, sinks):
+                return limit
         if dtype not in (torch.bfloat16, torch.float16):
             return f"computes in half precision, not in {str(dtype).removeprefix('torch.')}; use --bf16"
         if head_size > LARGEST_HEAD or head_size % 8:
@@ -96,10 +113,11 @@ _BACKENDS = (
         name="flash_attn_4",
         kernel=adapters.flash_attn_4,
         capability=(9, 0),
+        semaphores=True,
         sinks=True,
         narrow_values=True,
+        limits=adapters.flash_attn_4_limits,
         missing=adapters.flash_attn_4_missing,
-        sinks_missing=adapters.flash_attn_4_sinks_missing,
     ),
     Backend(
         name="torch_varlen",
@@ -110,20 +128,21 @@ _BACKENDS = (
         sinks_missing=adapters.torch_varlen_sinks_missing,
     ),
     Backend(name="flash_attn", kernel=adapters.flash_attn, flash_attention_2=True, missing=adapters.flash_attn_missing),
-    Backend(name="te_thd", kernel=adapters.te_thd, missing=adapters.te_thd_missing),
+    Backend(
+        name="te_thd",
+        kernel=adapters.te_thd,
+        sinks=True,
+        missing=adapters.te_thd_missing,
+        sinks_missing=adapters.te_thd_sinks_missing,
+    ),
     Backend(name="reference", kernel=reference.attend),
 )
 BACKENDS = {backend.name: backend for backend in _BACKENDS}
 
 
-def objections(
-    device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False, installed: bool = False
-) -> dict[str, str | None]:
+def objections(*arguments: Any, **options: Any) -> dict[str, str | None]:
     """Return `Backend.objection` of each backend, by name."""
-    return {
-        name: backend.objection(device, dtype, head_size, sinks=sinks, installed=installed)
-        for name, backend in BACKENDS.items()
-    }
+    return {name: backend.objection(*arguments, **options) for name, backend in BACKENDS.items()}
 
 
 def by_keys(keys: int, left_window: int | None, available: Sequence[str]) -> str:
@@ -175,15 +194,17 @@ class PerCall:
         return by_keys(call.max_seqlens[1], call.left_window, fitting)
 
 
-def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int, *, sinks: bool = False) -> Attend:
+def select(
+    name: str, device: torch.device, dtype: torch.dtype, head_size: int, value_size: int = 0, *, sinks: bool = False
+) -> Attend:
     """Return the attention function of a run: the named backend or, for `auto`, the best available one per call.
 
-    With `sinks`, it takes the sinks of the heads.
+    `value_size` 0 is that of keys. With `sinks`, it takes the sinks of the heads.
 
     Raises:
         UserError: the backend is unknown, or none is available; the message gives the reason for each.
     """
-    reasons = objections(device, dtype, head_size, sinks=sinks)
+    reasons = objections(device, dtype, head_size, value_size, sinks=sinks)
     candidates = _candidates(name, device)
     available = tuple(one for one in candidates if reasons[one] is None)
     if not available:

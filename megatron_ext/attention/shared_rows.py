@@ -80,7 +80,8 @@ class SharedRows:
                 f"attend: got {query_tNH.shape[1]} query and {key_tGH.shape[1]} key heads, needs multiples of {ranks} "
                 "(ranks) under the scheme ulysses; take the scheme exchange"
             )
-        chosen = _select(backend, query_tNH.device, query_tNH.dtype, query_tNH.shape[-1])
+        sizes = query_tNH.shape[-1], value_tGW.shape[-1]
+        chosen = _select(backend, query_tNH.device, query_tNH.dtype, *sizes)
         factor = query_tNH.shape[-1] ** -0.5 if scale is None else scale
         return self.call.run(chosen, Inputs(query_tNH, key_tGH, value_tGW), factor)
 

@@ -471,7 +471,7 @@ def dump_flight_recorder(path: Path) -> None:
     """Write torch's flight recorder of this rank's collectives, in the format of `torchfrtrace`.
 
     It records if TORCH_FR_BUFFER_SIZE is set. torch writes it only when NCCL's timeout expires, which is later than
-    ours. Remove when torch has a public function for this.
+    ours; `_dump_fr_trace` is the recorder of other backends. Remove when torch has a public function for this.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        path.write_bytes(torch._C._distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
+        path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ class Environment:
 
 def look(config: Config, platform: Platform) -> Environment:
     """Return this process's environment as a run with `config` would use it."""
-    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    model, dtype = config.model, torch.bfloat16 if config.training.bf16 else torch.float32
     on_cuda = platform.device.type == "cuda"
     versions = {
         "python": system.python_version(),
@@ -61,7 +61,7 @@ def look(config: Config, platform: Platform) -> Environment:
         host=socket.gethostname(),
         devices=devices,
         layers="Transformer Engine" if platform.transformer_engine else "Megatron-Core",
-        backends=objections(platform.device, dtype, config.model.head_size, sinks=config.model.has_sinks),
+        backends=objections(platform.device, dtype, model.head_size, model.value_size, sinks=model.has_sinks),
         versions=versions | {name: installed_version(name) for name in PACKAGES},
     )
 

@@ -14,11 +14,13 @@ saving 161 MB stalls training for 0.08 s with it and 0.04 s with ours (benchmark
 """
 
 import logging
+import math
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,7 +101,8 @@ class Checkpointer:
         } | ({"expert": ranks.expert_size} if ranks.expert_size > 1 else {})
         # read now, because the files may have changed or be gone when the first checkpoint is written
         self._data = parallel.run_on_rank0(ranks, lambda: tuple(data_fingerprints(config)), Path())
-        self._copies: dict[Any, Tensor] = {}  # with async_save: host memory of this process's shards
+        self._copies: list[Tensor] = []  # with async_save: host memory of this process's shards, in order
+        self._unpin: Callable[[], object] = lambda: None
         self._writing: Future[Any] | None = None  # the complete checkpoint's folder
         self._group: dist.ProcessGroup | None = None
         self.threads = 0
@@ -214,20 +217,27 @@ class Checkpointer:
         self._stalled += time.perf_counter() - began
         self.saved = writing.result()
 
-    def _copied(self, shards: Iterable[Shard]) -> list[Shard]:
+    def _copied(self, shards: Sequence[Shard]) -> list[Shard]:
         """Return host copies that the next optimizer step does not change; complete after a synchronization.
 
         The next checkpoint reuses their memory.
         """
-        copied = []
-        for shard in shards:
-            key = shard.name, shard.offset, shard.sizes, shard.dtype
-            tensor = shard.data()
-            if key not in self._copies:
-                self._copies[key] = torch.empty(shard.sizes, dtype=shard.dtype, pin_memory=tensor.is_cuda)
-            copy = self._copies[key].copy_(tensor, non_blocking=True)
-            copied.append(Shard.of(shard.name, copy, shard.shape, shard.offset))
-        return copied
+        kinds = [(shard.sizes, shard.dtype) for shard in shards]
+        if [(copy.shape, copy.dtype) for copy in self._copies] != kinds:
+            self._unpin()
+            counts = [math.prod(sizes) * dtype.itemsize for sizes, dtype in kinds]
+            rounded = [-(-count // 64) * 64 for count in counts]  # aligned
+            pool = torch.empty(sum(rounded), dtype=torch.uint8)
+            if torch.cuda.is_available():  # torch's own pinned tensors are rounded up to powers of two bytes
+                cuda = torch.cuda.cudart()
+                torch.cuda.check_error(cuda.cudaHostRegister(pool.data_ptr(), len(pool), 0))
+                self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, pool.data_ptr())
+            parts = zip(pool.split(rounded), counts, kinds, strict=True)
+            self._copies = [part[:count].view(dtype).view(sizes) for part, count, (sizes, dtype) in parts]
+        pairs = list(zip(shards, self._copies, strict=True))
+        for shard, copy in pairs:
+            copy.copy_(shard.data(), non_blocking=True)
+        return [Shard.of(shard.name, copy, shard.shape, shard.offset) for shard, copy in pairs]
 
     @contextmanager
     def _explained(self, folder: Path, step: int) -> Iterator[None]:

@@ -75,6 +75,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         raise UserError("\n".join(lines))
     model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    sizes = model.head_size, model.value_size
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
     extra: dict[str, Any] = _expert_options(config) if model.num_experts is not None else {}
     if parallel.recompute_granularity == "selective":
@@ -136,9 +137,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         persist_layer_norm=False,
         fp8=config.training.fp8_format,
         fp8_recipe=config.training.fp8_recipe,
-        packed_backend=select(
-            parallel.attention_backend, platform.device, dtype, model.head_size, sinks=model.has_sinks
-        ),
+        packed_backend=select(parallel.attention_backend, platform.device, dtype, *sizes, sinks=model.has_sinks),
         packed_masks=masks,
         packed_two_bases=two_bases,
         packed_balance=LoadBalance(config.training.moe_aux_loss_coeff, config.balances_rows, config.data.seq_length),

@@ -22,6 +22,7 @@ from megatron_ext.batch import ContextOptions, context_options
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.context_parallel import CPPlan
+from megatron_ext.loss import adding_bytes
 from megatron_ext.masks import AttentionMask, MaskOptions
 
 HEADROOM = 0.15  # share of a GPU's memory reserved for CUDA's context, NCCL's buffers and fragmentation
@@ -514,6 +515,7 @@ class _Rank:
         if model.block == "phi":
             width += 8  # including the bias, and zeros
             logits += (2 * e + 4) * rows * width
+        logits += adding_bytes(rows, width) if self.config.training.bf16 else 0
         hidden = 2 * e * self.t * width + self.t * self.norm_input / self.s  # including its gradient
         if self.s > 1:
             hidden += e * self.t * width + self.stream  # the gather buffer, and its input

@@ -2,10 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from megatron_ext.attention.interface import AttentionCall
 CUDA = torch.device("cuda")
 
 
-def packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, left: int) -> Tensor:
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, left: int, sink: Any = None
+) -> Tensor:
     """What such a kernel computes with a window of (left, 0)."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
-    left_window = None if left == -1 else left
-    return reference.attend(Inputs(query, key, value), AttentionCall(cu_q.numpy(), cu_k.numpy(), left_window), scale)
+    call = AttentionCall(cu_q.numpy(), cu_k.numpy(), None if left == -1 else left)
+    return reference.attend(Inputs(query, key, value, sink), call, scale)
 
 
 # varlen_attn with the signatures of torch 2.10, 2.11, and 2.12 and 2.13
@@ -82,19 +85,44 @@ def test_torch_varlen_of_2_10_is_refused(torch_has: Any, monkeypatch: pytest.Mon
 
 # Transformer Engine
 
+# names of DotProductAttention's arguments, and of its forward's after the three tensors, in the oldest version
+INIT = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type window_size
+    sequence_parallel tp_size get_rng_state_tracker tp_group layer_number attention_type cp_group cp_global_ranks
+    cp_stream cp_comm_type softmax_scale softmax_type return_max_logit"""
+FORWARD = """attention_mask qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q
+    max_seqlen_kv attn_mask_type window_size checkpoint_core_attention core_attention_bias_type core_attention_bias
+    alibi_slopes fast_zero_fill inference_params pad_between_seqs fp8_output"""
+# what the newest one has besides
+LATER = """bottom_right_diagonal softcap name bf16_backward num_splits score_mod score_mod_bprop score_mod_tensors
+    score_mod_bprop_tensors qkv_layer kv_layer qkv_interleave_dim thd_attention_policies
+    thd_attention_policy_dispatch"""
+TE_VERSIONS = {"2.9.0": "", "2.20.2": LATER}
 
-class Dense:
+
+class Dense(torch.nn.Module):
     """TE's DotProductAttention, as far as its layouts go: it reads each tensor as if its rows lay side by side."""
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    later = ""
+    seen: ClassVar[list[dict[str, str]]] = []  # the variables of its backends in each call
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        assert options.keys() <= {*INIT.split(), *self.later.split()}
+        self.options = options
+        if options.get("softmax_type", "vanilla") == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(options["num_attention_heads"]))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+        assert call.keys() <= {*FORWARD.split(), *self.later.split()}
+        self.seen.append({name: value for name, value in os.environ.items() if name.startswith("NVTE_")})
         query, key, value = (self.raw(x) for x in (query, key, value))
-        assert call["attn_mask_type"] == "padding_causal_bottom_right"
+        assert call.get("attn_mask_type", self.options["attn_mask_type"]) == "padding_causal_bottom_right"
+        assert call.get("qkv_format", self.options["qkv_format"]) == "thd"
         assert call["window_size"][1] == 0
         borders = call["cu_seqlens_q"], call["cu_seqlens_kv"]
-        out = packed(query, key, value, *borders, self.options["softmax_scale"], call["window_size"][0])
+        offset = self._parameters.get("softmax_offset")
+        sink = None if offset is None else offset.reshape(1, -1, 1, 1).to(torch.float32).flatten()
+        out = packed(query, key, value, *borders, self.options["softmax_scale"], call["window_size"][0], sink)
         return out.flatten(1)
 
     @staticmethod
@@ -103,10 +131,11 @@ class Dense:
         return x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1))
 
 
-@pytest.fixture
-def dense_te(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=TE_VERSIONS)
+def dense_te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = ModuleType("transformer_engine.pytorch")
     module.DotProductAttention = Dense  # type: ignore[attr-defined]
+    monkeypatch.setattr(Dense, "later", TE_VERSIONS[request.param])
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
     adapters._te_attention.cache_clear()
@@ -126,17 +155,49 @@ def test_te_thd_with_heads_of_a_wider_tensor(part: int) -> None:
 
 
 @pytest.mark.usefixtures("dense_te")
-@pytest.mark.parametrize("users", [None, "1"])
-def test_te_may_not_fall_back(users: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVTE_UNFUSED_ATTN is 0 during a call, whatever the user set."""
-    monkeypatch.setenv("NVTE_UNFUSED_ATTN", users or "")
-    if users is None:
-        monkeypatch.delenv("NVTE_UNFUSED_ATTN")
-    seen: list[str | None] = []
-    monkeypatch.setattr(Dense, "raw", lambda self, x: seen.append(os.environ.get("NVTE_UNFUSED_ATTN")) or x)
+@pytest.mark.parametrize("left_window", [None, 2])
+def test_te_gets_sinks_in_place_of_its_own(left_window: int | None) -> None:
+    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
+    for sinks in ([-9.0, -0.5, 0.7, 6.0], [1.0, 2.0, 3.0, 4.0]):
+        assert_right(adapters.te_thd, [*inputs_of(call), torch.tensor(sinks)], call)
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "reason"),
+    [
+        ("2.13.0", 91800, None),
+        ("2.20.2+3b1c", 92100, None),
+        ("2.12.0", 92100, "needs version 2.13 and cuDNN 9.18 for attention sinks, this is 2.12.0 with cuDNN 92100"),
+        ("2.13.0", 91700, "this is 2.13.0 with cuDNN 91700"),
+    ],
+)
+def test_which_te_has_sinks(monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int, reason: str | None) -> None:
+    monkeypatch.setattr(adapters, "installed_version", {"transformer-engine": version}.get)
+    monkeypatch.setattr(adapters, "te_thd_missing", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    backend = replace(backends.BACKENDS["te_thd"], missing=lambda: None)
+    assert backend.objection(CUDA, torch.bfloat16, 64) is None
+    found = backend.objection(CUDA, torch.bfloat16, 64, sinks=True)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.usefixtures("dense_te")
+@pytest.mark.parametrize("users", [{}, {"NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN_V4": "1"}])
+def test_te_may_not_fall_back(users: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its unfused path and its FlashAttention 4 are off during a call, whatever the user set, and only then."""
+    for name in ("NVTE_UNFUSED_ATTN", "NVTE_FLASH_ATTN_V4"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Dense, "seen", [])
+    before = dict(os.environ)
     call = call_of([(3, 3), (2, 5)])
-    adapters.te_thd(Inputs(*inputs_of(call)[:3]), call, 1.0)
-    assert set(seen) == {"0"}
+    inputs = inputs_of(call)[:3]
+    adapters.te_thd(Inputs(*inputs), call, 1.0)
+    with pytest.raises(RuntimeError):  # of other widths
+        adapters.te_thd(Inputs(inputs[0][..., :8], *inputs[1:]), call, 1.0)
+    assert Dense.seen == [{"NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V4": "0"}] * 2
+    assert dict(os.environ) == before
 
 
 # FlashAttention 2 and 4, whose packages share a folder
@@ -168,37 +229,68 @@ def test_flash_attn_4_is_called_by_names(monkeypatch: pytest.MonkeyPatch, left_w
     assert_right(adapters.flash_attn_4, inputs_of(call), call)
 
 
-def install(folder: Path, *names: str) -> None:
-    for name in names:
+def install(folder: Path, files: Sequence[str], needs: Mapping[str, str]) -> None:
+    """Write files; `needs`: distributions as NAME-VERSION, and what each requires."""
+    lines = {name: f"Name: {name.rpartition('-')[0]}\nVersion: {name.rpartition('-')[2]}\n" for name in needs}
+    metadata = {
+        f"{name.replace('-', '_', name.count('-') - 1)}.dist-info/METADATA": text
+        + "".join(f"Requires-Dist: {one}\n" for one in needs[name].split(" & ") if one)
+        for name, text in lines.items()
+    }
+    for name, text in (dict.fromkeys(files, "") | metadata).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("Name: flash-attn-4\nVersion: 4\n" if name.endswith("METADATA") else "")
+        (folder / name).write_text(text)
 
 
 FA2 = ("flash_attn/__init__.py",)
-FA4 = (
-    "flash_attn/cute/__init__.py",
-    "flash_attn_4-4.dist-info/METADATA",
-    "cutlass/__init__.py",
-)
+FA4 = ("flash_attn/cute/__init__.py", "cutlass/__init__.py")
+QUACK = {"quack-kernels-0.6.5": "torch & nvidia-cutlass-dsl>=4.7"}
+DSL = {"nvidia-cutlass-dsl-4.8.1": ""}
+NEEDS = {
+    "flash-attn-4-4.0.0b36": 'nvidia-cutlass-dsl>=4.6.2 & torch & quack-kernels<1,>=0.5.3 & x[cu13]>=9; extra == "cu13"'
+}
 
 
 @pytest.mark.parametrize(
-    ("files", "fa2", "fa4"),
+    ("files", "needs", "fa2", "fa4"),
     [
-        ((), False, "is not installed"),
-        (FA4, False, None),
-        (FA2, True, "is not installed"),
-        ((*FA2, *FA4), True, None),
-        ((*FA2, FA4[0]), True, "is not installed"),
+        ((), {}, False, "is not installed"),
+        (FA4, NEEDS | QUACK | DSL, False, None),
+        (FA2, {}, True, "is not installed"),
+        ((*FA2, *FA4), NEEDS | QUACK | DSL, True, None),
+        ((*FA2, *FA4), {}, True, "is not installed"),
+        (FA4[:1], NEEDS | QUACK | DSL, False, "is not installed"),
+        (FA4, NEEDS | QUACK | {"nvidia-cutlass-dsl-4.10.0": ""}, False, None),
+        # what an image has already
+        (
+            FA4,
+            NEEDS | QUACK | {"nvidia-cutlass-dsl-4.5.0": ""},
+            False,
+            "needs nvidia-cutlass-dsl 4.6.2, this is 4.5.0; pip",
+        ),
+        (
+            FA4,
+            NEEDS | QUACK | {"nvidia-cutlass-dsl-4.6.2": ""},
+            False,
+            "needs nvidia-cutlass-dsl 4.7, this is 4.6.2; pip",
+        ),
+        (FA4, NEEDS | DSL | {"quack-kernels-0.5.2": ""}, False, "needs quack-kernels 0.5.3, this is 0.5.2; pip"),
+        (FA4, NEEDS | DSL, False, "needs quack-kernels 0.5.3, this is 0; pip"),
+        (FA4, {"flash-attn-4-4.0.0b5": ""}, False, "needs flash-attn-4 4.0.0b36, this is 4.0.0b5; pip"),
     ],
 )
 def test_which_flash_attention_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...], fa2: bool, fa4: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: tuple[str, ...],
+    needs: dict[str, str],
+    fa2: bool,
+    fa4: str | None,
 ) -> None:
-    install(tmp_path, *files)
-    monkeypatch.syspath_prepend(tmp_path)
-    if adapters.flash_attn_4_missing() is None and fa4 is not None:
+    if adapters.installed_version("flash-attn-4") is not None:
         pytest.skip("FlashAttention 4 is installed")
+    install(tmp_path, files, needs)
+    monkeypatch.syspath_prepend(tmp_path)
     reasons = backends.objections(CUDA, torch.bfloat16, 64)
     assert (reasons["flash_attn"] is None) == fa2
     if fa4 is None:

@@ -1,5 +1,6 @@
 """How a backend is chosen, and what it is called with."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,59 @@ def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int
         f"attention_backend: torch_varlen cannot count {rows + 1} queries in 1 segments with {heads} heads of {size}; "
         "use --attention-backend auto, or share heads or tokens over more ranks"
     )
+
+
+def test_flash_attention_4_counts_what_its_deterministic_backward_allocates() -> None:
+    """int32 [segments, heads, longest / 64]: half a GiB for the queries."""
+    attend = PerCall(("flash_attn_4", "triton_packed"))
+    few, many = ([(32_768, 32_768)] + [(1, 1)] * count for count in (8191, 8192))
+    for deterministic, wanted in ((False, "flash_attn_4"), (True, "triton_packed")):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            assert attend.choose(call_of(few), 32, 128) == "flash_attn_4"
+            assert attend.choose(call_of(many), 32, 128) == wanted
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "sinks", "deterministic", "taken"),
+    [
+        ((9, 0), (256, 256), True, True, True),
+        ((9, 0), (192, 192), False, False, True),
+        ((10, 0), (128, 128), True, True, True),
+        ((10, 0), (128, 64), False, False, True),
+        ((10, 3), (192, 128), True, True, True),
+        ((10, 0), (192, 192), False, False, False),
+        ((10, 0), (256, 128), False, False, False),
+        ((10, 0), (256, 256), False, True, True),
+        ((10, 0), (256, 256), True, False, False),
+        ((11, 0), (160, 160), False, False, False),
+        ((12, 0), (128, 128), False, False, True),
+        ((12, 0), (192, 128), False, False, False),
+        ((12, 0), (64, 64), True, False, False),
+        ((12, 0), (64, 64), False, True, False),
+    ],
+)
+def test_flash_attention_4_lacks_kernels_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    sizes: tuple[int, int],
+    sinks: bool,
+    deterministic: bool,
+    taken: bool,
+) -> None:
+    """`auto` then takes another, and a run that names it is refused at its start."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setitem(BACKENDS, "flash_attn_4", replace(BACKENDS["flash_attn_4"], missing=lambda: None))
+    attend = select("auto", CUDA, torch.bfloat16, *sizes, sinks=sinks)
+    assert isinstance(attend, PerCall)
+    assert ("flash_attn_4" in attend.available) == taken
+    if not taken:
+        with pytest.raises(UserError, match=rf"flash_attn_4 has no kernels for .* on sm_{capability[0]}\d; use auto"):
+            select("flash_attn_4", CUDA, torch.bfloat16, *sizes, sinks=sinks)
 
 
 def test_a_card_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

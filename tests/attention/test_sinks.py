@@ -150,32 +150,25 @@ def test_another_backward_of_torch_varlen_is_refused(
 
 def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(LENGTHS)
-    cute, interface = ModuleType("flash_attn.cute"), ModuleType("flash_attn.cute.interface")
+    cute = ModuleType("flash_attn.cute")
 
     def attend(q, k, v, *, softmax_scale, learnable_sink, **options):  # type: ignore[no-untyped-def]
         return reference.attend(Inputs(q, k, v, learnable_sink), call, softmax_scale), None
 
-    cute.flash_attn_varlen_func, cute.interface = attend, interface  # type: ignore[attr-defined]
+    cute.flash_attn_varlen_func = attend  # type: ignore[attr-defined]
     for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    interface._flash_attn_bwd = lambda q: None  # type: ignore[attr-defined]
-    backend = BACKENDS["flash_attn_4"]
-    backend = replace(backend, missing=lambda: None)
-    old = [backend.objection(torch.device("cuda"), torch.bfloat16, 64, sinks=sinks) for sinks in (False, True)]
-    assert old[0] is None  # `auto` then chooses another
-    assert "has no gradient of attention sinks in this version" in old[1]
-    interface._flash_attn_bwd = lambda q, learnable_sink=None: None  # type: ignore[attr-defined]
+    backend = replace(BACKENDS["flash_attn_4"], missing=lambda: None)
     assert backend.objection(torch.device("cuda"), torch.bfloat16, 64, sinks=True) is None
     assert_right(adapters.flash_attn_4, with_sinks(call), call)
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "te_thd"])
-def test_backends_without_the_gradient_are_refused(name: str) -> None:
+def test_backends_without_the_gradient_are_refused() -> None:
     cuda = torch.device("cuda")
-    assert suited(name, cuda, torch.bfloat16, 64) == (name,)
-    assert suited(name, cuda, torch.bfloat16, 64, sinks=True) == ()
-    assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == ("triton_packed", "flash_attn_4", "torch_varlen")
+    assert suited("flash_attn", cuda, torch.bfloat16, 64) == ("flash_attn",)
+    assert suited("flash_attn", cuda, torch.bfloat16, 64, sinks=True) == ()
+    others = ("triton_packed", "flash_attn_4", "torch_varlen", "te_thd")
+    assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == others
     assert callable(select("reference", CPU, torch.float32, 64, sinks=True))
 
 

@@ -7,12 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import SmallData
 from launcher import TIMEOUT_S, Commands, Running
 from runs import CONFIG, read_jsonl
 
 from megatron_ext import heartbeat
 from megatron_ext.checkpoint.folders import saved_steps
+from megatron_ext.engine import compat
 from megatron_ext.run.signals import HUNG
 from megatron_ext.run.watchdog import Watchdog
 
@@ -52,6 +55,16 @@ def test_a_process_that_hangs(tmp_path: Path) -> None:
 def test_a_report_that_fails_does_not_keep_the_process_alive(tmp_path: Path) -> None:
     (tmp_path / "stacks").write_text("no folder")
     assert exit_status(tmp_path, 0) == HUNG
+
+
+def test_the_dump_is_of_nccls_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo has a recorder of its own, which is empty under NCCL."""
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"collectives", raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for backend, wanted in (("gloo", []), ("nccl", [b"collectives"])):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        compat.dump_flight_recorder(tmp_path / backend)
+        assert [path.read_bytes() for path in tmp_path.glob(backend)] == wanted
 
 
 TRAINER = "pretrain_skyladder.py"
