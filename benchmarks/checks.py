@@ -2,8 +2,11 @@
 
 python benchmarks/checks.py machine             the GPU, the environment, a Transformer Engine layer
 python benchmarks/checks.py losses RUN_A RUN_B  the largest difference of the losses of two runs
+python benchmarks/checks.py hang FOLDER         what the watchdog of a rank writes when the other one is stopped
 """
 
+import contextlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from clock import CUDA, DEVICE
 from record import ROOT, Records, parser_of
+from soak import Job, inject
 
 from megatron_ext.monitoring.metrics import read_jsonl
 
@@ -63,16 +67,41 @@ def losses(run_a: Path, run_b: Path) -> dict[str, Any]:
     return facts | {"ok": error <= TOLERANCE}
 
 
+def hang(folder: Path) -> dict[str, Any]:
+    """Stop one of two ranks, and count the collectives in the dump that the other one's watchdog leaves."""
+    job = Job(folder, flags=("--bf16",))
+    job.start()
+    try:
+        job.wait_for_checkpoint()
+        status = inject(job, "stop", 1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            job.kill()
+    stacks = job.run / "stacks"
+    facts: dict[str, Any] = {"status": status, "stacks": (stacks / "rank0.txt").exists()}
+    if not CUDA:
+        return facts | {"collectives": "needs NCCL", "ok": facts["stacks"]}
+    dump = pickle.loads((stacks / "nccl_0").read_bytes())
+    unfinished = [entry["profiling_name"] for entry in dump["entries"] if entry["state"] != "completed"]
+    facts |= {"collectives": len(dump["entries"]), "unfinished": ", ".join(unfinished)}
+    return facts | {"ok": facts["stacks"] and facts["collectives"] > 0}
+
+
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("machine", "losses"))
+    parser.add_argument("what", choices=("machine", "losses", "hang"))
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
+    parser.add_argument("--case", default="training", help="losses: name of the comparison")
+    parser.add_argument("--part", default="correct", help="losses: part of its record")
     options = parser.parse_args()
-    records = Records("machine" if options.what == "machine" else "correct", options.output)
+    part = {"machine": "machine", "losses": options.part, "hang": "two"}[options.what]
+    records = Records(part, options.output)
     if options.what == "machine":
         machine(records)
+    elif options.what == "losses":
+        records.measure(lambda: losses(*options.runs), case=options.case)
     else:
-        records.measure(lambda: losses(*options.runs), case="training")
+        records.measure(lambda: hang(*options.runs), case="hang")
     return int(records.failed > 0)
 
 

@@ -2,17 +2,19 @@
 # Run the checks and benchmarks that need a CUDA GPU: benchmarks/gpu.sh [PART ...] (default: all, in this order).
 #   prepare         beforehand, on any machine: the small data set and 50 training steps on a CPU, both in data/smoke
 #   machine         the GPU, the environment, a layer of Transformer Engine (2 minutes)
-#   correct         every attention kernel against fp32, 60 s each; the loss head
+#   correct         every attention kernel against fp32, 60 s each (FlashAttention 4: 120 s); the loss head
 #   losses          50 training steps against those of `prepare`; again with inputs of layers in host memory
+#   two             with two GPUs: context and tensor parallelism against one process; what a hang leaves of NCCL
 #   step:SHAPE      tokens/s, MFU, memory and time saved by the window schedule, for a paper's model
 #   attention:ROW   time of every attention kernel by window and documents
 #   length:SHAPE    the longest row that fits on the GPU
 #   loss_head       time and memory of the loss head and of other implementations
-# A part takes at most 9 minutes, and its commands have shorter limits. A failing command does not stop the others, and
-# what cannot run is recorded with the reason.
+# A part takes at most 9 minutes, and its commands have shorter limits. A failing command does not stop the others. What
+# cannot run is recorded with the reason, and what dies or takes too long with its exit status.
 #   MINUTES=N          another time limit of a part
 #   ROWS="8192 32768"  row lengths of `attention` without ROW
-#   OUTPUT=FILE        results (default: benchmarks/results/DATE-DEVICE.jsonl, a JSON object per line)
+#   OUTPUT=FILE        results (default: benchmarks/results/DATE-DEVICE.jsonl, a JSON object per line); beside them FILE
+#                      with .md, a page of all of them, and with .log, what the commands write to stderr
 #   PYTHON=python3     the interpreter (default: that of .venv, if there is one)
 # Without a GPU this is a dry run with small sizes on the CPU. To begin on a machine for ten minutes a command:
 #   here:     benchmarks/gpu.sh prepare; benchmarks/flash_attn_4.sh fetch build/flash_attn_4
@@ -23,6 +25,7 @@ cd "$(dirname "$0")/.."
 if [ -z "${PYTHON:-}" ]; then PYTHON=python3 && [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
 export PYTHON PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # if the package is not installed
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0 # NVIDIA's images set 1, with which products in fp32 would not be exact
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}" # compile FA4 once, not per process
 read -ra rows <<<"${ROWS:-8192 32768 524288 131072}"
 if ! [[ ${MINUTES:=9} =~ ^[1-9][0-9]{0,3}$ ]]; then # bash evaluates arithmetic operands: allow only digits
@@ -30,10 +33,18 @@ if ! [[ ${MINUTES:=9} =~ ^[1-9][0-9]{0,3}$ ]]; then # bash evaluates arithmetic 
   exit 2
 fi
 
-device=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
+read -r device gpus < <("$PYTHON" -c "import torch
+print(*(torch.cuda.get_device_name().replace(' ', '-'), torch.cuda.device_count()) if torch.cuda.is_available() else ('dry-run', 0))")
+if [ "$device" = dry-run ] && [ "${CUDA_VISIBLE_DEVICES-unset}" ] && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
+  echo "benchmarks/gpu.sh: nvidia-smi lists a GPU that torch does not see; look at the driver and at torch's version of" \
+    "CUDA ($PYTHON -c 'import torch; torch.cuda.init()'), or set CUDA_VISIBLE_DEVICES= for a dry run" >&2
+  exit 2
+fi
 out=${OUTPUT:-benchmarks/results/$(date -u +%F)-$device.jsonl}
+mkdir -p "$(dirname "$out")"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+exec 2> >(tee -a "${out%.jsonl}.log" >&2)
 group='' # process group of the running command; its leader is timeout
 # Stop all processes and start no further part; also kill the leader by its own id, as its group may not exist yet.
 stop() {
@@ -46,27 +57,34 @@ trap 'stop 143' TERM
 failed=()
 
 # limited SECONDS COMMAND [ARGUMENT ...]: run it for at most so long, and not beyond the part's time; no child process is
-# left on the GPU
+# left on the GPU. Record a failure, with its exit status.
 limited() {
   local status=0 left=$((deadline - SECONDS))
-  ((left > 0)) || return 124
-  timeout --kill-after 10 "$(($1 < left ? $1 : left))" "${@:2}" &
-  group=$!
-  wait "$group" || status=$?
-  kill -KILL "-$group" 2>/dev/null || true # children that outlived it
-  group=''
+  if ((left > 0)); then
+    timeout --kill-after 10 "$(($1 < left ? $1 : left))" "${@:2}" &
+    group=$!
+    wait "$group" || status=$?
+    kill -KILL "-$group" 2>/dev/null || true # children that outlived it
+    group=''
+  else
+    status=124
+  fi
+  if ((status)); then
+    failed+=("$part: ${*:3}: status $status")
+    "$PYTHON" benchmarks/record.py --output "$out" "${part%%:*}" "$status" -- "${@:3}"
+  fi
   return "$status"
 }
 
 # bench SECONDS SCRIPT [ARGUMENT ...]: run it, and continue after a failure
-bench() {
-  limited "$1" "$PYTHON" "benchmarks/$2.py" "${@:3}" --output "$out" || failed+=("${*:2}: status $?")
-}
+bench() { limited "$1" "$PYTHON" "benchmarks/$2.py" "${@:3}" --output "$out" || true; }
 
-# train FOLDER [FLAG ...]: 50 steps of the smoke run
+# train RANKS STEPS FOLDER [FLAG ...]: the smoke run
 train() {
-  limited 300 "$PYTHON" pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard \
-    --train-iters 50 --save "$@"
+  local launch=("$PYTHON")
+  (($1 == 1)) || launch=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$1")
+  limited 300 "${launch[@]}" pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard \
+    --train-iters "$2" --save "${@:3}"
 }
 
 # run NAME [SIZE]: a part; without a GPU in the script's own small size
@@ -76,24 +94,37 @@ run() {
   case $1 in
     prepare)
       [ -f data/smoke/corpus.idx ] || examples/smoke_data.sh
-      CUDA_VISIBLE_DEVICES='' train "$scratch/cpu" || { failed+=("prepare: status $?") && return; }
+      CUDA_VISIBLE_DEVICES='' train 1 50 "$scratch/cpu" || return 0
       mkdir -p data/smoke/cpu_losses
       cp "$scratch/cpu/metrics.jsonl" data/smoke/cpu_losses
       ;;
     machine) bench 120 checks machine ;;
     correct)
-      bench 420 attention parity --seconds 60
+      bench 480 attention parity --seconds 60
       bench 60 loss_head parity
       ;;
     losses)
       [ -f data/smoke/cpu_losses/metrics.jsonl ] || { failed+=("losses: run benchmarks/gpu.sh prepare first"); return; }
-      train "$scratch/here" || failed+=("training: status $?")
-      bench 60 checks losses data/smoke/cpu_losses "$scratch/here"
-      train "$scratch/host" --recompute-granularity full --offload-layer-inputs || failed+=("training: status $?")
-      bench 60 checks losses data/smoke/cpu_losses "$scratch/host"
+      train 1 50 "$scratch/here" && bench 60 checks losses data/smoke/cpu_losses "$scratch/here"
+      train 1 50 "$scratch/host" --recompute-granularity full --offload-layer-inputs &&
+        bench 60 checks losses data/smoke/cpu_losses "$scratch/host" --case "training, inputs of layers in host memory"
+      ;;
+    two)
+      if [ "$gpus" = 1 ]; then
+        "$PYTHON" benchmarks/record.py --output "$out" two skipped -- "needs two GPUs"
+        return
+      fi
+      train 1 10 "$scratch/one"
+      while read -r name flags; do
+        # shellcheck disable=SC2086 # several flags
+        train 2 10 "$scratch/$name" $flags && bench 60 checks losses "$scratch/one" "$scratch/$name" --case "$name" --part two
+      done <<<"exchange --context-parallel-size 2 --cp-scheme exchange
+ulysses --context-parallel-size 2 --cp-scheme ulysses
+tensor --tensor-model-parallel-size 2"
+      bench 200 checks hang "$scratch/hang"
       ;;
     step) bench 540 step speed ${2:+"$2"} --profile ;;
-    attention) bench 540 attention speed ${2:+"$2"} --seconds 85 ;; # six kernels
+    attention) bench 540 attention speed ${2:+"$2"} --seconds 75 ;; # six kernels, one of them with twice the time
     length) bench 540 step length ${2:+"$2"} ;;
     loss_head) bench 540 loss_head speed ;;
     *) echo "benchmarks/gpu.sh: got '$1', needs one of those that its first lines list" >&2; exit 2 ;;
@@ -103,9 +134,9 @@ run() {
 if [ $# -gt 0 ]; then
   parts=("$@")
 elif [ "$device" = dry-run ]; then
-  parts=(prepare machine correct losses step attention length loss_head)
+  parts=(prepare machine correct losses two step attention length loss_head)
 else
-  parts=(machine correct losses step:1B-8K attention step:8B-32K length:8B loss_head length:1B
+  parts=(machine correct losses two step:1B-8K attention step:8B-32K length:8B loss_head length:1B
     step:120M-8K step:360M-8K step:1B-32K step:8B-8K)
 fi
 for part in "${parts[@]}"; do
@@ -114,8 +145,11 @@ for part in "${parts[@]}"; do
   if [ "$part" = attention ]; then
     for row in "${rows[@]}"; do run attention "$row" && [ "$device" != dry-run ] || break; done
   else
-    run "$name" ${size:+"$size"}
+    run "$name" ${size:+"$size"} || true
   fi
 done
-echo "$out"
+if [ -f "$out" ]; then
+  "$PYTHON" benchmarks/results.py "$out" --output "${out%.jsonl}.md" || failed+=("results.py: status $?")
+  echo "$out ${out%.jsonl}.md"
+fi
 [ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

@@ -1,4 +1,7 @@
-"""What benchmarks share: the command line, the results with their context, and processes of their own."""
+"""What benchmarks share: the command line, the results with their context, and processes of their own.
+
+python benchmarks/record.py --output FILE PART STATUS -- COMMAND ...    record a command that benchmarks/gpu.sh saw fail
+"""
 
 import argparse
 import contextlib
@@ -6,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["torch", "triton", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4", "liger-kernel"]
+# names of what each line has besides its facts
+CONTEXT = {"part", "began", *["device", "python", "versions", "cuda", "cudnn", "memory_gib", "date", "load", "command"]}
 
 
 def machine() -> dict[str, Any]:
@@ -46,25 +52,35 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 class Records:
     """Prints results, one JSON object per line, and appends them to a file immediately.
 
-    Each line of the file also has the machine and `context`, so that the results before a failure are complete.
+    Each line of the file also has the machine and `context`, so that the results before a failure are complete. Before
+    a measurement the file gets a line with `began`: if it is the last one, the measurement has ended its process.
     """
 
     def __init__(self, part: str, output: Path | None, **context: Any) -> None:
         self.part, self.output, self.context, self.failed = part, output, machine() | context, 0
+        self.last: dict[str, Any] = {}
 
     def add(self, **facts: Any) -> None:
         """Record a result, floats with six digits; a result with `ok` False counts as failed."""
         self.failed += facts.get("ok") is False
         rounded = {name: float(f"{fact:.6g}") if isinstance(fact, float) else fact for name, fact in facts.items()}
-        shown = {"part": self.part, **rounded}
-        print(json.dumps(shown), flush=True)
+        self.last = shown = {"part": self.part, **rounded}
+        if not facts.get("began"):
+            print(json.dumps(shown), flush=True)
         if self.output:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             with self.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(shown | self.context) + "\n")
 
+    def unfinished(self) -> dict[str, Any]:
+        """Return the facts of the measurement that began last, if it has no result."""
+        lines = self.output.read_text().splitlines() if self.output and self.output.exists() else []
+        last = json.loads(lines[-1]) if lines else {}
+        return {name: fact for name, fact in last.items() if name not in CONTEXT} if last.get("began") else {}
+
     def measure(self, work: Callable[[], Mapping[str, Any]], required: bool = True, **facts: Any) -> bool:
         """Record the facts that `work` returns, or its error, which fails if `required`; return whether it had none."""
+        self.add(**facts, began=True)
         try:
             found = work()
         except ModuleNotFoundError as error:
@@ -91,9 +107,46 @@ def processor_seconds(cases: Mapping[str, Callable[[], object]], rounds: int) ->
     return least
 
 
-def run_apart(*arguments: str, output: Path | None, timeout_s: float | None = None) -> int:
-    """Run this script in a process of its own, which an error of the GPU does not outlive; return its exit status."""
-    to_file = ["--output", str(output)] if output else []
-    return subprocess.run(
-        [sys.executable, sys.argv[0], *arguments, *to_file], check=False, timeout=timeout_s
-    ).returncode
+def run_apart(
+    records: Records, *arguments: str, timeout_s: float | None = None, statuses: tuple[int, ...] = (0, 1), **facts: Any
+) -> int | None:
+    """Run this script in a process of its own, which an error of the GPU does not outlive.
+
+    Returns:
+        Its exit status. If it is none of `statuses`, or None after `timeout_s`, that is recorded with the facts of the
+        measurement that it had begun.
+    """
+    to_file = ["--output", str(records.output)] if records.output else []
+    try:
+        command = [sys.executable, sys.argv[0], *arguments, *to_file]
+        status = subprocess.run(command, check=False, timeout=timeout_s).returncode
+    except subprocess.TimeoutExpired:
+        facts |= records.unfinished() | {"error": f"takes more than {timeout_s:.0f} s"}
+        records.add(**facts, ok=False, died=True)
+        return None
+    if status not in statuses:
+        records.add(**facts | records.unfinished(), ok=False, died=True, **ended(status))
+    return status
+
+
+def ended(status: int) -> dict[str, Any]:
+    """Describe an exit status, of a process or of a shell's command."""
+    number = -status if status < 0 else status - 128 if status > 128 else 0
+    name = signal.Signals(number).name if number in signal.valid_signals() else ""
+    text = "took too long" if status == 124 else f"was ended by {name}" if name else f"ended with status {status}"
+    return {"return_code": status, "error": text}
+
+
+if __name__ == "__main__":
+    parser = parser_of(__doc__)
+    parser.add_argument("part")
+    parser.add_argument("status", help="of the command; or skipped, with the reason in place of the command")
+    parser.add_argument("ended", nargs="+", metavar="COMMAND")
+    options = parser.parse_args()
+    records = Records(options.part, options.output)
+    text = " ".join(options.ended)
+    if options.status == "skipped":
+        records.add(skipped=text)
+    else:
+        status = int(options.status)
+        records.add(**{"ran": text} | records.unfinished() | ended(status), ok=False, died=status > 1)

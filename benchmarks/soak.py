@@ -82,6 +82,7 @@ class Job:
     """A run of two ranks in `folder`; callers must call `status` often."""
 
     folder: Path
+    flags: tuple[str, ...] = ()  # besides those of every run
     starts: int = 0
     ranks: list[psutil.Popen] = field(default_factory=list)
     first_end: float | None = None
@@ -99,7 +100,7 @@ class Job:
         here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
         here |= {"OMP_NUM_THREADS": "1", "SLOW_DISK": str(self.slow)}
         flags = f"--config examples/configs/cpu_smoke.yaml {MODEL} {ROWS} --watchdog-timeout {WATCHDOG_S}".split()
-        command = [sys.executable, __file__, "rank", *flags]
+        command = [sys.executable, __file__, "rank", *flags, *self.flags]
         command += ["--save", str(self.run), "--load", str(self.run), "--load-if-present"]
         self.starts, self.ranks, self.first_end = self.starts + 1, [], None
         for number in range(RANKS):

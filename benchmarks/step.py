@@ -222,7 +222,7 @@ def main() -> int:
     # a process for each shape and each length: one that runs out of memory does not affect the others
     if options.what == "speed":
         flags = ["--profile"] if options.profile else []
-        statuses = [run_apart("speed", shape, *flags, output=options.output) for shape in shapes]
+        statuses = [run_apart(records, "speed", shape, *flags, shape=shape) for shape in shapes]
         return int(any(statuses))
     end, failed = time.monotonic() + options.seconds, False
     for shape in shapes:
@@ -230,7 +230,9 @@ def main() -> int:
             length, status = FIRST, 0
             while not status and length <= LAST and time.monotonic() < end:
                 command = ("length", shape, "--modes", mode, "--length", str(length))
-                status, length = run_apart(*command, output=options.output), 2 * length
+                facts = {"shape": shape, "mode": mode, "length": length}
+                status = run_apart(records, *command, statuses=(0, OUT_OF_MEMORY), **facts)
+                length *= 2
             failed |= status not in (0, OUT_OF_MEMORY)
     return int(failed)
 

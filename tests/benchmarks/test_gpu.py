@@ -3,22 +3,38 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from results import page, read  # noqa: E402
+
+
+def gpu_sh(*parts: str, output: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = os.environ | {"OUTPUT": str(output), "CUDA_VISIBLE_DEVICES": ""} | environment
+    command = [ROOT / "benchmarks" / "gpu.sh", *parts]
+    return subprocess.run(command, capture_output=True, text=True, env=given, check=False)
+
+
+def of_part(records: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["part"] == part]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    environment = os.environ | {"OUTPUT": str(output)}
-    command = [ROOT / "benchmarks" / "gpu.sh"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = gpu_sh(output=output, MINUTES="40")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert {record["part"] for record in records} == {"machine", "correct", "attention", "step", "length", "loss_head"}
+    records = read(output)
+    parts = ["machine", "correct", "two", "step", "attention", "length", "loss_head"]
+    assert list(dict.fromkeys(record["part"] for record in records)) == parts
     assert not [record for record in records if record.get("ok") is False]
     skipped = {
         record["backend"]: record["skipped"] for record in records if "skipped" in record and "backend" in record
@@ -26,3 +42,69 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert skipped.keys() == {"triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn"}
     assert "runs on cuda, not on cpu" in skipped["triton_packed"]
     assert "is not installed; pip install" in skipped["flash_attn"]
+    two = {record["case"]: record for record in of_part(records, "two")}
+    assert two.keys() == {"exchange", "ulysses", "tensor", "hang"}
+    assert two["hang"]["stacks"]
+    written = output.with_suffix(".md").read_text()
+    assert all(f"## {title}" in written for title in ("Machine", "Correctness", "Two GPUs", "Attention kernels"))
+    assert "made no progress" not in output.with_suffix(".log").read_text()  # that is in the log of the stopped run
+
+
+def test_a_kernel_that_ends_its_process_leaves_a_record(tmp_path: Path) -> None:
+    """Each case has its record, with the return code, and the cases after it run."""
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, HERE / "faulty_kernels.py", "parity", "--backends", "reference", "auto", "triton_packed"]
+    done = subprocess.run(
+        [*command, "--output", output, "--seconds", "40"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    records = read(output)
+    reference = {record["case"]: record for record in records if record["backend"] == "reference"}
+    assert list(reference) == ["one key head", "empty segments", "window 1", "window 8", "window 32"]
+    killed, missing, raised, wrong, right = reference.values()
+    assert (killed["ok"], killed["return_code"], killed["error"]) == (False, -11, "was ended by SIGSEGV")
+    assert missing["skipped"] == "No module named 'kernels'"
+    assert (raised["ok"], raised["error"]) == (False, "ValueError: no such kernel")
+    assert (wrong["ok"], right["ok"]) == (False, True)
+    hung = [record for record in records if record["backend"] == "auto"][-1]
+    assert (hung["case"], hung["ok"], hung["error"][:15]) == ("window 32", False, "takes more than")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:2] == "| "]
+    assert rows[0] == ["case", "reference", "auto", "triton_packed"]
+    cells = {row[0]: [cell.partition(" ")[0] for cell in row[1:]] for row in rows[2:]}
+    assert cells == {
+        "one key head": ["died", "died", "cannot"],
+        "empty segments": ["cannot", "cannot", "cannot"],
+        "window 1": ["cannot", "cannot", "cannot"],
+        "window 8": ["wrong", "wrong", "cannot"],
+        "window 32": ["right", "died", "cannot"],
+    }
+    assert "- triton_packed, all: runs on cuda" in done.stdout
+    assert "- reference, one key head: was ended by SIGSEGV" in page(records)
+
+
+def test_a_part_without_time_leaves_a_record(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    done = gpu_sh("machine", "loss_head", output=output, MINUTES="0")
+    assert done.returncode == 1
+    assert "failed: machine: benchmarks/checks.py machine" in done.stderr
+    found = [(record["part"], record["return_code"], record["error"]) for record in read(output)]
+    assert found == [("machine", 124, "took too long"), ("loss_head", 124, "took too long")]
+    assert "benchmarks/checks.py machine" in output.with_suffix(".md").read_text()
+
+
+def test_a_gpu_that_torch_does_not_see_is_no_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = gpu_sh("machine", output=tmp_path / "out.jsonl", PATH=path, CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 2
+    assert "nvidia-smi lists a GPU that torch does not see" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_line_before_each_measurement_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(
+        "".join(json.dumps(one) + "\n" for one in ({"part": "step", "began": True}, {"part": "step", "mfu": 1}))
+    )
+    assert read(path) == [{"part": "step", "mfu": 1}]

@@ -1,0 +1,108 @@
+"""Write the results of benchmarks/gpu.sh as a page: python benchmarks/results.py FILE.jsonl [--output FILE.md]"""
+
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from record import CONTEXT, parser_of
+
+Record = dict[str, Any]
+TITLES = {
+    "machine": "Machine",
+    "correct": "Correctness",
+    "two": "Two GPUs",
+    "step": "Training steps",
+    "attention": "Attention kernels",
+    "length": "Longest rows",
+    "loss_head": "Loss head",
+}
+LISTS = {"kernels", "text"}  # facts that are no cells of tables
+KINDS = ("case", "head", "window", "summary", "skipped", "error")  # results with other ones of these have a table each
+
+
+def read(path: Path, offset: int = 0) -> list[Record]:
+    """Return the results that a file has from a byte on, without the lines that only say that one began."""
+    lines = path.read_bytes()[offset:].splitlines() if path.exists() else []
+    return [record for record in map(json.loads, lines) if not record.get("began")]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table; floats have four digits."""
+    cells = [[f"{one:.4g}" if isinstance(one, float) else str(one).replace("|", "/") for one in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *cells]] + [""]
+
+
+def verdicts(records: Iterable[Record]) -> list[str]:
+    """Return the table of attention kernels, and the reasons for what is not right.
+
+    A cell is right, wrong, cannot or died, or "not run" if the time was over; in parentheses the largest error over
+    that of plain half precision.
+    """
+    checks = [record for record in records if record["part"] == "correct" and "backend" in record]
+    cases = list(dict.fromkeys(record["case"] for record in checks if "case" in record))
+    backends = list(dict.fromkeys(record["backend"] for record in checks))
+    found: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for record in checks:
+        backend, reason = record["backend"], record.get("skipped") or record.get("error") or ""
+        if record.get("died"):
+            verdict = "died"
+        elif reason:
+            verdict = "cannot"
+        else:
+            verdict = f"{'right' if record['ok'] else 'wrong'} ({record['over_plain']:.2g})"
+            reason = "" if record["ok"] else ", ".join(record["wrong"])
+        for case in [record["case"]] if "case" in record else cases:
+            found[backend, case] = verdict
+        if reason:
+            reasons.setdefault((backend, reason), []).append(record.get("case", "all"))
+    rows = [[case, *(found.get((backend, case), "not run") for backend in backends)] for case in cases]
+    lines = table(["case", *backends], rows) if cases else []
+    return lines + [f"- {backend}, {', '.join(named)}: {reason}" for (backend, reason), named in reasons.items()] + [""]
+
+
+def page(records: Sequence[Record]) -> str:
+    """Return a page: the machine, what failed, and a table for each part and kind of result."""
+    first = next((record for record in records if "memory_gib" in record), records[-1])  # of a process with CUDA
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    lines = [f"# {first['device']}, {first['date']}", "", f"Python {first['python']}, {versions}.", ""]
+    bad = sum(record.get("ok") is False for record in records)
+    lines += [f"{len(records)} results, of which {bad} failed.", ""]
+    for part in dict.fromkeys(record["part"] for record in records):
+        mine = [record for record in records if record["part"] == part]
+        lines += [f"## {TITLES.get(part, part)}", "", *verdicts(mine)]
+        kinds: dict[tuple[bool, ...], list[Record]] = {}
+        for record in mine:
+            if not (part == "correct" and "backend" in record) and not record.keys() & LISTS:
+                kinds.setdefault(tuple(name in record for name in KINDS), []).append(record)
+        for alike in kinds.values():
+            names = [name for name in dict.fromkeys(itertools.chain(*alike)) if name not in CONTEXT]
+            lines += table(names, [[record.get(name, "") for name in names] for record in alike])
+        for record in mine:
+            if text := record.get("text"):
+                text = text if isinstance(text, str) else "\n".join(text)
+                lines += ["```", text, "```", ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args()
+    records = read(options.file)
+    if not records:
+        print(f"benchmarks/results.py: {options.file} has no results", file=sys.stderr)
+        return 1
+    text = page(records)
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
