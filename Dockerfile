@@ -1,10 +1,11 @@
 # Two images from one file (README: "Containers"):
 #   docker build --tag megatron_ext .                     for GPUs, on NVIDIA's PyTorch image
 #   docker build --target cpu --tag megatron_ext:cpu .    for laptops and CI
-# `make docker-digests` asks the registries for the digests of these tags. NVIDIA's is that of linux/amd64: for another
-# platform give --build-arg BASE_IMAGE. Its Transformer Engine must be one that Megatron-Core 0.16 supports, 2.9 to 2.11.
-ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.01-py3@sha256:38ed2ecb2c16d10677006d73fb0a150855d6ec81db8fc66e800b5ae92741007e
-ARG CPU_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
+# `make docker-digests` asks the registries for the digests of these tags, which are those of all platforms. NVIDIA's image
+# has Python 3.12, torch 2.13 and CUDA 13; its Transformer Engine must be in the range of the extra `gpu`, and
+# docker/flash-attn-4.lock is for linux/amd64.
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3@sha256:43c018d6a12963f1a1bad85ef8574b5c2a978eec2be0ebcacfb87f69e0d210e1
+ARG CPU_IMAGE=python:3.13.16-slim-bookworm@sha256:a1165e272e578941b84abc79e4ab38a0305cd12803a5c4247979ac7655f4d641
 
 FROM ${CPU_IMAGE} AS cpu
 # PyTorch's CPU wheels are a tenth of the size of pip's default: name their index here.
@@ -26,21 +27,25 @@ USER 10001
 CMD ["python", "tools/environment.py"]
 
 FROM ${BASE_IMAGE} AS gpu
+# NVIDIA's image sets 1: products in fp32 would then have 10 bits.
+ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
 RUN useradd --create-home --uid 10001 trainer
 WORKDIR /opt/megatron_ext
 COPY pyproject.toml setup.py requirements.lock README.md LICENSE ./
 COPY docker/missing.py docker/flash-attn-4.lock docker/
-# The image's torch, Transformer Engine, flash-attn and Apex were built for each other: nothing that is installed is
-# replaced, the locks give what is missing, FlashAttention 4 included, and the last line fails where an installed version
-# is not good enough.
+# The image's torch, Transformer Engine, flash-attn and Apex were built for each other: nothing of these is replaced. The
+# locks give what is missing, FlashAttention 4 and newer ones of its companions included, and the last line of this step
+# and of the next one fail where an installed version is not good enough.
 # hadolint ignore=DL3013,DL3042
-RUN cat requirements.lock docker/flash-attn-4.lock >/tmp/all.lock && python docker/missing.py /tmp/all.lock >/tmp/missing.lock \
+RUN python docker/missing.py requirements.lock docker/flash-attn-4.lock >/tmp/missing.lock \
     && mkdir megatron_ext tools examples && touch megatron_ext/__init__.py tools/__init__.py \
     && export PIP_CONSTRAINT='' \
     && pip install --no-cache-dir --require-hashes --no-deps --requirement /tmp/missing.lock \
     && pip install --no-cache-dir --no-deps --editable . \
     && pip install --no-index --dry-run 'megatron_ext[test]'
 COPY --chown=trainer . .
-RUN chown trainer .
+# pip cannot check FlashAttention 4: its lock leaves out the libraries of CUDA 12, for which its compiler asks.
+RUN chown trainer . \
+    && python -c "import sys; from megatron_ext.attention import adapters; sys.exit(adapters.flash_attn_4_missing())"
 USER 10001
 CMD ["python", "tools/environment.py"]

@@ -1,11 +1,17 @@
 """The requirements that pip gets are consistent."""
 
 import re
+import sys
 from pathlib import Path
+
+import pytest
 
 from megatron_ext.engine.compat import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docker"))
+
+from missing import missing  # noqa: E402
 
 
 def normalized(name: str) -> str:
@@ -52,3 +58,36 @@ def test_every_supported_series_is_tested() -> None:
     tested = set(re.findall(r"0\.\d+\.\d+", (ROOT / ".ci/run").read_text()))
     assert {version.rpartition(".")[0] for version in tested} == {f"0.{n}" for n in range(int(first), int(last))}
     assert tested <= set(re.findall(r"0\.\d+\.\d+", (ROOT / "docs/versions.md").read_text()))
+
+
+LOCK = """# a comment
+cupy[x]==2.1 \\
+    --hash=sha256:00
+Some.Thing==4.8.1 ; python_version < "3.14" \\
+    --hash=sha256:01 \\
+    --hash=sha256:02
+"""
+
+
+@pytest.mark.parametrize(
+    ("installed", "absent", "older"),
+    [
+        ({}, 2, 2),
+        ({"cupy": "2.0", "some-thing": "4.8.0a0+nv26.6"}, 0, 2),
+        ({"cupy": "2.1", "some-thing": "4.10.0"}, 0, 0),
+        ({"cupy": "2.1.0b1"}, 1, 2),
+    ],
+)
+def test_an_image_gets_what_it_lacks(installed: dict[str, str], absent: int, older: int) -> None:
+    """Of companions also what it has in an older version; each with its checksums."""
+    for newer, count in ((False, absent), (True, older)):
+        found = missing(LOCK, installed, newer=newer)
+        assert found.count("==") == count
+        assert found.count("--hash") in ((3,) if count == 2 else (0, 2))
+        assert found.endswith(LOCK[LOCK.index("Some") :] if count else "")
+
+
+def test_every_entry_of_the_locks_has_a_version() -> None:
+    for name in ("requirements.lock", "docker/flash-attn-4.lock"):
+        lock = (ROOT / name).read_text()
+        assert missing(lock, {}).count("==") >= len(re.findall(r"^[a-z]", lock, re.MULTILINE)) > 5

@@ -76,9 +76,9 @@ set_rendezvous() {
 set_tuning() {
   export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                           # only warnings
   export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # kernels start in order: TP communication overlaps
-  if [[ ! ${PYTORCH_ALLOC_CONF:-} && ! ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then # older name of the same variable
-    export PYTORCH_ALLOC_CONF=expandable_segments:True # windows and short contexts change sizes: avoids fragmentation
-  fi
+  # Windows and short contexts change sizes: this avoids fragmentation. All versions of torch read this name; some ignore
+  # the newer one, PYTORCH_ALLOC_CONF.
+  [[ ${PYTORCH_ALLOC_CONF:-} ]] || export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
   export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
   export PYTHONUNBUFFERED=1 # output of a killed rank reaches the log
