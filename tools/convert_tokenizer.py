@@ -49,23 +49,9 @@ LLAMA3_SPECIAL = (
 # three reserved tokens that Llama 3.1 names
 LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python_tag|>"}
 UNLIKELY = -1e5  # a score below that of any text
-# the tokenizer, its special tokens by their names in tokenizer_config.json, the original library's encoder, and whether
-# two encodings of a text are equally good
-Same = Callable[[list[int], list[int]], bool]
-Converted = tuple[tokenizers.Tokenizer, dict[str, str], Callable[[str], list[int]], Same]
-ODD_TEXTS = (
-    *(
-        "",
-        "\n\n \t",
-        "  a  b ",
-        "a\r\nb\r\n\r\nc",
-        " \u2581 ",
-        "\xa0\u3000\u200bx\u2028y\ufeff\x01",
-        "\uff1c \uff76\uff9e \u2103 \xbd",
-    ),
-    "naïve e\u0302\u0301 \uff41\u0301 x\u0304 😀👩\u200d👧 漢字 שלום عليكم क्षत्रिय ไทยภาษา 한국어 \u1112\u1161\u11ab",
-    *(character * 5000 for character in " a\n1!é"),
-)
+# the tokenizer, its special tokens by their names in tokenizer_config.json, the original library's encoder, and a
+# function that returns whether two encodings of a text are equally good
+Converted = tuple[tokenizers.Tokenizer, dict[str, str], Callable[[str], list[int]], Callable[..., bool]]
 
 
 def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
@@ -140,7 +126,7 @@ def convert_sentencepiece(file: Path) -> Converted:
     library: Any
     if unigram := proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
         best = max([0, *normal.values()])
-        scores = normal | {name: len(name.encode()) * best - 0.1 for name in symbols}  # SentencePiece's bonus
+        scores = normal | {name: len(name.encode()) * best - 0.1 for name in symbols}  # as SentencePiece itself
         library = models.Unigram([(name, scores.get(name, UNLIKELY)) for name in names], unknown, fallback)
         # separates unknown characters, which are less likely than a control piece that a text spells
         splits = [f"[^{re.escape(''.join(sorted(set().union(*scores))))}]+"]
@@ -175,7 +161,7 @@ def convert_sentencepiece(file: Path) -> Converted:
     special = {role: model.id_to_piece(number) for role, number in roles.items() if number >= 0}
 
     def same(ours: list[int], theirs: list[int]) -> bool:
-        """Return whether the segmentations have the same score, up to the rounding of SentencePiece's floats."""
+        """Return whether two segmentations have the same score, up to the rounding of SentencePiece's floats."""
         spelled = {"".join(model.id_to_piece(ids)) for ids in (ours, theirs)}
         scores = [sum(model.get_score(ids)) for ids in (ours, theirs)]
         return unigram and len(spelled) == 1 and math.isclose(*scores, rel_tol=1e-5)
@@ -203,7 +189,9 @@ def check_texts(tokenizer: Tokenizer) -> Iterable[str]:
     """Yield texts that use the whole vocabulary, separately and mixed, and odd ones."""
     draw = random.Random(0)
     tokens = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
-    yield from ODD_TEXTS
+    yield from ("", "\n\n \t", "  a  b ", "a\r\nb\n\nc", " \u2581 ", "\xa0\u200bx\ufeff\x01", "\uff1c \uff76\uff9e")
+    yield "naïve e\u0302\u0301 \uff41\u0301 \xbd 😀👩\u200d👧 漢字 שלום عليكم क्षत्रिय ไทยภาษา 한국어 \u1112\u1161\u11ab"
+    yield from (character * 5000 for character in " a\n1!é")
     for start in range(0, len(tokens), 64):
         yield "".join(tokens[start : start + 64])
         yield "".join(draw.choices(tokens, k=64))

@@ -142,17 +142,17 @@ class Encoder:
         self.dtype = dtype_of(self.tokenizer.vocab_size)
 
     def turn_end(self) -> int | None:
-        """Return the special token that ends the assistant's turns of chats; None if there is none, with a warning."""
-        chat, end = self.fields.chat, None
+        """Return the special token that ends the assistant's turns, if these are chats; warn if there is none."""
+        if self.fields.chat is None:
+            return None
         with suppress(ChatError):  # the template needs more than a question and an answer
-            end = chat and chat.turn_end
-        if chat is not None and end is None:
-            logger.warning(
-                "messages_field: the chat template of %s ends the assistant's turns with no special token that is "
-                "trained, so a model will not learn to end them; write one, inside {%% generation %%} if it is used",
-                self.options.tokenizer,
-            )
-        return self.tokenizer.encode_spelled(end)[0][-1] if end else None
+            if end := self.fields.chat.turn_end:
+                return self.tokenizer.encode_spelled(end)[0][-1]
+        logger.warning(
+            "messages_field: the chat template of %s trains no special token at the end of the assistant's turns, so a "
+            "model does not learn to end them; add one, inside {%% generation %%} if used", self.options.tokenizer,
+        )  # fmt: skip
+        return None
 
     def settings(self) -> dict[str, Any]:
         """Return all that determines the content of a data set, apart from its inputs and the limit of a document."""

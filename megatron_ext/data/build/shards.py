@@ -124,10 +124,7 @@ def _parts(file: FileRange, fields: Fields, shard_bytes: int) -> Iterator[tuple[
 
 
 def write_texts(documents: Iterator[Document], file: BinaryIO) -> tuple[dict[str, np.ndarray], int]:
-    """Write texts to be grouped, one a line; return their list, ROW [n], ordered by hash, and the number of empty ones.
-
-    Empty texts are omitted.
-    """
+    """Write the texts that are not empty, one a line; return their list, ROW [n], by hash, and the number of the others."""
     listed, empty = [], 0
     for document in documents:
         if not document.text:
@@ -138,9 +135,8 @@ def write_texts(documents: Iterator[Document], file: BinaryIO) -> tuple[dict[str
         listed.append((int.from_bytes(digest[:2], "big"), digest[:16], file.tell()))
         file.write(json.dumps([document.key, document.source_name, document.text]).encode() + b"\n")
     rows = np.array(listed, ROW)
-    return {
-        "rows": rows[np.argsort(rows["hash"], kind="stable")]
-    }, empty  # stable: a group keeps the order of the input
+    rows = rows[np.argsort(rows["hash"], kind="stable")]  # stable: a group keeps the order of the input
+    return {"rows": rows}, empty
 
 
 def group(parts: Sequence[Path], shard_bytes: int) -> list[Shard]:

@@ -23,7 +23,6 @@ from megatron_ext.errors import UserError, first_line, missing_package
 from megatron_ext.launch import is_first
 
 logger = logging.getLogger(__name__)
-
 LINES = {f".{name}{packed}": f".jsonl{packed}" for name in ("jsonl", "json") for packed in ("", ".gz", ".zst")}
 SUFFIXES = (*LINES, ".parquet", ".txt")
 BLOCK = 1 << 20
@@ -73,37 +72,29 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     files: dict[Path, Path] = {}  # by resolved path, because several paths and links may lead to a file
     omitted: list[Path] = []
-    for given in paths:
-        for file in _files_of(os.fspath(given)):
-            if _holds_documents(file):
-                files.setdefault(file.resolve(), file)
-            else:
-                omitted.append(file)
+    for given in [os.fspath(path) for path in paths]:
+        path = Path(given)
+        matches = [path] if path.exists() else [Path(match) for match in glob.glob(given, recursive=True)]
+        found = {file for match in matches for file in (_inside(match) if match.is_dir() else [match])}
+        known = set(filter(_holds_documents, found))
+        if not known and not path.exists() and not glob.has_magic(given):
+            raise UserError(f"input: {path} does not exist; check the path")
+        if not known:
+            needed = f"a {', '.join(SUFFIXES)} file (.json with an object a line; jq -c '.[]' makes them of a list)"
+            raise UserError(f"input: got {given}, needs {needed}, or a folder or pattern of them")
+        omitted += sorted(found - known)
+        for file in sorted(known, key=lambda file: file.parts):
+            files.setdefault(file.resolve(), file)
     if omitted and is_first():
         names = ", ".join(file.name for file in omitted[:3])
         logger.warning("input: files of other kinds are not read: %d (%s)", len(omitted), names)
     return list(files.values())
 
 
-def _files_of(given: str) -> list[Path]:
-    path = Path(given)
-    matches = [path] if path.exists() else [Path(match) for match in glob.glob(given, recursive=True)]
-    found = {file for match in matches for file in (_inside(match) if match.is_dir() else [match])}
-    if any(map(_holds_documents, found)):
-        return sorted(found, key=lambda file: file.parts)
-    if not (path.exists() or glob.has_magic(given)):
-        raise UserError(f"input: {path} does not exist; check the path")
-    if path.is_file() and path.suffix == ".json":
-        raise UserError(f"input: {path} holds no lines of JSON; for a list, jq -c '.[]' makes a .jsonl file of it")
-    raise UserError(f"input: got {given}, needs a {', '.join(SUFFIXES)} file, or a folder or pattern of them")
-
-
 def _holds_documents(file: Path) -> bool:
     """Return whether a file is read: by its suffix, and for .json if its first line may be a whole object."""
-    if not file.name.endswith(SUFFIXES) or not file.is_file():
-        return False
-    if file.suffix != ".json":
-        return True
+    if file.suffix != ".json" or not file.is_file():
+        return file.name.endswith(SUFFIXES) and file.is_file()
     with file.open("rb") as lines:
         line = next((line for line in iter(partial(lines.readline, BLOCK), b"") if line.strip()), b"")
     text = line.removeprefix(codecs.BOM_UTF8).strip()

@@ -202,7 +202,7 @@ def test_a_template_that_trains_no_end_is_warned_about(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (not ended)
     assert all(
-        re.match("messages_field: the chat template of .* no special token that is trained", text) for text in said
+        re.match("messages_field: the chat template of .* trains no special token at the end", text) for text in said
     )
 
 
