@@ -256,7 +256,8 @@ RULES: list[Rule] = [
     ("override", lambda o: set(o.override) - FIELDS.keys(), ", needs names of options, such as lr or data_path"),
     # speed and memory
     ("overlap_param_gather",
-     lambda o: o.overlap_param_gather and not (o.use_distributed_optimizer and o.overlap_grad_reduce),
+     lambda o: o.optimizer == "adam" and o.overlap_param_gather
+     and not (o.use_distributed_optimizer and o.overlap_grad_reduce),
      ", needs use_distributed_optimizer and overlap_grad_reduce; set both"),
     *_only_with("recompute_modules", "recompute_granularity", "selective"),
     ("recompute_modules", lambda o: "layernorm" in o.recompute_modules and o.block in ("phi", "olmo3"),
@@ -291,8 +292,9 @@ RULES: list[Rule] = [
     *_excludes(_LOWERED, "optimizer_cpu_offload"),
     *_only_with(_MUON, "optimizer", "muon"),
     *_only_with("use_precision_aware_optimizer", "optimizer", "adam"),
-    ("use_distributed_optimizer", lambda o: o.use_distributed_optimizer and o.optimizer == "muon",
-     " with optimizer muon, which updates whole matrices; add --no-use-distributed-optimizer"),
+    *((name, lambda o, n=name: getattr(o, n) and o.optimizer == "muon",
+       f" with optimizer muon, which updates whole matrices; add {flag(f'no_{name}')}")
+      for name in ("use_distributed_optimizer", "overlap_param_gather")),
 ]  # fmt: skip
 
 # `transformer_engine` is whether its layers are used

@@ -51,6 +51,7 @@ CASES = """
 --use-precision-aware-optimizer | use_precision_aware_optimizer | --bf16 --use-precision-aware-optimizer
 --muon-num-ns-steps 6 | muon_num_ns_steps | --optimizer muon --muon-num-ns-steps 6
 --optimizer muon --use-distributed-optimizer | use_distributed_optimizer | --optimizer muon --no-use-distributed-optimizer
+--optimizer muon --overlap-param-gather --overlap-grad-reduce | overlap_param_gather | --optimizer muon --overlap-grad-reduce
 --optimizer muon --bf16 --use-precision-aware-optimizer | use_precision_aware_optimizer | --optimizer muon --bf16
 --num-layers 3 --pipeline-model-parallel-size 2 | num_layers | --num-layers 4 --pipeline-model-parallel-size 2 | 2 2
 --num-layers-per-virtual-pipeline-stage 1 | num_layers_per_virtual_pipeline_stage | --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 | 1 2
