@@ -11,7 +11,7 @@ remove_data() { # remove_data FOLDER: a corpus, its tokenizer and its dataset
 
 remove_run() { # remove_run FOLDER: files written by the trainer and tools/report.py
   rm -rf "$1"/checkpoints/iter_[0-9]* "$1"/checkpoints/latest_checkpointed_iteration.txt \
-    "$1"/{metrics,evaluation,history}.jsonl "$1"/{config.yaml,passage.json,stopped.json,diverged.json,metrics.prom} \
+    "$1"/{metrics,evaluation,history}.jsonl "$1"/{config.yaml,lock,passage.json,stopped.json,diverged.json,metrics.prom} \
     "$1"/stacks/rank*.txt "$1"/report.{png,html} "$1"/tensorboard/events.out.tfevents.*
   remove_empty "$1/checkpoints" "$1/tensorboard" "$1/faults" "$1/stacks" "$1"
 }

@@ -22,12 +22,6 @@ class LearningRateSchedule:
     # step t < W has peak * t / W instead, as in transformers and the papers' code: the first rate is 0
     from_zero: bool = False
 
-    @property
-    def turns(self) -> tuple[int, int, int]:
-        """The steps at which the warm-up ends, the WSD decay begins and the decay ends."""
-        ends = (self.warmup_steps, self.decay_steps - self.wsd_steps, self.decay_steps)
-        return ends[0] - self.first_step, ends[1] - self.first_step, ends[2] - self.first_step
-
     def at(self, step: int) -> float:
         """Return the learning rate of the run's 0-based optimizer step."""
         step += self.first_step

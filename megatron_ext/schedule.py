@@ -97,21 +97,16 @@ class WindowSchedule:
         return min(max(math.floor(window), self.start), self.end)
 
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (window, number of steps) for each run of equal windows of the steps first..end-1, in order.
-
-        The window is monotone between two turns, so that a run's end is found without evaluating each of its steps.
-        """
+        """Yield (window, number of steps) for each run of equal windows in the steps first..end-1, in order."""
         for window, parts in groupby(self._monotone_runs(first, end), key=itemgetter(0)):
             yield window, sum(steps for _, steps in parts)
 
     def _monotone_runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield runs that also end at each turn."""
-        turn = first
+        """Yield runs that also end at each turn; between two the window is monotone: few steps are evaluated."""
         while first < end:
-            if first == turn:
-                turn = min(end, self.expansion_steps) if first < self.expansion_steps else end
-                if self.kind in _CYCLIC and first < self.expansion_steps:  # up to the next ramp
-                    turn = min(turn, math.ceil((first // self.ramp_steps + 1) * self.ramp_steps))
+            turn = min(end, self.expansion_steps) if first < self.expansion_steps else end
+            if self.kind in _CYCLIC and first < turn <= self.expansion_steps:  # up to the next ramp
+                turn = min(turn, math.ceil((first // self.ramp_steps + 1) * self.ramp_steps))
             window, most = self.window_at(first), 1
             while first + most < turn and self.window_at(first + most) == window:
                 most *= 2

@@ -119,6 +119,9 @@ def same_schedules(before: Config, config: Config, step: int) -> bool:
     )
     rates, end = (before.learning_rate_schedule(), after.learning_rate_schedule()), config.training.train_iters
     # only the decays differ: two that are equal at both ends, at each turn and after it are equal everywhere
-    turns = {step, end - 1} | {turn + more for rate in rates for turn in rate.turns for more in (0, 1)}
+    turns = {step, end - 1}
+    for rate in rates:
+        for turn in (rate.warmup_steps, rate.decay_steps - rate.wsd_steps, rate.decay_steps):
+            turns |= {turn - rate.first_step, turn - rate.first_step + 1}
     windows = (schedule.runs(step, end) for schedule in (before.window_schedule(), after.window_schedule()))
     return all(rates[0].at(t) == rates[1].at(t) for t in turns if step <= t < end) and all(map(eq, *windows))

@@ -129,12 +129,15 @@ def with_offer(error: UserError, complete: Checkpoint | None) -> UserError:
 
 
 def begin(run: Path, step: int) -> Path:
-    """Create the folder that a checkpoint is written into; delete what killed runs were writing or deleting."""
+    """Create the folder that a checkpoint is written into; delete what killed runs were writing or deleting.
+
+    RUN/checkpoints must exist: a run folder that is gone is not made anew.
+    """
     checkpoints = run / "checkpoints"
     for unfinished in checkpoints.glob(f"iter_*{UNFINISHED}"):
         shutil.rmtree(unfinished, ignore_errors=True)
     aside = checkpoints / f"{folder_name(step)}.{secrets.token_hex(4)}{UNFINISHED}"
-    aside.mkdir(parents=True)
+    aside.mkdir()
     return aside
 
 

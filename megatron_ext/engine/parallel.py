@@ -1,6 +1,6 @@
 """Create and destroy process groups; the only module that reads Megatron's parallel state.
 
-A process joins once (`start`) and leaves once (`stop`); each stage of a run in between has its own groups, which
+A process joins once (`join`) and leaves once (`stop`); each stage of a run in between has its own groups, which
 `finish_stage` destroys.
 """
 
@@ -70,23 +70,28 @@ class Ranks:
         return self.last_stage and self.tensor == 0
 
 
-def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
-    """Initialize torch.distributed if necessary, build Megatron's groups and seed its random states.
+def join(config: ParallelConfig, platform: Platform) -> None:
+    """Initialize torch.distributed if necessary.
 
     Raises:
         UserError: the launcher's environment variables are missing or invalid, or another program has the port.
     """
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    if not dist.is_initialized():
-        several = read_launch().world_size > 1
-        meeting: dict[str, Any] = {} if several else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        try:
-            dist.init_process_group(platform.communication, timeout=timeout, **meeting)
-        except dist.DistNetworkError as error:
-            if "failed to listen" not in str(error):  # rank 0 may have crashed
-                raise
-            port, reason = os.environ["MASTER_PORT"], str(error).rpartition("message: ")[2]
-            raise LaunchError(f"MASTER_PORT: got {port}, needs a free port on this host ({reason})") from None
+    if dist.is_initialized():
+        return
+    several, timeout = read_launch().world_size > 1, timedelta(minutes=config.distributed_timeout_minutes)
+    meeting: dict[str, Any] = {} if several else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        dist.init_process_group(platform.communication, timeout=timeout, **meeting)
+    except dist.DistNetworkError as error:
+        if "failed to listen" not in str(error):  # rank 0 may have crashed
+            raise
+        port, reason = os.environ["MASTER_PORT"], str(error).rpartition("message: ")[2]
+        raise LaunchError(f"MASTER_PORT: got {port}, needs a free port on this host ({reason})") from None
+
+
+def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
+    """Join the processes, build Megatron's groups and seed its random states; raise what `join` raises."""
+    join(config, platform)
     chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -161,7 +166,7 @@ def together(action: Callable[[], None], group: dist.ProcessGroup | None = None)
         raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
 
 
-def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
+def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
     """Run `action` on rank 0 and return its result on all ranks; if it fails, every rank raises. Collective.
 
     The result is pickled. Errors that do not name a file name `path`; `reads`: the action does not write.
@@ -175,7 +180,7 @@ def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, read
 
     def on_rank0() -> None:
         try:
-            if ranks.world == 0:
+            if dist.get_rank() == 0:
                 answer[0] = action()
         except OSError as error:
             if error.errno not in PERMANENT:

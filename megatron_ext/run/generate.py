@@ -379,7 +379,7 @@ def _chat(options: argparse.Namespace, generator: Generator, sampling: Sampling)
 
     # an empty line, or the end of standard input, ends the conversation
     turns = iter(ask, "") if options.prompt is None else iter(options.prompt)
-    while (turn := run_on_rank0(ranks, lambda: next(turns, None), options.model)) is not None:
+    while (turn := run_on_rank0(lambda: next(turns, None), options.model)) is not None:
         messages.append({"role": "user", "content": turn})
         try:
             tokens = text.encode(text.template.prompt(messages))

@@ -180,7 +180,7 @@ def score_missing(
     options = replace(model.config.mask_options(), document_mask=run.window.document_mask)
     scorer = ChunkScorer(model, data.micro_batch_size * length)
     bos_id = bos_of(run)
-    missing = parallel.run_on_rank0(ranks, lambda: store.missing(wanted), store.path, reads=True)
+    missing = parallel.run_on_rank0(lambda: store.missing(wanted), store.path, reads=True)
     mine = missing[ranks.data :: ranks.data_size]
     at_once = data.micro_batch_size * ranks.pipeline_size  # keeps the pipeline stages busy
     logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)

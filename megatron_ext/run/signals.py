@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_ext.errors import DivergedError, UserError
+from megatron_ext.errors import DivergedError
 from megatron_ext.files.atomic import atomic_write
 
 REQUEUE, DIVERGED, HUNG = 85, 86, 87
@@ -93,11 +93,6 @@ class Ending:
 
 
 def unmark(run: Path) -> None:
-    """Remove RUN/stopped.json and RUN/diverged.json at the start of a run; raise UserError if RUN cannot be written."""
-    try:
-        for name in (STOPPED, DIVERGED_FILE):
-            (run / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"save: {run} cannot be written ({error.strerror}); choose another folder or make this one writable"
-        ) from None
+    """Remove RUN/stopped.json and RUN/diverged.json at the start of a run."""
+    for name in (STOPPED, DIVERGED_FILE):
+        (run / name).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,11 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.identity import vocabulary
+from megatron_ext.engine import parallel
+from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.errors import DivergedError, UserError
-from megatron_ext.launch import is_first, report_to_torchrun
+from megatron_ext.files.lock import lock
+from megatron_ext.launch import report_to_torchrun
 from megatron_ext.run.callbacks import read_losses, stop_reason
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
@@ -32,13 +36,22 @@ def train_stages(stages: Sequence[Stage]) -> int:
         The exit status described in run/signals.py.
 
     Raises:
-        UserError: any error of `train`, a folder that a stage cannot write to, or a previous stage that has not ended.
+        UserError: any error of `train`, a folder that cannot be written or that another trainer uses, or a previous
+            stage that has not ended.
     """
-    run = stages[0].run
-    if run is not None and is_first():
-        unmark(run)
+    run, options = stages[0].run, stages[0].config.parallel
     with StopRequest() as request:
         _check_all(stages)
+        parallel.join(options, choose_platform(options.device))
+        held = []
+
+        def claim(run: Path) -> None:
+            run.mkdir(parents=True, exist_ok=True)
+            held.append(lock(run, "save"))
+            unmark(run)
+
+        if run is not None:
+            parallel.run_on_rank0(partial(claim, run), run)
         ending = Ending(0, 0, None)
         for number, stage in enumerate(stages):
             if _has_ended(stage):
@@ -58,11 +71,10 @@ def train_stages(stages: Sequence[Stage]) -> int:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-        if dist.is_initialized():
-            if run is not None and dist.get_rank() == 0:
-                ending.mark(run)
-            dist.barrier()  # no process exits before the marker file exists
-            dist.destroy_process_group()
+        if run is not None and dist.get_rank() == 0:
+            ending.mark(run)
+        dist.barrier()  # no process exits before the marker file exists
+        dist.destroy_process_group()
     return ending.status
 
 

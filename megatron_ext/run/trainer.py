@@ -178,14 +178,14 @@ class Trainer:
         self.step, first = self.began.step, ranks.world == 0
         self.records = RunRecords(config, info, self.step, first=first)
         if (folder := self.folder) is not None:
-            parallel.run_on_rank0(ranks, lambda: self.records.open(folder), folder)
+            parallel.run_on_rank0(lambda: self.records.open(folder), folder)
         self.incidents = Incidents(config, self.records, self.began.trainer_state)
         # the folder, if the run resumes from a checkpoint inside it
         source = inputs.checkpoint
         self.continued = folder if source and folder and source.run.resolve() == folder.resolve() else None
         losses: Losses = {}
         if (own := self.continued) is not None:
-            losses = parallel.run_on_rank0(ranks, lambda: read_losses(own, self.began.step), own, reads=True)
+            losses = parallel.run_on_rank0(lambda: read_losses(own, self.began.step), own, reads=True)
         self.validation = Validation(config, self.stepper, self.batches, inputs.valid, self.records, losses)
         self.callbacks: list[Incidents | RunRecords | Trajectory] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None
@@ -342,14 +342,13 @@ class Trainer:
         if self.folder is None:
             return
         heartbeat.beat(f"saving after {self.step} steps")
-        ranks = self.ranks
+        ranks, consumed = self.ranks, self.consumed_samples(self.step)
+        self.checkpointer.save(self.folder, Position(self.step, consumed, self.incidents.state_dict()))
         if ranks.reports_loss and ranks.context == 0 and ranks.data == 0:
             model = self.config.data.tokenizer_model
             passage = self.stepper.weigher.passage(self.step - 1, Tokenizer(model) if model else None)
             if passage is not None:
                 passage.write(self.folder)
-        consumed = self.consumed_samples(self.step)
-        self.checkpointer.save(self.folder, Position(self.step, consumed, self.incidents.state_dict()))
 
     def _finish(self, run: Path | None, has_next_stage: bool) -> Ending:
         """Publish the last checkpoint, report how the run ended, and close its files."""

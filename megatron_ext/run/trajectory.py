@@ -49,7 +49,7 @@ class Trajectory:
         self.folder = Path(config.checkpoint.dump_trajectory or "")
         self.config, self.chunks, self.ranks, self.weigher = config, chunks, ranks, weigher
         self.vocab_size, self.row_at = inputs.vocab_size, inputs.train.row
-        if not run_on_rank0(ranks, self._describe, self.folder) or step == 0:
+        if not run_on_rank0(self._describe, self.folder) or step == 0:
             self.weights("initial")
 
     def _describe(self) -> bool:

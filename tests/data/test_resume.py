@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from faults.test_run_folder import holding
 from launcher import wait_until
 
 from megatron_ext.data.build.encode import Report, finish_part, usable
@@ -265,9 +266,10 @@ def test_which_parts_would_be_the_same(
 
 
 def test_two_runs_do_not_write_the_same_dataset(tmp_path: Path) -> None:
+    (tmp_path / "data.parts").mkdir()
     with (
-        work_folder(str(tmp_path / "data"), resume=False, overwrite=False),
-        pytest.raises(UserError, match="another run is writing this dataset"),
+        holding(tmp_path / "data.parts"),
+        pytest.raises(UserError, match=r"^output_prefix: .*data\.parts is in use by host"),
         work_folder(str(tmp_path / "data"), resume=True, overwrite=False),
     ):
         pass

@@ -40,9 +40,8 @@ def error_of(rank: int, number: int) -> str:
     def fails() -> None:
         raise OSError(number, os.strerror(number), "runs/a/file")
 
-    ranks: Any = SimpleNamespace(world=rank, world_size=2)
     try:
-        run_on_rank0(ranks, fails, Path("runs/a"))
+        run_on_rank0(fails, Path("runs/a"))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

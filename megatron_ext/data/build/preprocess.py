@@ -18,8 +18,6 @@ Alternatives that were rejected (benchmarks/results/2026-11-24-preprocess-cpu.tx
   spells the end token is encoded as that token.
 """
 
-import errno
-import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -51,8 +49,8 @@ from megatron_ext.data.indexed import (
 )
 from megatron_ext.data.text.documents import FileRange, find_files
 from megatron_ext.errors import DISK_FULL, UserError
+from megatron_ext.files.lock import LOCK_FILE, lock
 
-LOCK_FILE = "lock"  # in PREFIX.parts
 EDGES = np.concatenate([[0], 1 << np.arange(10, 20)])  # of the table of lengths: 0, 1K, 2K ... 512K tokens
 LENGTHS = ["below 1K", *(f"{1 << k}K to {2 << k}K" for k in range(9)), "512K and more"]
 
@@ -138,14 +136,7 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()) and not (folder / LOCK_FILE).exists():
         raise UserError(f"{folder}: the folder is for unfinished work and has other files; change the prefix")
-    with (folder / LOCK_FILE).open("w") as lock:  # the kernel releases the lock if the process is killed
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another run is writing this dataset; wait for it, or stop it") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
-                raise
+    with lock(folder, "output_prefix"):
         if any(folder.glob("*.npz")) and not (resume or overwrite):
             raise UserError(
                 f"{folder} holds an unfinished run; pass --resume to continue it, or --overwrite to start again"
