@@ -37,6 +37,16 @@ def put_tokenizer(folder: Path, template: str | None) -> Path:
     return folder
 
 
+def put_wide_tokenizer(folder: Path) -> Path:
+    """A tokenizer of 257 ids, and of two more that a model of 257 rows has none for: <pad>, and <tool> in a text."""
+    train_bpe(["x"], 257, folder)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    more = {str(257 + i): {"content": one, "special": not i, **flags} for i, one in enumerate(("<pad>", "<tool>"))}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "added_tokens_decoder": more}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def conversations(count: int, seed: int = 0) -> list[list[dict[str, Any]]]:
     """Each of 1 to 3 questions and answers, some with a system message."""
     rng = random.Random(seed)

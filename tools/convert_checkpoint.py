@@ -19,9 +19,10 @@ from pydantic import ByteSize, TypeAdapter
 
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import is_hugging_face
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.cli import Parser, command, integer, positive
-from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.model_text import ModelText
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -65,8 +66,8 @@ def verify(options: argparse.Namespace) -> bool:
         raise UserError(
             "verify: needs one Hugging Face folder and one run or checkpoint folder as --input and --output"
         )
-    tokenizer = Tokenizer(options.tokenizer or theirs[0])
-    tokens = tokenizer.encode(text_of(options.text))[: options.tokens + 1]
+    text = ModelText.of(Pretrained.find(theirs[0]), options.tokenizer and str(options.tokenizer))
+    tokens = text.encode(text_of(options.text))[: options.tokens + 1]
     if len(tokens) < 2:
         raise UserError(f"text: got {len(tokens)} token ids, needs at least 2; give a longer text")
     from megatron_ext.run.compare import compare  # importing Megatron and transformers takes seconds
@@ -77,8 +78,8 @@ def verify(options: argparse.Namespace) -> bool:
     print(f"         mean difference    {gap.mean:.3g} of {gap.allowed[1]:.3g} allowed")
     print(f"loss     {gap.losses[0]:.8f} transformers, {gap.losses[1]:.8f} Megatron, {gap.allowed[2]:g} allowed")
     for name, ids in zip(("transformers", "Megatron"), gap.greedy, strict=True):
-        known = all(token < tokenizer.vocab_size for token in ids)  # a model may have more ids than its tokenizer
-        print(f"greedy   {repr(tokenizer.decode(ids)) if known else ids} {name}")
+        known = all(token < text.tokenizer.vocab_size for token in ids)  # a model may have more ids
+        print(f"greedy   {repr(text.tokenizer.decode(ids)) if known else ids} {name}")
     print("the same model" if gap.agrees else "NOT the same model")
     return gap.agrees
 

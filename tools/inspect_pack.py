@@ -58,7 +58,7 @@ def config_of(options: argparse.Namespace) -> Config:
 def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Read a row of the dataset with the trainer's code: its document ends and, if requested, its tokens' texts."""
     from megatron_ext.data.rows.identity import vocabulary  # importing torch takes seconds
-    from megatron_ext.data.text.tokenizer import Tokenizer
+    from megatron_ext.data.text.tokenizer import Tokenizer, token_texts
     from megatron_ext.run.inputs import open_rows
 
     if options.text and not options.tokenizer_model:
@@ -69,8 +69,7 @@ def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     ends = row.document_ends.tolist()
     if not options.text:
         return ends, None
-    tokenizer = Tokenizer(options.tokenizer_model)
-    return ends, [tokenizer.decode([token]) for token in row.tokens[:-1]]
+    return ends, token_texts(Tokenizer(options.tokenizer_model), row.tokens[:-1].tolist())
 
 
 def compare(options: argparse.Namespace) -> str:

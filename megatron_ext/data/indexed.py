@@ -141,7 +141,7 @@ class IndexedSource:
                 raise UserError(
                     f"{self.prefix}.bin: document {document} holds token id {tokens[bad[0]]} at position "
                     f"{offset + bad[0]}, but vocab_size is {self.vocab_size}; use the tokenizer that the data was made "
-                    "with"
+                    "with, or a model that has this id"
                 )
         return tokens
 

@@ -1,5 +1,6 @@
 """The tokenizer of a trained model, with the tokens that begin and end its texts."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 from megatron_ext.checkpoint.hf.folder import has_tokenizer, read_config
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.data.text.chat import ChatError, ChatTemplate
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows
 from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_object
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +42,7 @@ class ModelText:
         template is used. `eod_token` replaces the tokenizer's own end-of-document token.
 
         Raises:
-            UserError: no tokenizer, one with more token ids than the model, no `bos_token_id`, or no chat template.
+            UserError: no tokenizer, no `bos_token_id`, or no chat template.
         """
         name = tokenizer or pretrained.tokenizer
         if name is None and pretrained.checkpoint is None and has_tokenizer(pretrained.folder):
@@ -47,12 +50,9 @@ class ModelText:
         if name is None:
             raise UserError(f"tokenizer: {pretrained.folder} has none; give --tokenizer FOLDER")
         opened = Tokenizer(name, eod_token)
-        size = pretrained.model.vocab_size
-        if size is not None and opened.vocab_size > size:
-            raise UserError(
-                f"tokenizer: {name} has {opened.vocab_size} token ids, {pretrained.folder} knows {size}; "
-                "give --tokenizer with the model's own"
-            )
+        assert pretrained.model.vocab_size is not None
+        for line in ids_without_rows(opened, pretrained.model.vocab_size):
+            logger.warning("tokenizer: %s", line)
         config: dict[str, Any] = {}
         if pretrained.checkpoint is None:  # generation_config.json wins over config.json
             over = read_object(pretrained.folder / "generation_config.json", "is no JSON object; correct or remove it")
@@ -78,17 +78,23 @@ class ModelText:
             raise UserError(f"chat: {name}: {error}; correct the template") from None
         return cls(pretrained, opened, begin if bos else None, end, frozenset(stop), template)
 
-    def encode(self, text: str) -> list[int]:
-        """Encode a text; special tokens spelled in it are ordinary text, except in a chat."""
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Encode a text; special tokens spelled in it are ordinary text, except in a chat. Raises as `known`."""
         if self.template is not None:
-            return self.tokenizer.encode_spelled(text)[0]
+            return self.known(self.tokenizer.encode_spelled(text)[0])
         tokens = self.tokenizer.encode(text)
-        return tokens if self.begin is None else [self.begin, *tokens]
+        return self.known([self.begin, *tokens] if begin and self.begin is not None else tokens)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens; ids beyond the tokenizer's vocabulary (padding of the model's) are left out."""
-        return self.tokenizer.decode([token for token in tokens if token < self.tokenizer.vocab_size])
+    def known(self, tokens: list[int]) -> list[int]:
+        """Return the tokens; raise UserError for one that the model's embedding has no row for."""
+        if (largest := max(tokens, default=0)) >= (self.pretrained.model.vocab_size or 0):
+            raise UserError(
+                f"text: holds token id {largest} ({self.tokenizer.decode([largest])!r}), but the embedding of "
+                f"{self.pretrained.folder} has {self.pretrained.model.vocab_size} rows; leave it out of the text, or "
+                "give the model's own --tokenizer or --eod-token"
+            )
+        return tokens
 
-    def answer(self, tokens: Sequence[int]) -> str:
-        """Decode a generated answer, without the token that ended it."""
-        return self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop else tokens)
+    def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """Decode a generated answer as a continuation of its prompt, without the token that ended it."""
+        return self.tokenizer.continuation(prompt, tokens[:-1] if tokens and tokens[-1] in self.stop else tokens)

@@ -9,7 +9,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.identity import open_scores, vocabulary
-from megatron_ext.data.text.tokenizer import vocabulary_size
+from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows, vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe
 from megatron_ext.run.inputs import TRAINING, VALIDATION, first_weights, open_part, open_split
@@ -42,6 +42,7 @@ def look_at_inputs(stage: Stage, vocab_size: int) -> Iterator[str]:
         yield f"{MISSING}tokenizer_model: {tokenizer} does not exist"
     elif tokenizer is not None and not finished:
         vocabulary(config)
+        yield from (f"tokenizer        {line}" for line in ids_without_rows(Tokenizer(tokenizer), vocab_size))
     if store is not None and not Path(store).exists():
         yield f"{MISSING}score_store: {store} does not exist; make it with {program('score')}"
     elif store is not None and complete and not finished:

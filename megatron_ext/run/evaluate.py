@@ -124,8 +124,8 @@ def _recall(
                 "expected": sample.answer,
                 "prompt_tokens": len(prompt.tokens),
                 "tokens": tokens,
-                "text": text.answer(tokens),
-                "score": float(sample.answer in text.answer(tokens)),
+                "text": text.answer(prompt.tokens, tokens),
+                "score": float(sample.answer in text.answer(prompt.tokens, tokens)),
             }
             for sample, prompt, tokens in zip(samples, prompts, answers, strict=True)
         ]
@@ -167,7 +167,8 @@ def _perplexity(
         if stride > length:
             raise UserError(f"stride: got {stride}, needs at most the window's {length}; lower it")
         windows.append(ShortContext(length, stride, every_token=True))
-    text = next(iter(models.values()))  # their tokenizers are the same
+    # their tokenizers are the same, but not the rows of their embeddings
+    text = min(models.values(), key=lambda text: text.pretrained.model.vocab_size or 0)
     if options.data_path is not None:
         found = dataset_documents(options, text.pretrained.model.vocab_size)
     else:
@@ -208,7 +209,7 @@ def file_documents(options: argparse.Namespace, text: ModelText) -> Iterator[Doc
         source = str(one.source) if one.key is None else one.key
         if taken[source] == options.documents_per_source:
             continue
-        tokens = text.encode(one.text) + end
+        tokens = text.known(text.encode(one.text) + end)
         if len(tokens) >= options.min_tokens:
             taken[source] += 1
             yield Document(source, np.array(tokens[: options.max_tokens], dtype=np.int64))

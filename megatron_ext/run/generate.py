@@ -81,6 +81,8 @@ class _Text:
     prompt: Prompt
     draws: np.random.Generator
     answer: list[int]
+    stream: TextStream
+    tail: str = ""  # the end of the answer's text, as long as a stop text
 
 
 @contextmanager
@@ -167,7 +169,8 @@ class Generator:
                     number, prompt = waiting.popleft()
                     cache.keep(slot, 0)
                     new[slot] = prompt.tokens[:-1]
-                    active[slot] = _Text(number, prompt, sampling.draws(number), [])
+                    stream = TextStream(self.text.tokenizer, prompt.tokens)
+                    active[slot] = _Text(number, prompt, sampling.draws(number), [], stream)
             self._prefill(cache, new)
             texts = list(active.values())
             last = {slot: [(text.answer or text.prompt.tokens)[-1]] for slot, text in active.items()}
@@ -183,10 +186,12 @@ class Generator:
         return answers
 
     def _stops(self, text: _Text) -> bool:
-        longest = max((len(stop.encode()) for stop in text.prompt.stop_texts), default=0)
-        # a token is at least one byte, and may begin before the string
-        end = self.text.decode(text.answer[-longest - 1 :]) if longest else ""
-        return any(stop in end for stop in text.prompt.stop_texts)
+        if not text.prompt.stop_texts:
+            return False
+        text.tail += text.stream.put(text.answer[-1])
+        seen = text.tail + text.stream.end()
+        text.tail = text.tail[-max(map(len, text.prompt.stop_texts)) :]
+        return any(stop in seen for stop in text.prompt.stop_texts)
 
     @torch.inference_mode()
     def _score(self, choices: Sequence[tuple[int, Choice]]) -> dict[int, list[Likelihood]]:
@@ -332,13 +337,14 @@ def generate_text(options: argparse.Namespace, processes: ParallelConfig, sampli
         return
     if options.output is None:
         for number, answer in enumerate(answers):
-            print(f"{chr(10) if number else ''}[{number + 1}] {texts[number]}{text.answer(answer)}")
+            print("\n" if number else "", f"[{number + 1}] {texts[number]}", sep="", end="")
+            print(text.answer(prompts[number].tokens, answer))
         return
     with atomic_write(options.output) as aside, aside.open("w", encoding="utf-8") as file:
         for given, prompt, answer in zip(texts, prompts, answers, strict=True):
             record = {
                 "prompt": given,
-                "answer": text.answer(answer),
+                "answer": text.answer(prompt.tokens, answer),
                 "tokens": answer,
                 "prompt_tokens": len(prompt.tokens),
                 "ended": "stop token" if answer[-1] in text.stop else "--max-new-tokens",
@@ -349,7 +355,7 @@ def generate_text(options: argparse.Namespace, processes: ParallelConfig, sampli
 def _answer_and_print(generator: Generator, prompt: Prompt, sampling: Sampling) -> list[int]:
     """Answer a prompt; process 0 prints each part of the text as soon as it is complete."""
     first, text = generator.model.ranks.world == 0, generator.text
-    stream = TextStream(text.decode, prompt.tokens)
+    stream = TextStream(text.tokenizer, prompt.tokens)
 
     def show(number: int, token: int) -> None:
         if first and token not in text.stop:
@@ -386,4 +392,4 @@ def _chat(options: argparse.Namespace, generator: Generator, sampling: Sampling)
         except ChatError as error:
             raise UserError(f"chat: {error}; rephrase the message") from None
         answer = _answer_and_print(generator, Prompt(tokens, options.max_new_tokens), sampling)
-        messages.append({"role": "assistant", "content": text.answer(answer)})
+        messages.append({"role": "assistant", "content": text.answer(tokens, answer)})

@@ -147,15 +147,10 @@ def score_rows(
         part: of the samples; other parts may be scored into the same store at the same time.
 
     Raises:
-        UserError: a scorer with fewer token ids, or data or a store that do not fit.
+        UserError: data with a token id that the scorer does not have, or a store that does not fit.
     """
-    size = scorer.model.vocab_size
-    if size is None or size < vocab_size:
-        raise UserError(
-            f"checkpoint: {scorer.folder} knows {size} token ids, needs at least the {vocab_size} of the data; "
-            "give a scorer of the same vocabulary"
-        )
-    row_at = open_rows(config, vocab_size).row
+    assert scorer.model.vocab_size is not None
+    row_at = open_rows(config, min(vocab_size, scorer.model.vocab_size)).row
     identity = StoreIdentity(
         rows=end,
         short_context=short.length,

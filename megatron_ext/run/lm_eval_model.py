@@ -81,21 +81,19 @@ class TrainedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return min(self.text.stop) if self.text.end is None else self.text.end
+        return self.text.known([min(self.text.stop) if self.text.end is None else self.text.end])[0]
 
     @cached_property
     def prefix_token_id(self) -> int:
         """The token before a text without a context: the tokenizer's BOS, or else its end token."""
         try:
-            return self.text.tokenizer.bos_id
+            return self.text.known([self.text.tokenizer.bos_id])[0]
         except UserError:
             return self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Encode a text, after a BOS if the command has --bos; a chat template spells its own special tokens."""
-        if add_special_tokens is False and self.text.template is None:
-            return self.text.tokenizer.encode(string)
-        return self.text.encode(string)
+        return self.text.encode(string, begin=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         template = self.text.template
@@ -155,7 +153,7 @@ class TrainedModel(TemplateLM):
                 tokens = tokens[:start] + tokens[-(limit - start) :]
                 prompts.append(Prompt(tokens or [self.prefix_token_id], new_tokens, tuple(until)))
             for number, tokens in zip(numbers, self.requests.compute("answer", prompts, sampling), strict=True):
-                answers[number] = postprocess_generated_text(self.text.answer(tokens), until, None)
+                answers[number] = postprocess_generated_text(self.text.answer([], tokens), until, None)
         return answers
 
 

@@ -30,7 +30,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.checks import WARNINGS, broken
 from megatron_ext.data.rows.blend import BlendedRows
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine import environment, parallel
 from megatron_ext.engine.model import PackedGPT, build_chunks
@@ -117,6 +117,7 @@ def describe_run(config: Config, built: Built) -> RunInfo:
     fused = [name for name, is_fused in fusions_here(platform, config).items() if is_fused]
     lines = [
         *([f"weights from {inputs.pretrained.folder}"] if inputs.pretrained is not None else []),
+        *(ids_without_rows(Tokenizer(data.tokenizer_model), inputs.vocab_size) if data.tokenizer_model else []),
         *here.summary(),
         *environment.differences(environments),
         f"device {platform.device.type}, {platform.communication}; fused: {', '.join(fused) or 'nothing'}",

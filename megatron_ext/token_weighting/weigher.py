@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
-from megatron_ext.data.text.tokenizer import TextStream, Tokenizer
+from megatron_ext.data.text.tokenizer import Tokenizer, token_texts
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting.passage import Passage
 from megatron_ext.token_weighting.weigh import weigh_rows
@@ -97,7 +97,7 @@ class Weigher:
             step=step,
             start=start,
             tokens=tokens,
-            texts=None if tokenizer is None else tuple(map(TextStream(tokenizer.decode).put, tokens)),
+            texts=None if tokenizer is None else tuple(token_texts(tokenizer, tokens)),
             weights=weights,
             scores=tuple(score if math.isfinite(score) else None for score in scores),
         )

@@ -140,7 +140,7 @@ megatron-to-hf --input {w}/hf --output {out}/x | holds no checkpoint
 megatron-to-hf --input {w}/run --output {out}/x --max-shard-size big | invalid size value: 'big'
 verify --input {w}/hf --output {w}/hf | verify: needs one Hugging Face folder and one run
 verify --input {w}/hf --output {w}/run --tokens 0 | tokens: got 0, needs at least 1
-verify --input {w}/hf --output {w}/run | tokenizer.json
+verify --input {w}/hf --output {w}/run | has none; give --tokenizer
 verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | text: got 0 token ids
 """
 OTHERS = {

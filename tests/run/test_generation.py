@@ -4,18 +4,23 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tokenizers
 import torch
 from checkpoint.models import write_model
 from evaluation.plain import greedy_texts
 from launcher import call
+from tokenizers.decoders import ByteFallback
+from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.attention.cache import KeyValueCache
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
+from megatron_ext.data.text.tokenizer import TextStream, Tokenizer
 from megatron_ext.run import generate
-from megatron_ext.run.generate import Choice, Likelihood, Prompt, open_generator
+from megatron_ext.run.generate import Choice, Generator, Likelihood, Prompt, open_generator
 
 PASS = 7
 
@@ -44,10 +49,26 @@ def asked(rank: int, model: Path, layout: ParallelConfig) -> tuple[list[list[int
 
     KeyValueCache.append = append  # type: ignore[assignment, method-assign]
     generate.PASS_TOKENS, generate.PASS_LOGITS = PASS, PASS * 300
-    text = SimpleNamespace(pretrained=Pretrained.find(model), stop=[], decode=None)
+    text = SimpleNamespace(pretrained=Pretrained.find(model), stop=[], tokenizer=None)
     options = SimpleNamespace(dtype="auto", batch_size=4)
     with open_generator(text, layout, 64, options) as generator:
         return generator.answer(PROMPTS), generator.likelihoods(CHOICES), largest
+
+
+def test_a_stop_text_ends_generation_where_each_token_is_a_byte(tmp_path: Path) -> None:
+    """As soon as its last byte is there; also if the tokens before begin inside a character."""
+    pieces = {f"<0x{value:02X}>": value for value in range(256)}
+    tokenizer = tokenizers.Tokenizer(BPE(pieces, [], byte_fallback=True))
+    tokenizer.decoder = ByteFallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opened = Tokenizer(tmp_path)
+    prompt = Prompt(opened.encode("漢"), 20, ("止ま",))
+    text = generate._Text(0, prompt, np.random.default_rng(), [], TextStream(opened, prompt.tokens))
+    stops = []
+    for token in opened.encode("字を止まる"):
+        text.answer.append(token)
+        stops.append(Generator._stops(SimpleNamespace(text=None), text))  # type: ignore[arg-type]
+    assert stops.index(True) == len("字を止ま".encode()) - 1
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """A frozen scorer: the configuration that it is given, and which rows each process computes."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint.models import write_model
 from launcher import call
+from theirs import write_theirs
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WindowConfig
@@ -61,12 +63,22 @@ def test_dynamic_angles_are_those_of_a_chunk() -> None:
     assert bases[0] == model.rotary_base < bases[1]
 
 
-@pytest.mark.parametrize("size", [None, VOCABULARY - 1])
-def test_a_scorer_of_fewer_token_ids_is_refused(size: int | None, tmp_path: Path) -> None:
-    scorer = replace(SCORER, model=replace(SCORER.model, vocab_size=size))
-    with pytest.raises(UserError, match=f"knows {size} token ids, needs at least the {VOCABULARY} of the data"):
-        score_rows(RUN, VOCABULARY, scorer, WHOLE_CHUNKS, 1, tmp_path / "store")
-    assert not (tmp_path / "store").exists()
+@pytest.mark.parametrize("largest", [VOCABULARY - 2, VOCABULARY - 1])
+def test_only_rows_with_an_id_that_the_scorer_lacks_are_refused(largest: int, tmp_path: Path) -> None:
+    scorer = write_model(tmp_path / "scorer", "llama", vocab_size=VOCABULARY - 1)
+    write_theirs(tmp_path / "data", [np.full(LENGTH + 1, largest)] * 2, VOCABULARY)
+    run = replace(RUN, data=replace(RUN.data, data_path=(str(tmp_path / "data"),), split="100,0,0"))
+    outcome = call(scored, 1, run, scorer, tmp_path / "store")[0]
+    assert outcome == ("" if largest < VOCABULARY - 1 else f"token id {largest}")
+
+
+def scored(rank: int, run: Config, scorer: Path, store: Path) -> str:
+    """Score one row; the token id that is refused, if one is."""
+    try:
+        score_rows(run, VOCABULARY, Pretrained.find(scorer), WHOLE_CHUNKS, 1, store)
+    except UserError as error:
+        return str(re.search(r"token id \d+", str(error))[0])  # type: ignore[index]
+    return ""
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from checkpoint.models import EACH, write_model
 from evaluation.plain import greedy_texts
 from launcher import Commands
 from runs import refusal
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.text.tokenizer import Tokenizer
-from tests.chats import END, PLAIN, put_tokenizer
+from tests.chats import END, PLAIN, put_tokenizer, put_wide_tokenizer
 
 TOOL = "tools/generate.py"
 PROMPTS = ["Once upon a time", "The", "Lily and Tom went to the park to see", "A dog", "One day, the sun"]
@@ -72,6 +75,58 @@ def test_one_text_is_shown_as_it_comes_and_several_in_turn(
     assert done.stdout.startswith(PROMPTS[0] + ", there was a little girl named Lily.")
     assert several.stdout.startswith("[1] " + done.stdout)
     assert "\n[2] The" in several.stdout
+
+
+def test_an_answer_continues_the_text_of_its_prompt(alone: Commands, tmp_path: Path) -> None:
+    """A decoder that leaves out the space before a text's first word leaves none out between prompt and answer."""
+    words = {f"▁{word}": number for number, word in enumerate(("the", "window", "</s>", "grows", "rows", "wait"))}
+    whole = tokenizers.Tokenizer(WordLevel(words, "▁the"))
+    whole.pre_tokenizer, whole.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    whole.save(str(tmp_path / "tokenizer.json"))
+    model = write_model(tmp_path / "model", "llama", vocab_size=len(words))
+    flags, prompts = ["--tokenizer", tmp_path, "--max-new-tokens", 5, "--prompt"], ["the window", "rows"]
+    alone.run(TOOL, model, "--output", tmp_path / "out.jsonl", *flags, *prompts)
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    tokenizer = Tokenizer(tmp_path)
+    texts = [tokenizer.decode(tokenizer.encode(one["prompt"]) + one["tokens"]) for one in records]
+    assert [one["prompt"] + one["answer"] for one in records] == texts
+    assert all(" " in one["answer"] for one in records)
+    (several,) = alone.attempt(TOOL, model, *flags, *prompts)
+    (shown,) = alone.attempt(TOOL, model, *flags, prompts[0])
+    assert several.stdout == f"[1] {texts[0]}\n\n[2] {texts[1]}\n"
+    assert shown.stdout == f"{texts[0]}\n"
+
+
+@pytest.mark.parametrize("tool", ["generate", "perplexity", "verify", "train"])
+def test_ids_without_a_row_are_refused_only_in_a_text(alone: Commands, tmp_path: Path, tool: str) -> None:
+    """Of a tokenizer with more ids than the model has rows; it is said once how many."""
+    model = write_model(tmp_path / "model", "llama", vocab_size=257)
+    tokenizer, run = put_wide_tokenizer(tmp_path / "wide"), tmp_path / "run"
+    if tool in ("verify", "train"):
+        alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", model, "--output", run)
+    for text, refused in (("the window grows " * 9, False), ("the <tool> window " * 9, True)):
+        (tmp_path / "text.txt").write_text(text)
+        flags: list[object] = ["--tokenizer", tokenizer]
+        if tool == "generate":
+            script, flags = TOOL, [model, *flags, "--prompt", text, "--max-new-tokens", 2]
+        elif tool == "perplexity":
+            script = "tools/evaluate.py"
+            flags = ["perplexity", model, *flags, "--input", tmp_path / "text.txt", "--lengths", 8]
+        elif tool == "verify":
+            script = "tools/convert_checkpoint.py"
+            flags = ["verify", "--input", model, "--output", run, *flags, "--text", tmp_path / "text.txt"]
+        else:
+            data = ["--output-prefix", tmp_path / "data", "--tokenizer-model", tokenizer, "--overwrite"]
+            alone.run("tools/preprocess_data.py", "--input", tmp_path / "text.txt", *data)
+            script = "pretrain_skyladder.py"
+            flags = ["--config", run / "config.yaml", "--data-path", tmp_path / "data", "--tokenizer-model", tokenizer]
+            flags += ["--seq-length", 16, "--train-iters", 1, "--split", "100,0,0", "--eval-interval", 0]
+        (done,) = alone.attempt(script, *flags)
+        if refused:
+            assert "token id 258" in refusal(done)
+        else:
+            assert done.status == 0, done.stderr
+            assert done.stderr.count("2 of the 259 ids") == 1
 
 
 def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:

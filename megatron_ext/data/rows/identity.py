@@ -28,12 +28,7 @@ def vocabulary(config: Config) -> int:
                 f"{metadata['tokenizer_fingerprint'][:12]}) than {path} (fingerprint {tokenizer.fingerprint[:12]}); "
                 "use the one it was made with, or make the dataset again"
             )
-    size = tokenizer.vocab_size
-    if given is not None and given < size:
-        raise UserError(
-            f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
-        )
-    return size if given is None else given
+    return tokenizer.vocab_size if given is None else given
 
 
 def bos_of(config: Config) -> int | None:

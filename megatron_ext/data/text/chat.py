@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside, spelling
+from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
 from megatron_ext.errors import UserError, first_line, missing_package
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -55,7 +55,8 @@ class ChatTemplate:
 
         Raises UserError for no template, one that uses the date, or if transformers is missing.
         """
-        file = Tokenizer(tokenizer).file
+        opened = Tokenizer(tokenizer)
+        file = opened.file
         if file.name != HF_FILE:
             raise UserError(f"messages_field: {file} has no chat template; needs a folder with {HF_FILE} and one")
         config = read_beside(file, HF_CONFIG)
@@ -76,14 +77,7 @@ class ChatTemplate:
                 "dataset would depend on the day; write a fixed date into the template"
             )
         _renderer()  # fail here rather than in the first worker if transformers is missing
-        named = {**read_beside(file, "special_tokens_map.json"), **config}
-        variables = {name: spelling(token) for name, token in named.items() if name.endswith("_token")}
-        added = read_beside(file, HF_FILE).get("added_tokens", [])
-        return cls(
-            source,
-            tuple(sorted((name, token) for name, token in variables.items() if token is not None)),
-            tuple(sorted(token["content"] for token in added if token["special"])),
-        )
+        return cls(source, tuple(sorted(opened.named.items())), tuple(sorted(opened.special.values())))
 
     @property
     def fingerprint(self) -> str:

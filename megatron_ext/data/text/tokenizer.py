@@ -10,13 +10,16 @@ and by default it encodes "<|endoftext|>" in a text as the end token (benchmarks
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tokenizers
+from tokenizers import AddedToken
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -35,19 +38,24 @@ END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 KNOWN_BOS_TOKENS = ("<|begin_of_text|>", "<s>")
 BYTES_AND_EOD = 257
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
     """A deterministic tokenizer: whole texts, no padding, no truncation, no BPE dropout.
 
     Special tokens spelled in a text ("</s>") are encoded as ordinary characters, so an end-of-document token (EOD)
-    occurs only at the end of a document. `path` is a folder with tokenizer.json (and optionally tokenizer_config.json),
-    that file, or "bytes"; `eod_token` and `bos_token` (with which documents may begin, BOS) replace those that the
-    tokenizer names. Raises UserError if there is no tokenizer, or a token is not in its vocabulary.
+    occurs only at the end of a document. `path` is a folder with tokenizer.json (and optionally the files that name
+    more tokens, as in transformers), that file, or "bytes"; `eod_token` and `bos_token` (with which documents may
+    begin, BOS) replace those that the tokenizer names. Raises UserError if there is no tokenizer, or a token is not in
+    its vocabulary.
 
     Attributes:
         file: the file of the tokenizer.
         fingerprint: hexadecimal SHA-256; tokenizers with the same fingerprint give the same token ids.
+        named: the special tokens that its configuration names, such as eos_token.
+        special: the special tokens by id.
+        byte_ids: the tokens that are single bytes, which are decoded together (byte fallback).
         vocab_size: the largest token id plus one.
     """
 
@@ -57,7 +65,9 @@ class Tokenizer:
         name = os.fspath(path)
         self._library: tokenizers.Tokenizer | None = None  # None for "bytes"
         self._chunks: ChunkEncoder | None = None
+        self._eod_token, self._bos_token = eod_token, bos_token
         self.file, content, self.vocab_size = Path(name), BYTES.encode(), BYTES_AND_EOD
+        self.named, self.special, self.byte_ids = dict[str, str](), dict[int, str](), frozenset[int]()
         if name != BYTES:
             if self.file.is_dir():
                 self.file /= HF_FILE
@@ -78,29 +88,70 @@ class Tokenizer:
             self._library.encode_special_tokens = True
             if isinstance(self._library.model, BPE):
                 self._library.model.dropout = None
-            self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            own = self._library.get_added_tokens_decoder()
+            self.named, more = read_added_tokens(self.file, own)
+            self._library.add_tokens(more)
+            added = self._library.get_added_tokens_decoder()
+            self.special = {number: token.content for number, token in added.items() if token.special}
+        borders: set[int] = {self.bos_id} if bos_token else set()  # a wrong token is refused at once
+        with nullcontext() if eod_token else suppress(UserError):  # the tokenizer may have no end token
+            borders.add(self.eod_id)
+        self._ordinary, unknown = self._library, None  # encodes texts; its id for what it does not know
+        if self._library is not None:
+            self.special |= {number: str(self._library.id_to_token(number)) for number in borders}
             about = json.loads(self._library.to_str())
+            vocabulary, model = self._library.get_vocab(with_added_tokens=True), about["model"]
+            self.vocab_size = max(vocabulary.values(), default=-1) + 1
+            if added != own:
+                content += json.dumps(about["added_tokens"]).encode()
+            if "ByteFallback" in str(about["decoder"]):
+                self.byte_ids = frozenset(
+                    vocabulary[one] for one in vocabulary if re.fullmatch("<0x[0-9a-fA-F]{2}>", one)
+                )
+            unknown = model["unk_id"] if model["type"] == "Unigram" else vocabulary.get(model["unk_token"])
+            if (ordinary := _without_special(about, set(self.special.values()))) is not None:
+                self._ordinary = tokenizers.Tokenizer.from_str(ordinary)
+                self._ordinary.encode_special_tokens = True
             self._chunks = ChunkEncoder(self._encode, about["added_tokens"]) if can_cut(about) else None
+        self._refused = frozenset(self.special) - {unknown} | borders
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        self._eod_token, self._bos_token = eod_token, bos_token
-        # a wrong token is refused at once
-        _ = eod_token and self.eod_id
-        _ = bos_token and self.bos_id
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text as token ids; no special token is added."""
-        if self._library is None:
-            return list(text.encode())
+        """Encode a text as token ids, none of them special.
+
+        Raises UserError if that is impossible, such as for an end token that is a character of the text.
+        """
         return self._encode([text])[0] if self._chunks is None else self._chunks(text)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        assert self._library is not None
-        encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        if self._ordinary is None:
+            found = [list(text.encode()) for text in texts]
+        else:
+            try:
+                encodings = self._ordinary.encode_batch_fast(texts, add_special_tokens=False)
+            except Exception as error:  # the library raises bare Exceptions: no token stands for unknown words
+                raise UserError(f"tokenizer: {self.file} cannot encode a text ({error}); use another") from None
+            found = [encoding.ids for encoding in encodings]
+        for text, ids in zip(texts, found, strict=True):
+            if not self._refused.isdisjoint(ids):
+                self._refuse(text, next(token for token in ids if token in self._refused))
+        return found
+
+    def _refuse(self, text: str, token: int) -> NoReturn:
+        raise UserError(
+            f"text: {text[:80]!r} would hold the special token {self.decode([token])!r} of {self.file}; change the "
+            "text, or pass another --eod-token"
+        )
 
     def encode_spelled(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a text whose special tokens a chat template wrote; return also the characters [start, end) of each."""
+        """Encode a text whose special tokens a chat template wrote; return also the characters [start, end) of each.
+
+        Raises UserError for a special token that a normalizer makes of other characters.
+        """
         encoding = self._spelled.encode(text, add_special_tokens=False)
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self._refused and self.special[token] not in text[start:end]:
+                self._refuse(text[start:end], token)
         return encoding.ids, encoding.offsets
 
     @cached_property
@@ -111,11 +162,18 @@ class Tokenizer:
         return spelled
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode token ids to text, including special tokens."""
+        """Decode token ids to text, including special tokens; ids that the tokenizer does not have are left out."""
         if self._library is not None:
             return self._library.decode([int(token) for token in ids], skip_special_tokens=False)
-        parts = (END_OF_TEXT.encode() if token == BYTES_AND_EOD - 1 else bytes([token]) for token in ids)
+        known = (token for token in ids if token < BYTES_AND_EOD)
+        parts = (END_OF_TEXT.encode() if token == BYTES_AND_EOD - 1 else bytes([token]) for token in known)
         return b"".join(parts).decode(errors="replace")
+
+    def continuation(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Decode token ids that continue the text of other tokens, so that the two texts joined are that of all."""
+        head, whole = self.decode(before), self.decode([*before, *ids])
+        # bytes that follow may turn a character of the same run of bytes into invalid ones (byte fallback)
+        return whole[len(head) :] if whole.startswith(head) else self.decode(ids)
 
     @cached_property
     def eod_id(self) -> int:
@@ -129,7 +187,7 @@ class Tokenizer:
 
     def _special(self, option: str, given: str | None, configured: str, known: Sequence[str]) -> int:
         """Return the id of the given token, of the one that the configuration names, or of the first known one."""
-        name = given or (self._library and spelling(read_beside(self.file, HF_CONFIG).get(configured)))
+        name = given or self.named.get(configured)
         for token in (name,) if name else known:
             if (number := self._token_id(token)) is not None:
                 return number
@@ -154,6 +212,80 @@ def spelling(token: Any) -> str | None:
     """Return the text of a token in a Hugging Face configuration, which is a string or a description."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
+
+
+def read_added_tokens(file: Path, own: Mapping[int, AddedToken]) -> tuple[dict[str, str], list[AddedToken]]:
+    """Read the files beside tokenizer.json, which name special tokens and add tokens, as transformers 5 does.
+
+    Returns:
+        The named special tokens, and the tokens to add to those of tokenizer.json itself (`own`, by id).
+
+    Raises:
+        UserError: a description of a token that cannot be read.
+    """
+    config = read_beside(file, HF_CONFIG)
+    numbers = config.get("added_tokens_decoder")
+    older = read_beside(file, "special_tokens_map.json") if numbers is None else {}  # otherwise unused
+    lists, extra = ("extra_special_tokens", "additional_special_tokens"), list[Any]()
+    roles = {name: token for name, token in (config | older).items() if name.endswith("_token")}
+    try:
+        theirs = older.get(lists[0]) or (None if config.keys() & set(lists) else older.get(lists[1]))
+        for found in (config.get(lists[0]) or config.get(lists[1]), theirs):
+            if isinstance(found, dict):
+                roles |= found
+            else:
+                extra += found or []
+        named = {name: text for name, token in roles.items() if (text := spelling(token)) is not None}
+        if numbers is not None:
+            numbered = {int(number): AddedToken(**one) for number, one in numbers.items()}
+        else:
+            special = {*named.values(), *map(spelling, extra)}
+            added = read_beside(file, "added_tokens.json").items()
+            numbered = {int(number): AddedToken(text, special=text in special) for text, number in added} | dict(own)
+        order = [*NAMES, *(name for name in named if name not in NAMES)]
+        tokens = [numbered[number] for number in sorted(numbered)]
+        known = {token.content for token in (*own.values(), *tokens)}
+        new = [_token(roles[name]) for name in order if name in named] + list(map(_token, extra))
+        tokens += [token for token in new if token.content not in known]
+        for token in tokens:
+            token.special = token.special or token.content in named.values()
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"tokenizer: {file.parent} describes a token that cannot be read ({first_line(error)}); "
+            f"correct its {HF_CONFIG}"
+        ) from None
+    return named, tokens
+
+
+def _token(value: Any) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    return AddedToken(**{"special": True} | {name: flag for name, flag in value.items() if name != "__type"})
+
+
+def _without_special(about: dict[str, Any], special: set[str]) -> str | None:
+    """Return the tokenizer.json `about` so that no text gives the special tokens; None if none does anyway.
+
+    `encode_special_tokens` stops the search for special tokens, but "</s>" may also be a piece of the model. As in
+    SentencePiece, where no text gives a control piece, such pieces are renamed to what no text holds; all ids stay. A
+    piece of one character keeps its name, because without it texts would lose that character.
+    """
+    model = about["model"]
+    pieces = model["vocab"] if isinstance(model["vocab"], dict) else {piece for piece, _ in model["vocab"]}
+    hidden = {token for token in special if token in pieces and len(token) > 1}
+    if hidden and model["type"] == "BPE":
+        prefix = model["continuing_subword_prefix"] or ""
+        merges = [(left, right, left + right.removeprefix(prefix)) for left, right in model["merges"]]
+        if not model["ignore_merges"]:  # a text gives what merges make
+            hidden &= {whole for _, _, whole in merges}
+        model["merges"] = [merge[:2] for merge in merges if hidden.isdisjoint(merge)]
+    searched = [token for token in about["added_tokens"] if token["content"] in special and not token["special"]]
+    for token in searched:
+        token["special"] = True
+    if not hidden and not searched:
+        return None
+    names = "|".join(re.escape(json.dumps(token)) for token in hidden) or "(?!)"
+    return re.sub(rf"(?<!\\)({names})", lambda name: f'"\\ufdd0{name[0][1:]}', json.dumps(about))
 
 
 def train_bpe(
@@ -200,35 +332,54 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, **special: st
 
 
 HALF_CHARACTER = "\ufffd"  # written by decoders for an incomplete character
-CONTEXT = 8  # preceding tokens, because a tokenizer may decode a token differently at the beginning of a text
 
 
 class TextStream:
-    """Decodes a growing list of tokens, token by token.
+    """Decodes a growing list of tokens, token by token; the parts joined are the text of all.
 
         tokens    " caf"   0xC3   0xA9   "s"
         put       " caf"   ""     "é"    "s"        the two bytes of é are two tokens
 
-    tokenizers' DecodeStream refuses bytes that are no UTF-8, which young models write ("Invalid prefix encountered").
-    The text of the tokens `before` is not returned.
+    With byte fallback a run of bytes is returned with the token after it, because one wrong byte makes all of the run
+    invalid. tokenizers' DecodeStream refuses bytes that are no UTF-8, which young models write ("Invalid prefix
+    encountered"). The text of the tokens `before` is not returned.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
-        self._decode = decode
-        self._shown, self._waiting = list(before[-CONTEXT:]), list[int]()
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._shown, self._waiting = list(before), list[int]()
 
     def put(self, token: int) -> str:
         """Add the next token; return the text that is final and has not been returned yet."""
         self._waiting.append(token)
-        text = self.end()
-        if text.endswith(HALF_CHARACTER):
+        if token in self._tokenizer.byte_ids or not self._tokenizer.decode([token]):
             return ""
-        self._shown, self._waiting = [*self._shown, *self._waiting][-CONTEXT:], []
+        text = self.end()
+        if text[-1:] in ("", HALF_CHARACTER):
+            return ""
+        # these begin where a text was complete, and have a text even without what precedes
+        self._shown, self._waiting = self._waiting, []
         return text
 
     def end(self) -> str:
         """Return the remaining text, an incomplete character."""
-        return self._decode([*self._shown, *self._waiting])[len(self._decode(self._shown)) :]
+        return self._tokenizer.continuation(self._shown, self._waiting)
+
+
+def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """Return what each of at least one token adds to their text."""
+    stream = TextStream(tokenizer)
+    return [*map(stream.put, tokens[:-1]), stream.put(tokens[-1]) + stream.end()]
+
+
+def ids_without_rows(tokenizer: Tokenizer, rows: int) -> list[str]:
+    """Return a line that says how many ids of a tokenizer a model of `rows` token ids does not have, if any."""
+    if (more := tokenizer.vocab_size - rows) <= 0:
+        return []
+    return [
+        f"{more:,} of the {tokenizer.vocab_size:,} ids of {tokenizer.file} have no row in the model's embedding of "
+        f"{rows:,}; a text that uses one is refused"
+    ]
 
 
 def vocabulary_size(given: int | None, tokenizer: str | None) -> int:

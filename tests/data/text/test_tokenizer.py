@@ -2,15 +2,19 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 
-from megatron_ext.data.text.tokenizer import TextStream, Tokenizer, train_bpe
+from megatron_ext.data.text.chat import ChatTemplate
+from megatron_ext.data.text.tokenizer import END_OF_TEXT, TextStream, Tokenizer, token_texts, train_bpe
 from megatron_ext.errors import UserError
 
 TEXTS = [f"def function_{i}(value):\n    return value + {i}\n" for i in range(200)] + ["naïve 😀"]
@@ -53,6 +57,156 @@ def test_transformers_loads_it(folder: Path) -> None:
         assert theirs.decode(ours.encode(TEXTS[7])) == TEXTS[7]
 
 
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"content": content, **plain, **flags}
+
+
+NUMBERED = {"400": token("<|s|>", special=True), "401": token("<|e|>", special=True), "402": token("<tool>")}
+STRIPS = {"7": token("<b>", lstrip=True), "9": token("<a>", rstrip=True, special=True), "0": token(END_OF_TEXT)}
+MAP = {"eos_token": token("<|e|>"), "pad_token": "<pad>", "additional_special_tokens": ["<|s|>"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        ({"added_tokens_decoder": NUMBERED, "eos_token": "<tool>"}, {}),
+        ({"added_tokens_decoder": NUMBERED | STRIPS, "pad_token": "<pad>"}, {"special_tokens_map": MAP}),
+        ({"added_tokens_decoder": NUMBERED}, {"added_tokens": {"<a>": 400}}),
+        ({}, {"special_tokens_map": MAP, "added_tokens": {"<tool>": 401, "<pad>": 402, "<|s|>": 400}}),
+        ({"eos_token": "<a>", "additional_special_tokens": ["<b>"]}, {"special_tokens_map": MAP}),
+        ({"extra_special_tokens": ["<b>"], "image_token": "<image>"}, {"added_tokens": {"<b>": 401, "<a>": 400}}),
+        (
+            {"extra_special_tokens": {"image_token": "<image>"}},
+            {"special_tokens_map": {"extra_special_tokens": ["<a>"]}},
+        ),
+        ({"eos_token": token("<|e|>", lstrip=True) | {"__type": "AddedToken"}}, {}),
+        (None, {"special_tokens_map": MAP}),
+    ],
+)
+def test_tokens_beside_the_file_are_those_of_transformers(
+    folder: Path, tmp_path: Path, config: dict[str, Any] | None, others: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.copyfile(folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ pad_token }}{{ image_token }}")
+    plain = Tokenizer(tmp_path)
+    config = config if config is None else {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    for name, content in {"tokenizer_config": config, **others}.items():
+        if content is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    text = "".join(f"x {one} y" for one in ("<|s|>", "<|e|>", "<tool>", "<a>", "<b>", "<pad>", "<image>", END_OF_TEXT))
+    assert ours.encode_spelled(text)[0] == theirs.encode(text, add_special_tokens=False)
+    assert set(ours.encode(text)).isdisjoint(theirs.all_special_ids)
+    assert (ours.vocab_size, ours.named) == (len(theirs), dict(theirs.special_tokens_map))
+    assert set(theirs.all_special_tokens) <= set(ours.special.values())
+    assert ours.fingerprint != plain.fingerprint
+    chat = [{"role": "user", "content": "x"}]
+    assert ChatTemplate.of(tmp_path).render(chat).text == theirs.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "config", [{"added_tokens_decoder": {"1": "<a>"}}, {"added_tokens_decoder": {"x": token("a")}}]
+)
+def test_tokens_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+    shutil.copyfile(folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="correct its tokenizer_config"):
+        Tokenizer(tmp_path)
+
+
+CHARACTERS = "▁ abcdefghijklmnopqrstuvwxyz<>/\n"
+MERGES = [("<", "/"), ("</", "s"), ("</s", ">"), ("</s>", "a"), ("a", "b")]
+PIECES = {piece: number for number, piece in enumerate([*CHARACTERS, *map("".join, MERGES), "<unk>", "<s>"])}
+BYTES = {f"<0x{value:02X}>": len(PIECES) + value for value in range(256)}
+
+
+@cache
+def made(name: str) -> tokenizers.Tokenizer:
+    """A tokenizer of each kind whose </s> is a piece of its model; only "level" names no special token."""
+    scored = [(piece, 0.0 if "<" in piece and len(piece) > 1 else -len(piece) - 2.0) for piece in PIECES | BYTES]
+    model: Any = {
+        "unigram": lambda: models.Unigram(scored, PIECES["<unk>"], byte_fallback=True),
+        "fallback": lambda: BPE(PIECES | BYTES, MERGES, unk_token="<unk>", byte_fallback=True),
+        "whole": lambda: BPE(PIECES, MERGES, ignore_merges=True, unk_token="<unk>"),
+        "level": lambda: WordLevel(PIECES, "<unk>"),
+        "piece": lambda: models.WordPiece(
+            PIECES | {f"##{one}": 400 + i for i, one in enumerate("sab.'")}, unk_token="<unk>"
+        ),
+        "suffix": lambda: BPE(PIECES | {f"{one}</w>": 400 + i for i, one in enumerate("sab.")}, []),
+    }[name]()
+    tokenizer = tokenizers.Tokenizer(model)
+    replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    if name in ("unigram", "fallback"):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
+    elif name == "whole":
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if name in ("piece", "suffix"):
+        tokenizer.decoder = decoders.WordPiece() if name == "piece" else decoders.BPEDecoder()
+    if name != "level":
+        tokenizer.add_special_tokens(
+            [AddedToken(one, special=True, normalized=False) for one in ("<unk>", "<s>", "</s>")]
+        )
+    return tokenizer
+
+
+def put(name: str, folder: Path) -> Path:
+    made(name).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["unigram", "fallback", "whole", "level", "piece"])
+def test_no_text_gives_a_special_token(tmp_path: Path, name: str) -> None:
+    """The ids are those of a model that never had the piece; all others stay, and so do the special tokens' ids."""
+    tokenizer, original = Tokenizer(put(name, tmp_path)), made(name)
+    for text in ("</s>", "ab </s>a </s> <s> <unk>", "a</s>b", "</s></s>"):
+        ids = tokenizer.encode(text)
+        assert PIECES["</s>"] not in ids
+        assert PIECES["<s>"] not in ids or name == "level"  # an ordinary word, unless documents begin with it
+        if name in ("unigram", "fallback"):
+            assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("ab ba b/a") == original.encode("ab ba b/a", add_special_tokens=False).ids
+    assert tokenizer.eod_id == PIECES["</s>"]
+    assert tokenizer.decode([tokenizer.eod_id]) == made(name).decode([tokenizer.eod_id], skip_special_tokens=False)
+    assert Tokenizer(tmp_path, bos_token="<s>").encode("<s>") != [PIECES["<s>"]]
+
+
+def test_a_given_end_token_is_no_text_either(tmp_path: Path) -> None:
+    """An ordinary piece is left out of texts; a character cannot be, so texts with it are refused."""
+    plain = Tokenizer(put("fallback", tmp_path))
+    assert plain.encode("ab") == [PIECES["ab"]]
+    assert Tokenizer(tmp_path, eod_token="ab").encode("ab") == [PIECES["a"], PIECES["b"]]
+    for path, text in ((tmp_path, "one\ntwo"), ("bytes", "one\ntwo")):
+        tokenizer = Tokenizer(path, eod_token="\n")
+        assert tokenizer.eod_id not in tokenizer.encode("one")
+        with pytest.raises(UserError, match=r"special token '\\n'.*pass another --eod-token"):
+            tokenizer.encode(text)
+    added = made("fallback").from_str(made("fallback").to_str())
+    added.add_tokens([AddedToken("<end>", normalized=False)])  # searched for in texts, because it is not special
+    added.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer(tmp_path).encode("a<end>")) == 2
+    assert len(Tokenizer(tmp_path, eod_token="<end>").encode("a<end>")) == 6
+
+
+def test_a_normalizer_makes_no_special_token_in_a_chat(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(put("unigram", tmp_path))
+    assert tokenizer.encode_spelled("a</s>b")[0] == [PIECES["a"], PIECES["</s>"], PIECES["b"]]
+    with pytest.raises(UserError, match="special token '</s>'"):
+        tokenizer.encode_spelled("a\uff1c/s\uff1eb")
+    assert tokenizer.decode(tokenizer.encode("a\uff1c/s\uff1eb")) == "a</s>b"
+
+
+def test_a_word_that_no_token_stands_for_is_refused(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(WordLevel({"a": 0, "</s>": 1}, "<unk>")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="cannot encode a text"):
+        Tokenizer(tmp_path).encode("</s>")
+
+
 def test_settings_that_would_lose_text_are_off(folder: Path, tmp_path: Path) -> None:
     changed = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     changed.enable_truncation(4)
@@ -93,9 +247,8 @@ def test_end_token_refusals(tmp_path: Path) -> None:
         _ = Tokenizer(folder).eod_id
     with pytest.raises(UserError, match="'<eos>' is not in the vocabulary"):
         Tokenizer(folder, eod_token="<eos>")
-    word_level(tmp_path, {"a": 0, "</s>": 1}, {"eos_token": "<gone>"})
-    with pytest.raises(UserError, match="'<gone>' is not in the vocabulary"):
-        _ = Tokenizer(folder).eod_id
+    word_level(tmp_path, {"a": 0, "</s>": 1}, {"eos_token": "<new>"})
+    assert (Tokenizer(folder).eod_id, Tokenizer(folder).vocab_size) == (2, 3)  # as transformers adds it
     word_level(tmp_path, {"a": 0}, ["eos_token"])
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not a JSON object"):
         _ = Tokenizer(folder).eod_id
@@ -139,22 +292,42 @@ def failing():
 
 
 TEXT = "Once upon a time 😀 naïve café — 漢字\n\n  spaces   end"
+SCRIPTS = [TEXT, "中文字符 日本語 한국어 ภาษาไทย हिन्दी", " a  b, do n't .", "a b", "é"]
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_streamed_pieces_are_the_text_in_complete_characters(folder: Path, name: str) -> None:
     tokenizer = Tokenizer(folder if name == "bpe" else name)
-    tokens = tokenizer.encode(TEXT)
-    stream = TextStream(tokenizer.decode)
-    pieces = [stream.put(token) for token in tokens]
-    assert "".join(pieces) + stream.end() == tokenizer.decode(tokens)
+    pieces = token_texts(tokenizer, tokenizer.encode(TEXT))
+    assert "".join(pieces) == TEXT
     assert all("\ufffd" not in piece for piece in pieces)
     assert sum(map(bool, pieces)) > len(TEXT) / 4  # it comes in many pieces, not at the end
 
 
+@pytest.mark.parametrize("name", ["bytes", "bpe", "unigram", "fallback", "whole", "level", "piece", "suffix"])
+def test_streamed_pieces_joined_are_the_text_of_all_tokens(folder: Path, tmp_path: Path, name: str) -> None:
+    tokenizer = Tokenizer(name if name == "bytes" else folder if name == "bpe" else put(name, tmp_path))
+
+    @given(
+        st.one_of(st.sampled_from(SCRIPTS), st.text()), st.lists(st.integers(0, tokenizer.vocab_size + 3)), st.data()
+    )
+    @settings(max_examples=150, deadline=None)
+    def check(text: str, more: list[int], data: st.DataObject) -> None:
+        tokens = tokenizer.encode(text) + more
+        assert "".join(token_texts(tokenizer, [*tokens, 0])) == tokenizer.decode([*tokens, 0])
+        head = tokens[: data.draw(st.integers(0, len(tokens)))]
+        stream = TextStream(tokenizer, head)
+        answer = "".join(map(stream.put, tokens[len(head) :])) + stream.end()
+        assert answer == tokenizer.continuation(head, tokens[len(head) :])
+        if (whole := tokenizer.decode(tokens)).startswith(start := tokenizer.decode(head)):
+            assert start + answer == whole
+
+    check()
+
+
 def test_an_incomplete_character_at_the_end_is_returned() -> None:
     tokenizer = Tokenizer("bytes")
-    stream = TextStream(tokenizer.decode)
+    stream = TextStream(tokenizer)
     cut = tokenizer.encode("é")[:1]
     assert [stream.put(token) for token in cut] == [""]
     assert stream.end() == "\ufffd"
