@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 def tiles(head_size: int) -> Tiles:
     """Return tiles without register spills on an H100, of which two run on an SM at once for heads up to 128.
 
-    `python benchmarks/kernels.py` prints their registers and shared memory.
+    `python benchmarks/occupancy.py` prints their registers and shared memory.
     """
     if head_size > 128:
         return Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))

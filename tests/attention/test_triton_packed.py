@@ -175,7 +175,7 @@ def test_it_runs_with_fake_tensors() -> None:
 def test_registers_and_shared_memory_on_hopper(size: int, tmp_path: Path) -> None:
     """Triton compiles without a GPU: no spills, tensor cores, and two blocks on an SM for heads up to 128."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, ROOT / "benchmarks" / "kernels.py", str(size)]
+    command = [sys.executable, ROOT / "benchmarks" / "occupancy.py", str(size)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]

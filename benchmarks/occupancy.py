@@ -1,6 +1,6 @@
 """Print registers, spills, shared memory and blocks per SM of `triton_packed`'s kernels, compiled for an H100 on a CPU.
 
-    python benchmarks/kernels.py [HEAD_SIZE ...] [--output FILE]
+    python benchmarks/occupancy.py [HEAD_SIZE ...] [--output FILE]
 
 Triton and the ptxas that it brings compile for sm_90a without a GPU. Blocks per SM is what registers (65,536), shared
 memory (228 KiB, of which each block reserves 1) and warps (64) allow.
