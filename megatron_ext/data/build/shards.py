@@ -124,7 +124,7 @@ def _parts(file: FileRange, fields: Fields, shard_bytes: int) -> Iterator[tuple[
 
 
 def write_texts(documents: Iterator[Document], file: BinaryIO) -> tuple[dict[str, np.ndarray], int]:
-    """Write the texts that are not empty, one a line; return their list, ROW [n], by hash, and the others' number."""
+    """Write the texts that are not empty, one a line; return a list, ROW [n], by hash, and the number of empty ones."""
     listed, empty = [], 0
     for document in documents:
         if not document.text:
