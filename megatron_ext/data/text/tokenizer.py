@@ -99,6 +99,7 @@ class Tokenizer:
         self._ordinary, unknown = self._library, None  # encodes texts; its id for what it does not know
         if self._library is not None:
             self.special |= {number: str(self._library.id_to_token(number)) for number in borders}
+            self._library.add_special_tokens([added[number] for number in borders & added.keys()])
             about = json.loads(self._library.to_str())
             vocabulary, model = self._library.get_vocab(with_added_tokens=True), about["model"]
             self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -215,13 +216,10 @@ def spelling(token: Any) -> str | None:
 
 
 def read_added_tokens(file: Path, own: Mapping[int, AddedToken]) -> tuple[dict[str, str], list[AddedToken]]:
-    """Read the files beside tokenizer.json, which name special tokens and add tokens, as transformers 5 does.
+    """Read the files beside tokenizer.json as transformers 5 does.
 
-    Returns:
-        The named special tokens, and the tokens to add to those of tokenizer.json itself (`own`, by id).
-
-    Raises:
-        UserError: a description of a token that cannot be read.
+    Returns the special tokens that they name, and tokens to add to those of tokenizer.json (`own`, by id). Raises
+    UserError for a description of a token that cannot be read.
     """
     config = read_beside(file, HF_CONFIG)
     numbers = config.get("added_tokens_decoder")
@@ -244,12 +242,15 @@ def read_added_tokens(file: Path, own: Mapping[int, AddedToken]) -> tuple[dict[s
             numbered = {int(number): AddedToken(text, special=text in special) for text, number in added} | dict(own)
         order = [*NAMES, *(name for name in named if name not in NAMES)]
         tokens = [numbered[number] for number in sorted(numbered)]
-        known = {token.content for token in (*own.values(), *tokens)}
-        new = [_token(roles[name]) for name in order if name in named] + list(map(_token, extra))
-        tokens += [token for token in new if token.content not in known]
-        for token in tokens:
-            token.special = token.special or token.content in named.values()
-    except (TypeError, ValueError, AttributeError) as error:
+        known = {one.content for one in (*own.values(), *tokens)}
+        for token in (*(roles[name] for name in order if name in named), *extra):
+            flags: dict[str, Any] = {"content": token} if isinstance(token, str) else dict(token)
+            flags.pop("__type", None)
+            if flags["content"] not in known:
+                tokens.append(AddedToken(**{"special": True, **flags}))
+        for one in tokens:
+            one.special = one.special or one.content in named.values()
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise UserError(
             f"tokenizer: {file.parent} describes a token that cannot be read ({first_line(error)}); "
             f"correct its {HF_CONFIG}"
@@ -257,18 +258,11 @@ def read_added_tokens(file: Path, own: Mapping[int, AddedToken]) -> tuple[dict[s
     return named, tokens
 
 
-def _token(value: Any) -> AddedToken:
-    if isinstance(value, str):
-        return AddedToken(value, special=True)
-    return AddedToken(**{"special": True} | {name: flag for name, flag in value.items() if name != "__type"})
-
-
 def _without_special(about: dict[str, Any], special: set[str]) -> str | None:
-    """Return the tokenizer.json `about` so that no text gives the special tokens; None if none does anyway.
+    """Return tokenizer.json, `about`, with a model that makes no special tokens of texts; None if it makes none anyway.
 
-    `encode_special_tokens` stops the search for special tokens, but "</s>" may also be a piece of the model. As in
-    SentencePiece, where no text gives a control piece, such pieces are renamed to what no text holds; all ids stay. A
-    piece of one character keeps its name, because without it texts would lose that character.
+    As in SentencePiece, where no text gives a control piece, such pieces are renamed to what no text holds; all ids
+    stay. A piece of one character keeps its name, because without it texts would lose that character.
     """
     model = about["model"]
     pieces = model["vocab"] if isinstance(model["vocab"], dict) else {piece for piece, _ in model["vocab"]}
@@ -279,13 +273,8 @@ def _without_special(about: dict[str, Any], special: set[str]) -> str | None:
         if not model["ignore_merges"]:  # a text gives what merges make
             hidden &= {whole for _, _, whole in merges}
         model["merges"] = [merge[:2] for merge in merges if hidden.isdisjoint(merge)]
-    searched = [token for token in about["added_tokens"] if token["content"] in special and not token["special"]]
-    for token in searched:
-        token["special"] = True
-    if not hidden and not searched:
-        return None
-    names = "|".join(re.escape(json.dumps(token)) for token in hidden) or "(?!)"
-    return re.sub(rf"(?<!\\)({names})", lambda name: f'"\\ufdd0{name[0][1:]}', json.dumps(about))
+    names = "|".join(re.escape(json.dumps(token)) for token in hidden)
+    return re.sub(rf"(?<!\\)({names})", lambda name: f'"\\ufdd0{name[0][1:]}', json.dumps(about)) if hidden else None
 
 
 def train_bpe(
@@ -374,12 +363,8 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 def ids_without_rows(tokenizer: Tokenizer, rows: int) -> list[str]:
     """Return a line that says how many ids of a tokenizer a model of `rows` token ids does not have, if any."""
-    if (more := tokenizer.vocab_size - rows) <= 0:
-        return []
-    return [
-        f"{more:,} of the {tokenizer.vocab_size:,} ids of {tokenizer.file} have no row in the model's embedding of "
-        f"{rows:,}; a text that uses one is refused"
-    ]
+    more, ids = tokenizer.vocab_size - rows, f"{tokenizer.vocab_size:,} ids of {tokenizer.file}"
+    return [f"{more:,} of the {ids} have no row in the model's {rows:,}; a text that uses one is refused"] * (more > 0)
 
 
 def vocabulary_size(given: int | None, tokenizer: str | None) -> int:
