@@ -86,6 +86,9 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if argv is None else argv)
+        for name in ("stdout", "stderr"):  # None if it was closed before Python started, as by >&-
+            if getattr(sys, name) is None:
+                setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
         try:
             try:
                 return main([word for word in words if word != DEBUG])

@@ -70,6 +70,19 @@ def test_a_broken_pipe_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert end(BrokenPipeError(), capsys) == (141, "")
 
 
+def test_a_standard_output_that_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python then has None in its place."""
+
+    @command
+    def main(argv: list[str]) -> int:
+        print("lines")
+        return 3
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main([]) == 3
+
+
 def test_which_processes_print(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

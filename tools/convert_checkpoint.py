@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ByteSize, TypeAdapter
+from pydantic import ByteSize, Field, TypeAdapter
 
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import is_hugging_face
@@ -53,8 +53,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes, such as 2GB or 500MB."""
-    return TypeAdapter(ByteSize).validate_python(text)
+    """Parse a number of bytes, at least 1, such as 2GB or 500MB."""
+    return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
 
 
 def verify(options: argparse.Namespace) -> bool:

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command, integer
+from megatron_ext.cli import Parser, command, integer, positive
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import Policy
@@ -43,10 +43,18 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--window", type=int, metavar="W", help="of the grid (default: the whole row)")
     mask = "attention stays inside a document: here by default, in training by option"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=mask)
-    add("--context-parallel-size", type=int, default=1, metavar="C", help="ranks that share the row (default: 1)")
+    add("--context-parallel-size", type=positive, default=1, metavar="C", help="ranks that share the row (default: 1)")
     add("--cp-policy", default="auto", choices=[policy.value for policy in Policy], help="default: %(default)s")
     add("--output", type=Path, metavar="PNG", help="draw a picture as well")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    unread = "--sample --seed --split --tokenizer-model --policies --text"
+    if options.data_path is not None:
+        of_row = "--sample --text --window --document-mask --context-parallel-size --cp-policy --output"
+        unread = of_row if options.policies else ""
+    if given := next((word for word in argv if word.split("=")[0].replace("--no-", "--") in unread.split()), None):
+        other = "policies" if options.policies else "document-ends"
+        parser.error(f"{given}: --{other} does not read it; leave one of them out")
+    return options
 
 
 def config_of(options: argparse.Namespace) -> Config:
@@ -96,7 +104,7 @@ def compare(options: argparse.Namespace) -> str:
 @command
 def main(argv: list[str]) -> int:
     options = parse_options(argv)
-    if options.policies and options.data_path is not None:
+    if options.policies:
         print(compare(options))
         return 0
     ends, texts = (options.document_ends, None) if options.data_path is None else read_row(options)

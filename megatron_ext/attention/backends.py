@@ -52,8 +52,8 @@ class Backend:
     flash_attention_2: bool = False  # whether FlashAttention 2's limits apply; see `takes`
     semaphores: bool = False  # whether FlashAttention 4's bound of its deterministic mode applies; see `takes`
     sinks: bool = False  # whether it computes attention sinks, with exact gradients
-    # whether value heads may be smaller than key heads, if 8 divides their size; otherwise kernels get values padded
-    # with zeros
+    # whether value heads may be smaller than key heads, if 8 divides their size; otherwise kernels get the smaller
+    # heads padded with zeros
     narrow_values: bool = False
     # returns what is not installed and how to get it; None if nothing is missing
     missing: Callable[[], str | None] = lambda: None
@@ -162,7 +162,9 @@ class PerCall:
 
     def __call__(self, inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
         assert call.borders[0].device == inputs.query_tNH.device, "move the call to the device first"
-        name = call.once(self.choose, *inputs.query_tNH.shape[1:])
+        size, width = inputs.key_uGH.shape[-1], inputs.value_uGW.shape[-1]
+        whole = max(size, width)
+        name = call.once(self.choose, inputs.query_tNH.shape[1], whole)
         if name not in self.logged:
             self.logged.add(name)
             queries, keys = call.max_seqlens
@@ -170,12 +172,11 @@ class PerCall:
                 "attention: %s (first call: %d segments of at most %d queries and %d keys)",
                 name, call.segments, queries, keys,
             )  # fmt: skip
-        backend, width = BACKENDS[name], inputs.value_uGW.shape[-1]
-        missing = inputs.key_uGH.shape[-1] - width
-        if not missing or (backend.narrow_values and width % 8 == 0):
+        backend = BACKENDS[name]
+        if size == width or (size > width and backend.narrow_values and width % 8 == 0):
             return backend.kernel(inputs, call, scale)
-        padded = inputs._replace(value_uGW=F.pad(inputs.value_uGW, (0, missing)))
-        return backend.kernel(padded, call, scale)[..., :width]
+        query, key, value = (x if x.shape[-1] == whole else F.pad(x, (0, whole - x.shape[-1])) for x in inputs[:3])
+        return backend.kernel(Inputs(query, key, value, inputs.sink_N), call, scale)[..., :width]
 
     def choose(self, call: AttentionCall, heads: int, head_size: int) -> str:
         """Return the name of the backend for a call.

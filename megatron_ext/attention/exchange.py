@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
     query_tNH: Tensor
     key_uGH: Tensor
-    value_uGW: Tensor  # W is at most H; `PerCall` makes it equal for kernels that need it
+    value_uGW: Tensor  # `PerCall` makes W and H equal for kernels that need it
     # for each query head, the logit of one more softmax entry, which adds nothing to the output; None for a plain
     # softmax
     sink_N: Tensor | None = None

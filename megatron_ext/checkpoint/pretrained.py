@@ -42,8 +42,7 @@ class Pretrained:
         Raises:
             UserError: the folder is neither of these, is damaged, or is from a version with other model options.
         """
-        checkpoint = locate(path)
-        if checkpoint is None:
+        if (checkpoint := locate(path)) is None:
             raise UserError(f"checkpoint: {path} holds no checkpoint of this package; check the path")
         folder, saved = checkpoint.folder, checkpoint.manifest.config
         given, known = saved.get("model", {}).items(), vars(ModelConfig())

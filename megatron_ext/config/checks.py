@@ -118,8 +118,8 @@ RULES: list[Rule] = [
      " with multi_latent_attention, needs num_attention_heads {heads}: every head has its own keys and values"),
     ("qk_pos_emb_head_dim", lambda o: o.multi_latent_attention and o.qk_pos_emb_head_dim % 2,
      ", needs an even number for RoPE"),
-    ("v_head_dim", lambda o: o.multi_latent_attention and o.v_head_dim > o.head_size,
-     ", needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
+    ("v_head_dim", lambda o: o.training and o.multi_latent_attention and o.v_head_dim > o.head_size,
+     ", training needs at most qk_head_dim + qk_pos_emb_head_dim {head_size}"),
     *ROPE,
     # experts
     *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
@@ -146,12 +146,12 @@ RULES: list[Rule] = [
     ("tensor_model_parallel_size", lambda o: o.block == "gpt_oss" and o.tp > 1,
      " with block gpt_oss, whose experts have biases, needs 1; use --expert-model-parallel-size"),
     *_excludes("add_qkv_bias no_rope_freq compile tp_comm_overlap optimizer_cpu_offload fp8_format", "num_experts"),
-    ("moe_router_topk", lambda o: o.num_experts and not 2 <= o.moe_router_topk <= o.num_experts,
+    ("moe_router_topk", lambda o: o.num_experts and not 1 + o.training <= o.moe_router_topk <= o.num_experts,
      ", needs 2..num_experts {num_experts}: the router of a single expert has no gradient"),
     *_multiples("num_experts", "expert_model_parallel_size"),
     ("moe_ffn_hidden_size", lambda o: o.num_experts and o.expert_width % o.tp,
      "{expert_width}, needs a multiple of tensor_model_parallel_size {tp}"),
-    ("sequence_parallel", lambda o: o.num_experts and o.tp > 1 and not o.sequence_parallel,
+    ("sequence_parallel", lambda o: o.training and o.num_experts and o.tp > 1 and not o.sequence_parallel,
      " with num_experts {num_experts} and tensor_model_parallel_size {tp}, needs true; add --sequence-parallel"),
     ("expert_model_parallel_size", lambda o: o.num_experts and o.even and o.replicas % o.ep,
      ", needs a divisor of the {replicas} data- and context-parallel ranks of {world_size} processes"),
@@ -363,12 +363,12 @@ def broken(rules: Iterable[Rule], config: Config, world_size: int = 1, **facts: 
             yield f"{name}: got {shown}{message.format_map(vars(o))}"
 
 
-def mistakes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield one line for each reason why `config` cannot run on `world_size` processes."""
+def mistakes(config: Config, world_size: int, *, training: bool = True) -> Iterator[str]:
+    """Yield one line for each reason why `config` cannot run on `world_size` processes, in training or inference."""
     if outside := list(invalid(config)):
         yield from outside
         return  # the rules divide by these values
-    yield from broken(RULES, config, world_size)
+    yield from broken(RULES, config, world_size, training=training)
     yield from _raised(check_tokens, config.data.micro_batch_size * config.data.seq_length)
     yield from _raised(config.window_schedule)
     yield from _raised(_check_window_bases, config)
@@ -402,6 +402,9 @@ def _parts(config: Config) -> Iterator[str]:
         labels = [part.label for part in data.mixture]
         if repeated := sorted({label for label in labels if labels.count(label) > 1}):
             yield f"mixture: got several parts named {' '.join(repeated)}, needs a different name for each"
+        alike = [replace(part, name="", weight=1.0) for part in parts]
+        if twice := next((part.prefix for part in alike if alike.count(part) > 1), None):
+            yield f"data_path, mixture: got {twice} twice, packed alike; give it once, with the sum of the weights"
         if data.valid_data_path:
             parts = (*parts, *data.valid_parts)
         for part in parts:
@@ -412,9 +415,10 @@ def _parts(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def check(config: Config, world_size: int) -> None:
+def check(config: Config, world_size: int, *, training: bool = True) -> None:
     """Raise UserError with one line per mistake, if there are any."""
-    check_stages([Stage(None, config)], world_size)
+    if lines := list(mistakes(config, world_size, training=training)):
+        raise UserError("\n".join(lines))
 
 
 def check_stages(stages: Sequence[Stage], world_size: int) -> None:

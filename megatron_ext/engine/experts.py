@@ -117,6 +117,8 @@ class BalancedRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Return the expert weights [t, E] of each token, 0 for experts not chosen, and the choice, bool [t, E]."""
         probabilities_tE, chosen_tE = super().routing(logits, padding_mask)
+        if self.topk == 1:  # the weights of a token's experts have sum 1, but Megatron does not normalize a single one
+            probabilities_tE = chosen_tE.type_as(logits) * (self.config.moe_router_topk_scaling_factor or 1.0)
         # not in evaluation, nor in the first of the two passes of a recomputed layer
         if not (self.training and torch.is_grad_enabled()):
             return probabilities_tE, chosen_tE

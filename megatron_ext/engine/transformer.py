@@ -75,7 +75,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         raise UserError("\n".join(lines))
     model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    sizes = model.head_size, model.value_size
+    sizes = max(model.head_size, model.value_size), model.value_size  # smaller heads of keys are padded
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
     extra: dict[str, Any] = _expert_options(config) if model.num_experts is not None else {}
     if parallel.recompute_granularity == "selective":
@@ -168,6 +168,7 @@ def _expert_options(config: Config) -> dict[str, Any]:
         "moe_router_bias_update_rate": config.training.moe_router_bias_update_rate,
         "moe_router_load_balancing_type": "none",  # computed in engine/experts.py instead
         "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": model.moe_router_topk == 1,  # which Megatron requires then; only the choice counts
         "moe_token_dispatcher_type": "alltoall",  # the others need micro-batches of equal length
         "expert_tensor_parallel_size": parallel.tensor_model_parallel_size,
     }

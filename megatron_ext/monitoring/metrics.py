@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, echo, missing_package
 from megatron_ext.files.atomic import atomic_write
 
 METRICS_FILE = "metrics.jsonl"
@@ -47,9 +47,23 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """Read the last record of each step, by increasing step; {} without such a file. Raises as `read_jsonl` does."""
+    """Read the last record of each step, by increasing step; {} without such a file. Raises UserError for damage."""
     records = read_jsonl(path) if path.is_file() else []
+    for record in records:
+        if wrong := next((key for key, value in record.items() if not _is_metric(key, value)), None):
+            got = f"{path}, step {record['step']}: {wrong}: got {echo(record[wrong])}"
+            raise UserError(f"{got}, needs a finite number or null; restore the file or delete that line")
     return dict(sorted({record["step"]: record for record in records}.items()))
+
+
+def _is_metric(key: str, value: Any) -> bool:
+    """Return whether a record may have this value: a finite number or null; several for some keys."""
+    if isinstance(value, list):
+        return key.startswith("attention_") and all(_is_metric("", of_layer) for of_layer in value)
+    if isinstance(value, dict):
+        known = key == "source_rows" or (key in ("by_length", "by_position") and all(map(str.isdecimal, value)))
+        return known and all(_is_metric("", one) for one in value.values())
+    return value is None or (isinstance(value, (int, float)) and abs(value) <= 1e308)
 
 
 def cut_back(path: Path, keep: Callable[[int], bool]) -> None:
@@ -75,7 +89,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 record = json.loads(raw.decode())
             except ValueError:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
                 record = None
-            if isinstance(record, dict) and type(record.get("step")) is int:
+            if isinstance(record, dict) and type(step := record.get("step")) is int and abs(step) < 2**53:
                 yield raw, record
             elif line.endswith(b"\n"):  # drop an incomplete last line; keep an object that only lacks its newline
                 text = raw[:60].decode("utf-8", errors="replace") + ("..." if len(raw) > 60 else "")
@@ -91,8 +105,8 @@ def stage_folders(run: Path) -> list[Path]:
         return []
     started = {}
     for path in run.glob(f"*/{METRICS_FILE}"):
-        first = next(iter(read_by_step(path).values()), {"time": math.inf})
-        started[path.parent] = first["time"]
+        first = next(iter(read_by_step(path).values()), {})
+        started[path.parent] = math.inf if (began := first.get("time")) is None else began
     return sorted(started, key=lambda folder: (started[folder], folder.name))
 
 

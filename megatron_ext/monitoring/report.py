@@ -124,8 +124,7 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{path}: not found; give the folder that training was started with as --save")
-    records = list(read_by_step(path).values())
-    if not records:
+    if not (records := list(read_by_step(path).values())):
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
     for record in records:
         if record.get("denominator") == 0:
@@ -152,10 +151,12 @@ def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read several run folders; each is named by its path from the folder that they have in common."""
+    """Read several different run folders; each is named by its path from the folder that they have in common."""
     if len(folders) == 1:
         return [load_run(folders[0])]
     paths = [folder.resolve() for folder in folders]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise UserError(f"runs: got {twice} twice, needs different runs; leave one of them out")
     common = os.path.commonpath(paths)
     return [load_run(path, str(path.relative_to(common))) for path in paths]
 

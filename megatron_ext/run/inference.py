@@ -80,9 +80,7 @@ def open_model(
     device = platform.choose(processes.device)
     half = device.device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
     config = inference_config(pretrained, processes, length, world_size, bf16=half)
-    # experts under tensor parallelism need sequence parallelism only in training
-    trained = replace(config.parallel, sequence_parallel=processes.tensor_model_parallel_size > 1)
-    check(config if config.model.num_experts is None else replace(config, parallel=trained), world_size)
+    check(config, world_size, training=False)
     ep, cp = config.parallel.expert_model_parallel_size, config.parallel.context_parallel_size
     if cp % ep:
         raise UserError(

@@ -30,6 +30,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.checks import WARNINGS, broken
 from megatron_ext.data.rows.blend import BlendedRows
+from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine import environment, parallel
@@ -132,6 +133,11 @@ def describe_run(config: Config, built: Built) -> RunInfo:
             logger.info("%s", line)
         for line in broken(WARNINGS, config):
             logger.warning("warning: %s", line)
+        for part, rows in zip(data.parts, getattr(inputs.train, "datasets", (inputs.train,)), strict=True):
+            source = getattr(rows, "sequences", rows)
+            if isinstance(source, RowDataset) and source.tokens_per_epoch < source.row_length:
+                text = f"{part.prefix} has {source.tokens_per_epoch:,} tokens, which each row of {source.row_length:,}"
+                logger.warning("warning: data_path: %s repeats; give more text", text)
     peak_flops = None
     if platform.device.type == "cuda" and config.training.bf16:
         gpu = read_speeds().of_device(torch.cuda.get_device_name())

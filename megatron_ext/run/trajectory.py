@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
+from megatron_ext.checkpoint.hf.folder import save_tensors
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.engine.model import PackedGPT
@@ -71,13 +71,12 @@ class Trajectory:
 
     def weights(self, name: str) -> None:
         """Write the current weights, as `initial` or `final`."""
-        full = gather(self.chunks, self.config.model, self.vocab_size, self.ranks)
-        if full is None:
+        if (full := gather(self.chunks, self.config.model, self.vocab_size, self.ranks)) is None:
             return
         config, model, options = self.config, self.config.model, self.config.optimizer
         if not model.untie_embeddings_and_output_weights:
             full.pop("lm_head.weight", None)
-        save_file(full, self.folder / f"{name}.safetensors", metadata={"format": "pt"})
+        save_tensors(full, self.folder / f"{name}.safetensors")
         # an expert bias is a buffer, not a parameter
         vectors = [key for key, tensor in full.items() if tensor.ndim == 1 and "e_score_correction_bias" not in key]
         sections = to_dict(config)

@@ -6,9 +6,9 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.files.reading import read_object, typed
 
 PASSAGE_FILE = "passage.json"
 TOP_QUANTILE = 0.98  # of the nonzero weights: the upper end of the color scale
@@ -31,7 +31,7 @@ class Passage:
 
     @staticmethod
     def read(run: Path) -> "Passage":
-        return TypeAdapter(Passage).validate_json((run / PASSAGE_FILE).read_bytes())
+        return typed(read_object(path := run / PASSAGE_FILE, "holds no JSON object; remove it"), Passage, path)
 
     def html(self) -> str:
         """Return an HTML fragment: a caption, then a span for each token with its numbers as a tooltip.

@@ -173,18 +173,23 @@ def test_a_card_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(select("reference", CUDA, torch.bfloat16, 64))
 
 
-@pytest.mark.parametrize(("narrow_values", "width", "given"), [(True, 8, 8), (True, 10, 16), (False, 8, 16)])
-def test_kernels_for_equal_sizes_get_values_padded(
-    narrow_values: bool, width: int, given: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("narrow_values", "size", "width", "given"),
+    [(True, 16, 8, (16, 8)), (True, 16, 10, (16, 16)), (False, 16, 8, (16, 16)), (True, 8, 16, (16, 16))],
+)
+def test_kernels_for_equal_sizes_get_the_smaller_heads_padded(
+    narrow_values: bool, size: int, width: int, given: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = call_of([(3, 3), (2, 5), (1, 1)])
     query, key, value, grad = inputs_of(call)
-    widths = []
+    sizes = []
 
     def kernel(inputs: Inputs, *rest: Any) -> Tensor:
-        widths.append(inputs.value_uGW.shape[-1])
+        assert inputs.query_tNH.shape[-1] == inputs.key_uGH.shape[-1]
+        sizes.append((inputs.key_uGH.shape[-1], inputs.value_uGW.shape[-1]))
         return reference.attend(inputs, *rest)
 
     monkeypatch.setitem(BACKENDS, "te_thd", Backend(name="te_thd", kernel=kernel, narrow_values=narrow_values))
-    assert_right(PerCall(("te_thd",)), [query, key, value[..., :width], grad[..., :width]], call)
-    assert widths == [given]
+    inputs = [query[..., :size], key[..., :size], value[..., :width], grad[..., :width]]
+    assert_right(PerCall(("te_thd",)), inputs, call)
+    assert sizes == [given]

@@ -122,6 +122,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v3-dense": LATENT,
+    # these two can be used, but not trained
+    "mixtral-top1": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": None},
+    "deepseek_v3-top1-wide": LATENT
+    | DEEPSEEK
+    | {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "v_head_dim": 20},
     "dots1": {"model_type": "dots1", "head_dim": 12, "sliding_window": None, **DEEPSEEK},
     "dots1-local": {
         "model_type": "dots1",
@@ -150,11 +155,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         for kind, entries in SCALED.items()
     },
 }
+QUICK = ("llama", "qwen3", "phi", "gemma3", "mixtral", "deepseek_v3-top1-wide")
 # all of them, the quick ones of each kind of block; for what reads a model as another test has shown that it is read
-EACH = [
-    pytest.param(name, marks=() if name in ("llama", "qwen3", "phi", "gemma3", "mixtral") else pytest.mark.slow)
-    for name in ARCHITECTURES
-]
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
 
 
 def write_model(

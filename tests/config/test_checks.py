@@ -37,6 +37,7 @@ CASES = """
 --global-batch-size 9 --micro-batch-size 2 | global_batch_size | --global-batch-size 10 --micro-batch-size 2
  | global_batch_size | --global-batch-size 9 | 3 3
 --overlap-param-gather --overlap-grad-reduce | overlap_param_gather | --overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer
+--data-path 1 a 2 a | data_path, mixture | --data-path 1 a 2 b
 --recompute-modules mlp layernorm | recompute_modules | --recompute-modules mlp layernorm --recompute-granularity selective
 --compile --recompute-granularity full | compile | --compile
 --mlp-block-tokens 64 --recompute-granularity selective --recompute-modules mlp | mlp_block_tokens | --mlp-block-tokens 64 --recompute-granularity selective --recompute-modules layernorm
@@ -83,6 +84,7 @@ CASES = """
 --block gpt_oss | num_experts | --block gpt_oss --num-experts 4
 ## --num-experts 4
 --moe-router-topk 5 | moe_router_topk | --moe-router-topk 4
+--moe-router-topk 1 | moe_router_topk | --moe-router-topk 2
 --block phi | num_experts |
 --block gpt_oss --softmax-type learnable | softmax_type | --softmax-type learnable
 --add-qkv-bias | add_qkv_bias | --qk-layernorm
@@ -203,6 +205,20 @@ def test_each_rule_refuses_its_mistake_and_accepts_a_neighbour() -> None:
         if not any(line.startswith(f"{option}: got ") for line in lines) or len(lines) > 2 or passes:
             wrong.append((line, lines, passes))
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ("--num-experts 4 --moe-router-topk 1", 1),
+        ("--num-experts 4 --tensor-model-parallel-size 2", 2),
+        ("--multi-latent-attention --num-query-groups 4 --v-head-dim 200", 1),
+    ],
+)
+def test_what_only_training_cannot_do(flags: str, processes: int) -> None:
+    config = parse(f"{BASE} {flags}".split())
+    assert list(mistakes(config, processes))
+    assert not list(mistakes(config, processes, training=False))
 
 
 def test_values_outside_their_type() -> None:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkpoint.models import write_model
 from conftest import SmallData
 from launcher import Commands
 from runs import CONFIG, read_jsonl, refusal
 
 from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.hf.convert import hf_to_megatron
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 3, "--lr-warmup-iters", 1, "--save-interval", 1]
@@ -66,6 +68,16 @@ def test_a_disk_too_full_for_metrics(alone: Commands, small_data: SmallData, sma
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     alone.run(SCRIPT, *common, "--load", run, "--train-iters", 4)
     assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_an_export_onto_a_full_disk(alone: Commands, small_disk: Path, tmp_path: Path) -> None:
+    run, output = tmp_path / "run", small_disk / "export"
+    wide = {"vocab_size": 8000, "hidden_size": 320, "head_dim": 8}  # 23 MB
+    hf_to_megatron(write_model(tmp_path / "model", "llama", **wide), run)
+    export = ("megatron-to-hf", "--input", run, "--output", output, "--tokenizer", "none")
+    (done,) = alone.attempt("tools/convert_checkpoint.py", *export)
+    assert "No space left on device" in refusal(done)
+    assert not list(small_disk.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_training(

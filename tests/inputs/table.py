@@ -23,9 +23,9 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a copy of valid files: `what` names one of those in world.py, `value` is the new content."""
+    """A change to a copy of valid files: `what` names one of those in world.py, `value` is the new content or name."""
 
-    what: Literal["write", "patch", "seal", "cut"]
+    what: Literal["write", "patch", "seal", "cut", "rename"]
     file: str
     value: Any = None
 
@@ -62,9 +62,11 @@ def rows(script: str, before: str, text: str, after: str = "") -> Iterator[Wrong
         yield Wrong(script, tuple(shlex.split(f"{before} {words} {after}")), fragment.strip())
 
 
-def changed(script: str, words: str, good: str, cases: Iterable[tuple[Change, str]]) -> Iterator[Wrong]:
+def changed(
+    script: str, words: str, good: str, cases: Iterable[tuple[Change, str]], first: tuple[Change, ...] = ()
+) -> Iterator[Wrong]:
     for change, fragment in cases:
-        yield Wrong(script, tuple(shlex.split(words)), fragment, good=good, changes=(change,))
+        yield Wrong(script, tuple(shlex.split(words)), fragment, good=good, changes=(*first, change))
 
 
 # flags of the trainer
@@ -114,7 +116,14 @@ MODELS: list[tuple[Change, str]] = [
         patch({"rope_scaling": {"rope_type": "linear", "factor": "two"}}),
         "rope_scaling.factor 'two': Input should be a valid number",
     ),
+    (patch({"quantization_config": {"quant_method": "fp8"}}), "use the model before its quantization"),
+    (write("adapter_config.json", "{}"), "merge the adapter"),
+]
+SHARDED = Change("rename", "model.safetensors", "1.safetensors")
+INDEXES: list[tuple[Change, str]] = [
     (write(INDEX, '{"weight_map": {"a": "' + "x" * 5000 + '"}}'), "File name too long"),
+    (write(INDEX, '{"weight_map": {"model.norm.weight": "2.safetensors"}}'), "lacks 2.safetensors"),
+    (write(INDEX, '{"weight_map": {"a": "1.safetensors"}}'), "names 1.safetensors for a, which that file lacks"),
 ]
 MANIFEST = "checkpoints/iter_0000002/manifest.json"
 CHECKPOINTS: list[tuple[Change, str]] = [
@@ -131,6 +140,7 @@ STORES: list[tuple[Change, str]] = [
 ]
 PREPROCESS = """
 --input {w}/corpus.jsonl --output-prefix {w}/text.txt/x --tokenizer-model bytes | text.txt
+--input {w}/corpus.jsonl {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes | twice
 --input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --split-sentences --lang klingon | klingon
 """
 CONVERT = """
@@ -138,6 +148,9 @@ hf-to-megatron --input {w}/run --output {out}/x | config.json
 hf-to-megatron --input {w}/hf --output {out}/x --make-vocab-size-divisible-by 10000000000000000 | --make-vocab-size
 megatron-to-hf --input {w}/hf --output {out}/x | holds no checkpoint
 megatron-to-hf --input {w}/run --output {out}/x --max-shard-size big | invalid size value: 'big'
+megatron-to-hf --input {w}/run --output {out}/x --max-shard-size 0 | invalid size value: '0'
+megatron-to-hf --input {w}/run --output {w}/run/checkpoints/hf --tokenizer none | is inside the input
+hf-to-megatron --input {w}/hf --output {w}/hf/run | is inside the input
 verify --input {w}/hf --output {w}/hf | verify: needs one Hugging Face folder and one run
 verify --input {w}/hf --output {w}/run --tokens 0 | tokens: got 0, needs at least 1
 verify --input {w}/hf --output {w}/run | has none; give --tokenizer
@@ -151,6 +164,7 @@ OTHERS = {
 {w}/nowhere | metrics.jsonl: not found
 {w}/run {w}/other | --output: not given
 {w}/run --output {out}/x.html | --output: goes with several run folders
+{w}/run {w}/other {w}/run --output {out}/x.html | twice
 {w}/run --stability-steps 5 2 | stability_steps: got 5 2
 """,
     "tools/pack_data.py": f"""
@@ -160,6 +174,10 @@ OTHERS = {
     "tools/inspect_pack.py": """
 --document-ends 3 --seq-length 1000000000000000 | seq_length
 --document-ends 3 --seq-length 12 --context-parallel-size 5 | context_parallel_size
+--document-ends 3 --seq-length 12 --context-parallel-size 0 | --context-parallel-size: got 0, needs at least 1
+--document-ends 3 --seq-length 12 --context-parallel-size -1 | --context-parallel-size: got -1
+--document-ends 3 --seq-length 12 --sample 3 | --sample: --document-ends does not read it
+--data-path {w}/data --seq-length 64 --policies - --no-document-mask | --no-document-mask: --policies does not read it
 --data-path {w}/data --seq-length 64 --sample -1 | sample
 --data-path {w}/data --seq-length 64 --text | text: got no tokenizer
 """,
@@ -225,6 +243,10 @@ def all_inputs() -> list[Wrong]:
         *changed(TRAINER, "--config {in}/run.yaml --dry-run", "", CONFIGURATIONS),
         *(Wrong(TRAINER, tuple(SMALL.split()), fragment, environment) for environment, fragment in LAUNCHES),
         *changed("tools/convert_checkpoint.py", "hf-to-megatron --input {in} --output {out}/run", "hf", MODELS),
+        *changed(
+            "tools/convert_checkpoint.py", "hf-to-megatron --input {in} --output {out}/run", "hf", INDEXES, (SHARDED,)
+        ),
+        *changed(TRAINER, f"{SMALL} --init-from {{in}}", "hf", INDEXES[-1:], (SHARDED,)),
         *changed(
             "tools/convert_checkpoint.py",
             "megatron-to-hf --input {in} --output {out}/x --tokenizer none",

@@ -9,6 +9,19 @@ from runs import CONFIG, TRAINER
 RUN = [*CONFIG, "--seq-length", 64, "--train-iters", 2, "--lr-warmup-iters", 0, "--window-schedule", "constant"]
 
 
+def test_rows_longer_than_the_corpus_are_noted(alone: Commands, tmp_path: Path) -> None:
+    """Each row repeats it; told once, and not of what fills a row."""
+    (tmp_path / "text.jsonl").write_text('{"text": "one two three"}\n' * 6)
+    made = ("--input", tmp_path / "text.jsonl", "--output-prefix", tmp_path / "data", "--tokenizer-model", "bytes")
+    alone.run("tools/preprocess_data.py", *made)
+    flags = [*CONFIG, "--data-path", tmp_path / "data", "--tokenizer-model", "bytes", "--train-iters", 2]
+    flags += ["--window-schedule", "constant", "--lr-warmup-iters", 0, "--split", "100,0,0"]
+    for length, times in ((64, 0), (96, 1)):  # of 84 tokens
+        (done,) = alone.attempt(TRAINER, *flags, "--seq-length", length)
+        assert done.status == 0, done.stderr
+        assert done.stderr.count("has 84 tokens, which each row of 96 repeats") == times
+
+
 def test_the_run_of_load_goes_on_whatever_init_from_says(
     alone: Commands, small_data: SmallData, tmp_path: Path
 ) -> None:

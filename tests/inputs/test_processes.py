@@ -37,6 +37,15 @@ def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, expected)
 
 
+def test_closed_standard_streams(tmp_path: Path) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        done = run(f"$PYTHON {ROOT}/tools/recipes.py --list {closed}", tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), closed
+        done = run(f"$PYTHON {ROOT}/tools/recipes.py --nonsense {closed}", tmp_path)
+        assert done.returncode == 2, closed
+        assert "Traceback" not in done.stderr + done.stdout, closed
+
+
 @pytest.mark.slow
 def test_only_our_own_lines_are_on_stderr(small_data: SmallData, tmp_path: Path) -> None:
     """Warnings of torch and Megatron-Core about each other are hidden: the user cannot act on them."""

@@ -78,5 +78,7 @@ def change_file(path: Path, change: Change) -> None:
             content = {name: entry for name, entry in content.items() if entry is not None}
             sealed = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
             path.write_text(json.dumps({"sha256": sealed} | content))
+        case "rename":
+            path.rename(path.with_name(value))
         case "cut":
             path.write_bytes(path.read_bytes()[:value])

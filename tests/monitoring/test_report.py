@@ -91,6 +91,34 @@ def test_an_empty_run_leaves_no_report_behind(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        *(("metrics", {"step": 0, "lm_loss": loss}) for loss in ("2.5", [2.5], {"a": 2.5}, float("nan"), 10**400)),
+        *(("metrics", {"step": step, "lm_loss": 2.5}) for step in (10**400, "0", 0.0)),
+        ("metrics", {"step": 0, "attention_entropy": [0.5, "0.5"]}),
+        ("evaluation", {"step": 0, "by_length": {"long": 2.5}}),
+        ("evaluation", {"step": 0, "valid_loss": "2.5"}),
+        ("passage", {"step": 0}),
+        ("passage", []),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_value_of_another_type_is_named(tmp_path, name, record):
+    """Not what training writes: a number that is not finite is null there."""
+    run = write_run(tmp_path, 3, evaluate_every=1)
+    file = next(run.glob(f"{name}.*"), run / f"{name}.json")
+    file.write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError, match=rf"{name}\.jsonl?"):
+        load_run(run)
+
+
+def test_a_run_is_compared_with_others(tmp_path):
+    runs = [write_run(tmp_path / name, 3) for name in "ab"]
+    with pytest.raises(UserError, match="/a twice"):
+        load_runs([*runs, tmp_path / "b" / ".." / "a"])
+
+
 def test_charts_show_what_was_recorded(tmp_path):
     measures = {f"attention_{name}": [0.5, 1.5, 2.5] for name in ("entropy", "sink_share")}
     records = [step_record(step, **(measures if step % 5 == 0 else {})) for step in range(60)]

@@ -305,13 +305,16 @@ def _data(chance: random.Random) -> DataConfig:
     if way < 0.6:
         source |= {"data_path": (chance.choice(names),)}
     elif way < 0.8:
-        source |= {"data_path": ("0.3", *chance.sample(names, 1), "0.7", "mixed")}
+        (one,) = chance.sample(names, 1)
+        source |= {"data_path": ("mixed",) if one == "mixed" else ("0.3", one, "0.7", "mixed")}
     else:
         other = chance.choice((None, length // 2))
         parts = (
             MixturePart(chance.choice(names), 0.4, "one", packing, _packing_options(packing)),
             MixturePart(chance.choice(names), 0.6, "two", length=other),
         )
+        if replace(parts[0], weight=0.6, name="two") == parts[1]:  # one data set, packed alike
+            parts = parts[:1]
         source = {"mixture": parts}
     return DataConfig(
         **source,

@@ -61,9 +61,12 @@ def test_a_run_of_a_thousand_million_steps(run: Run, small_data: SmallData) -> N
     assert (refused.status, refused.stderr) == (2, "error: train_iters: got 1000000001, needs at most 1000000000\n")
 
 
-def test_a_separate_validation_set_is_opened_part_by_part(run: Run, small_data: SmallData) -> None:
+def test_a_separate_validation_set_is_opened_part_by_part(run: Run, small_data: SmallData, tmp_path: Path) -> None:
     """It may have fewer parts than training."""
-    mixture = ["--data-path", 1, small_data.prefix, 2, small_data.prefix, "--tokenizer-model", small_data.tokenizer]
+    for file in small_data.prefix.parent.glob(f"{small_data.prefix.name}.*"):
+        (tmp_path / file.name).symlink_to(file)
+    other = tmp_path / small_data.prefix.name
+    mixture = ["--data-path", 1, small_data.prefix, 2, other, "--tokenizer-model", small_data.tokenizer]
     flags = [*SMALL, *mixture, "--eval-interval", 10, "--valid-data-path"]
     done, absent = run(*flags, small_data.prefix), run(*flags, "/no/such")
     assert (done.status, absent.status, done.stderr, absent.stderr) == (0, 0, "", "")

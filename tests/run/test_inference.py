@@ -47,7 +47,7 @@ def test_every_layout_may_score(parallel: ParallelConfig, processes: int, microb
     data = replace(RUN.data, micro_batch_size=microbatch, global_batch_size=7)
     run = replace(RUN, parallel=parallel, data=data)
     config = inference_config(SCORER, run.parallel, CHUNK, processes, bf16=False)
-    check(config, processes)
+    check(config, processes, training=False)
     assert config.model == SCORER.model
     if 7 % (microbatch * config.data_parallel_size(processes)):
         with pytest.raises(UserError, match="global_batch_size"):

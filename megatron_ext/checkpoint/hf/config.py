@@ -4,6 +4,7 @@ Values that our model does not support raise an error, and so do unknown entries
 results.
 """
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -11,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 from megatron_ext.checkpoint.hf.rope import Angles, rope_entries, with_rope
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import Config, DataConfig, ModelConfig
+from megatron_ext.config.checks import mistakes
 from megatron_ext.errors import UserError, echo
 
 _SHAPES = {
@@ -144,16 +146,30 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 _LAYER_TYPES = ("sliding_attention", "full_attention")
-# entries that do not change what the model computes
-_SILENT = {
-    *("model_type", "architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "_attn_implementation"),
-    *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
-    *("chunk_size_feed_forward", "initializer_range", "cache_implementation"),
-    *("resid_pdrop", "embd_pdrop"),  # training dropout: --hidden-dropout
-    *("router_aux_loss_coef", "output_router_logits"),  # training only: --moe-aux-loss-coeff
-    *("experts_per_token", "initial_context_length"),  # gpt-oss: other names of entries that are there, too
-}
+_SILENT = (  # entries that do not change what the model computes
+    # the file, the software and the outputs
+    "model_type architectures _name_or_path name_or_path transformers_version torch_dtype dtype _commit_hash "
+    "unsloth_version unsloth_fixed transformers.js_config is_llama_config pretraining_tp chunk_size_feed_forward "
+    "return_dict torchscript attn_implementation _attn_implementation _attn_implementation_autoset "
+    "_experts_implementation use_bfloat16 id2label label2id num_labels problem_type finetuning_task "
+    "task_specific_params is_decoder tie_encoder_decoder "
+    "experts_per_token initial_context_length "  # gpt-oss: other names of entries that are there, too
+    # training: --init-method-std, --hidden-dropout, --moe-aux-loss-coeff
+    "initializer_range resid_pdrop embd_pdrop router_aux_loss_coef output_router_logits router_jitter_noise "
+    "tokenizer_class prefix model_max_length bos_token_id eos_token_id pad_token_id sep_token_id "  # text
+    # generation, in transformers' GenerationConfig
+    "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids "
+    "begin_suppress_tokens cache_config cache_implementation compile_config constraints continuous_batching_config "
+    "decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers early_stopping "
+    "encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
+    "exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale "
+    "is_assistant length_penalty low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens max_time "
+    "min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule "
+    "num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_logits "
+    "output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits "
+    "repetition_penalty return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens "
+    "target_lookbehind temperature token_healing top_h top_k top_p typical_p use_cache use_mtp watermarking_config "
+)
 
 _Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
 _Number = Annotated[float, Field(strict=True, gt=0, le=1e300, allow_inf_nan=False)]
@@ -222,7 +238,10 @@ def model_config(entries: dict[str, Any]) -> ModelConfig:
     )
     if model.query_pre_attn_scalar == model.head_size:
         model = replace(model, query_pre_attn_scalar=None)
-    return with_rope(model, entries)
+    config = Config(model=with_rope(model, entries), data=DataConfig(data_path=("none",)))
+    if mistake := next(mistakes(config, 1, training=False), None):
+        raise UserError(f"has values with which it cannot run here: {mistake}")
+    return config.model
 
 
 def _check(entries: dict[str, Any], family: Family) -> None:
@@ -237,21 +256,20 @@ def _check(entries: dict[str, Any], family: Family) -> None:
         needed |= {*family.experts, "num_experts_per_tok"}
     if family.like_deepseek:
         needed |= {"n_shared_experts"}
-    missing = sorted(name for name in needed if entries.get(name) is None)
-    if missing:
+    if missing := sorted(name for name in needed if entries.get(name) is None):
         raise UserError(f"has no {missing[0]}; use another model")
     fixed = _FIXED | family.fixed
     for name, ours in fixed.items():
         value = entries.get(name, ours)
         if value != ours and (value is not None or ours is True):  # transformers takes null for false
             raise UserError(f"has {name} {echo(value)}, this model has {ours!r} only; use another model")
-    known = {*_FIELDS, *_SILENT, *fixed, *family.ignored}
+    known = {*_FIELDS, *_SILENT.split(), *fixed, *family.ignored}
     for name, value in entries.items():
         if value and name not in known:
-            raise UserError(
-                f"has {name} {echo(value)}, which this package does not support; "
-                "remove it if it does not change what the model computes"
-            )
+            remedy = "remove it if it does not change what the model computes"
+            if re.search("quant|compress", name):
+                remedy = "use the model before its quantization"
+            raise UserError(f"has {name} {echo(value)}, which this package does not support; {remedy}")
 
 
 def _expert_options(entries: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.folders import folder_name, older, point, with_offer
@@ -35,6 +34,7 @@ from megatron_ext.checkpoint.hf.folder import (
     has_tokenizer,
     read_config,
     read_model_config,
+    save_tensors,
     stack,
     stacked_name,
 )
@@ -75,10 +75,10 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
     The embedding is padded to a multiple of `divisible_by`.
 
     Raises:
-        UserError: the model is not supported exactly, the folder is damaged, or `output` exists.
+        UserError: the model is not supported exactly, the folder is damaged, or `output` exists or is inside it.
     """
     began = time.perf_counter()
-    _check_new(output)
+    _check_output(output, source)
     model = replace(read_model_config(source), make_vocab_size_divisible_by=divisible_by)
     tensors = HuggingFaceTensors(source)
     vocab_size = model.vocab_size
@@ -112,9 +112,11 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
         point(checkpoint)
 
 
-def _check_new(output: Path) -> None:
+def _check_output(output: Path, source: Path) -> None:
     if output.exists() or output.is_symlink():
         raise UserError(f"output: {output} exists; remove it or choose another folder")
+    if output.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"output: {output} is inside the input {source}; choose a folder outside it")
 
 
 def _stored_shape(parameter: Parameter, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
@@ -153,9 +155,10 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         tokenizer: a folder, "none", or None for the run's own.
 
     Raises:
-        UserError: transformers does not support the model exactly, the checkpoint is damaged, or `output` exists.
+        UserError: transformers does not support the model exactly, the checkpoint is damaged, or `output` exists, is
+            inside `source` or cannot be written.
     """
-    _check_new(output)
+    _check_output(output, source)
     run = Pretrained.find_checkpoint(source)
     model, vocab_size = run.model, run.model.vocab_size
     assert run.checkpoint is not None
@@ -169,8 +172,7 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     places.sort(key=lambda one: one[1][0] if one[1] else -1 if "embed" in one[0].megatron[0] else model.num_layers)
     needed = {row.checkpoint(place): _stored_shape(row, model, vocab_size) for row, place in places}
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
-    unlike = sorted(dict(needed.items() ^ found.items()))
-    if unlike:
+    if unlike := sorted(dict(needed.items() ^ found.items())):
         given, wanted = found.get(unlike[0]), needed.get(unlike[0])
         raise UserError(f"checkpoint: {unlike[0]} in {run.folder} has shape {given}, its configuration needs {wanted}")
     with atomic_folder(output.absolute()) as folder:
@@ -193,7 +195,7 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         size = total = 0
 
         def write_file() -> None:
-            save_file(tensors, folder / f"{len(files)}.partial", metadata={"format": "pt"})
+            save_tensors(tensors, folder / f"{len(files)}.partial")
             files.append(list(tensors))
             tensors.clear()
 

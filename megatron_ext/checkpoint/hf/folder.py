@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.config import model_config
@@ -29,7 +30,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_object
 
 logger = logging.getLogger(__name__)
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLOATS = {word: dtype for word, dtype in DTYPES.items() if dtype.is_floating_point}
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -37,8 +38,7 @@ _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|b
 
 def stacked_name(name: str) -> str:
     """Return the name of gpt-oss's stacked tensor that contains an expert's; other names are returned unchanged."""
-    match = _EXPERT.fullmatch(name)
-    if match is None:
+    if (match := _EXPERT.fullmatch(name)) is None:
         return name
     matrices = "down" if match[3] == "down" else "gate_up"
     return f"{match[1]}.{matrices}_proj{'_bias' if match[4] == 'bias' else ''}"
@@ -65,16 +65,18 @@ def shapes_in_files(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return whether the folder has a Hugging Face model."""
-    return (folder / "config.json").is_file()
+    """Return whether the folder has a Hugging Face model, or an adapter of one, which `read_model_config` refuses."""
+    return (folder / "config.json").is_file() or (folder / ADAPTER).is_file()
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read a model's shapes from its config.json; `vocab_size` is the number of rows of the embedding.
 
     Raises:
-        UserError: the file is missing, or the architecture or an entry is not supported; the message names it.
+        UserError: the file is missing, or the architecture or an entry is not supported, or an adapter is there.
     """
+    if (folder / ADAPTER).is_file():  # transformers applies it if peft is installed
+        raise UserError(f"checkpoint: {folder} has {ADAPTER}; merge the adapter into its model with peft first")
     entries = read_config(folder)
     try:
         return model_config(entries)
@@ -84,9 +86,9 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the entries of config.json; raise UserError if it is missing or damaged."""
-    entries = read_object(folder / "config.json", "holds no JSON object; give a Hugging Face model folder")
-    if entries is None:
-        raise UserError(f"checkpoint: {folder} has no config.json; give a Hugging Face model folder")
+    remedy = "give a Hugging Face model folder"
+    if (entries := read_object(folder / "config.json", f"holds no JSON object; {remedy}")) is None:
+        raise UserError(f"checkpoint: {folder} has no config.json; {remedy}")
     return entries
 
 
@@ -96,36 +98,40 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 class HuggingFaceTensors:
-    """Reads the tensors of a folder's safetensors files, one at a time.
+    """Reads, one at a time, the tensors that transformers loads: of `model.safetensors`, or else of the index's files.
 
     Attributes:
         folder: the model folder.
         names: those of its tensors.
 
     Raises:
-        UserError: there are no safetensors, or the index is damaged or names a missing file or one outside the folder.
+        UserError: there are no safetensors, or the index is damaged, names files elsewhere, or does not fit its files.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index, single = folder / INDEX, folder / SINGLE
-        if index.is_file():
+        self.folder, index = folder, folder / INDEX
+        weight_map: Any = {}
+        if any(folder.glob("shard-*-model-*-of-*.safetensors")):  # transformers loads these first
+            raise UserError(f"checkpoint: {folder} holds a distributed checkpoint; load it in transformers and save it")
+        if not (folder / SINGLE).is_file():
             damaged = "is damaged, it maps no tensors to files; download it again"
-            files: Any = (read_object(index, damaged) or {}).get("weight_map")
-            if not isinstance(files, dict) or not files:
+            if (content := read_object(index, damaged)) is None:
+                raise UserError(f"checkpoint: {folder} holds no {SINGLE}; convert the model to safetensors first")
+            if not isinstance(weight_map := content.get("weight_map"), dict) or not weight_map:
                 raise UserError(f"{index} {damaged}")
-            for file in files.values():
+            for file in weight_map.values():
                 check_inside(file, index, "checkpoint")
-            missing = sorted(file for file in set(files.values()) if not (folder / file).is_file())
-            if missing:
-                raise UserError(f"checkpoint: {folder} lacks {missing[0]}, which its index names; download it again")
-        elif single.is_file():
-            with _opened(single) as opened:
-                files = dict.fromkeys(opened.keys(), single.name)
-        else:
-            raise UserError(f"checkpoint: {folder} holds no model.safetensors; convert the model to safetensors first")
-        self._files: dict[str, str] = files
-        self.names = set(files)
+        self._files: dict[str, str] = {}
+        for file in dict.fromkeys(weight_map.values()) or [SINGLE]:
+            with _opened(folder / file) as opened:
+                found = dict.fromkeys(opened.keys(), file)
+            if twice := sorted(found.keys() & self._files.keys()):
+                raise UserError(f"{index}: {twice[0]} is in {self._files[twice[0]]} and in {file}; download them again")
+            self._files |= found
+        for name, file in weight_map.items():
+            if self._files.get(name) != file:
+                raise UserError(f"{index} names {file} for {name}, which that file lacks; download both again")
+        self.names = set(self._files)
 
     def open(self, name: str) -> Any:
         """Return a safetensors slice, which reads only what it is indexed with; part of a stacked tensor is read."""
@@ -146,7 +152,7 @@ class HuggingFaceTensors:
         if (word := entry.get_dtype()) not in _FLOATS:
             raise UserError(
                 f"checkpoint: {name} in {self.folder} has type {word}, needs one of {', '.join(_FLOATS)}; "
-                "use the model before its quantisation"
+                "use the model before its quantization"
             )
         return tuple(entry.get_shape()), _FLOATS[word]
 
@@ -169,13 +175,12 @@ class HuggingFaceTensors:
         spare = {name for name in self.names if name.endswith("rotary_emb.inv_freq")}
         if model.multi_latent_attention and (further := read_config(self.folder).get("num_nextn_predict_layers")):
             layers = tuple(f"model.layers.{model.num_layers + layer}." for layer in range(further))
-            left_out = {name for name in self.names if name.startswith(layers)}
-            if left_out:
+            if left_out := {name for name in self.names if name.startswith(layers)}:
                 logger.warning(
                     "checkpoint: %s has num_nextn_predict_layers %d; these layers, %d tensors, are left out",
                     self.folder, further, len(left_out),
                 )  # fmt: skip
-            spare |= left_out
+                spare |= left_out
         if not model.untie_embeddings_and_output_weights and _OUTPUT in self.names:
             if not torch.equal(self.open(_OUTPUT)[:], self.open(_EMBEDDING)[:]):
                 raise UserError(
@@ -184,17 +189,25 @@ class HuggingFaceTensors:
                 )
             spare.add(_OUTPUT)
         wanted = shapes_in_files(model, vocab_size)
-        unknown = sorted(self.names - set(wanted) - spare)
-        if unknown:
+        found = {name: self.described(name)[0] for name in sorted(self.names - spare)}
+        if unknown := sorted(found.keys() - wanted.keys()):
             raise UserError(f"checkpoint: {self.folder} has {unknown[0]}, which this model has no place for")
         for name, needed in wanted.items():
-            if (shape := self.described(name)[0]) != needed:
-                raise UserError(
-                    f"checkpoint: {name} in {self.folder} is {list(shape)}, its config needs {list(needed)}"
-                )
+            if (shape := found.get(name) or self.described(name)[0]) != needed:
+                raise UserError(f"checkpoint: {name} in {self.folder} is {[*shape]}, its config needs {[*needed]}")
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file that transformers loads; raise UserError if the system refuses, as on a full disk."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"output: {path} cannot be written ({error}); make room or choose another folder") from None
 
 
 def _opened(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"checkpoint: {path.parent} lacks {path.name}, which its index names; download it again")
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:

@@ -6,15 +6,12 @@ the length of the rows. So a run with longer rows is exported with the constant 
 
 import math
 from dataclasses import replace
-from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.checks import ROPE, broken
-from megatron_ext.config.schema import invalid
+from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import attention_factor, follows_text, mscale, settled
 
@@ -84,8 +81,7 @@ def _given(entries: dict[str, Any] | None) -> dict[str, Any]:
 
 def _with_angles(model: ModelConfig, rope: dict[str, Any], entries: dict[str, Any]) -> ModelConfig:
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    unread = next((name for name in rope if name not in _READ[scaling]), None)
-    if unread is not None:
+    if unread := next((name for name in rope if name not in _READ[scaling]), None):
         raise UserError(f"has {unread} {echo(rope[unread])} in its rope_parameters, which {scaling} does not read")
     share = rope.get("partial_rotary_factor") or entries.get("partial_rotary_factor")
     if model.block != "phi" and share not in (None, 1):
@@ -93,12 +89,7 @@ def _with_angles(model: ModelConfig, rope: dict[str, Any], entries: dict[str, An
     if model.block == "phi":
         model = replace(model, rotary_percent=float(share or 0.5))
     model = replace(model, rotary_base=float(rope.get("rope_theta", 10_000.0)))
-    model = replace(model, **_scaling(model, scaling, rope, entries))
-    config = Config(model=model)
-    mistake = next(chain(invalid(config), broken(ROPE, config)), None)
-    if mistake is not None:
-        raise UserError(f"has values that make no sense: {mistake}")
-    return model
+    return replace(model, **_scaling(model, scaling, rope, entries))
 
 
 def _scaling(model: ModelConfig, scaling: str, rope: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:

@@ -68,8 +68,11 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
     A folder stands for all files inside it with a known suffix, including those in linked folders, sorted by path; a
     pattern with *, ** or ? for its matches, with folders as above. A .json file counts if it holds lines, not one
-    value. A warning names files that are omitted. Raises UserError if there is no such file.
+    value. A warning names files that are omitted. Raises UserError for no such file, or a path given twice.
     """
+    resolved = [Path(path).resolve() for path in paths]
+    if twice := next((path for path in resolved if resolved.count(path) > 1), None):
+        raise UserError(f"input: got {twice} twice, whose documents would be read once; leave one of them out")
     files: dict[Path, Path] = {}  # by resolved path, because several paths and links may lead to a file
     omitted: list[Path] = []
     for given in [os.fspath(path) for path in paths]:

@@ -1,10 +1,11 @@
 """Which transformers architecture says our model, and what transformers assumes where config.json is silent."""
 
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from checkpoint.models import ARCHITECTURES, SIZES
 from megatron_ext.checkpoint.hf.config import FAMILIES, hugging_face_config, model_config
@@ -173,7 +174,14 @@ def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, A
         ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', this model has 'silu' only"),
         ("llama", {"attention_bias": True}, "attention_bias True"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),
+        (
+            "llama",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config {'bits': 4}, which this package does not "
+            "support; use the model before its quantization",
+        ),
+        ("llama", {"compression_config": {"a": 1}}, "support; use the model before its quantization"),
+        ("llama", {"transformers_weights": "x.safetensors"}, "transformers_weights 'x.safetensors', which this"),
         ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, which this package does not support"),
         ("llama", {"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which this package"),
@@ -222,6 +230,29 @@ def test_what_no_model_computes_is_refused(architecture: str, broken: dict[str, 
         model_config(SIZES | ARCHITECTURES[architecture] | broken)
 
 
-def test_a_model_that_cannot_be_trained_is_converted() -> None:
-    """The router of a single expert has no gradient, but its tensors can be copied."""
-    assert model_config(SIZES | ARCHITECTURES["mixtral"] | {"num_experts_per_tok": 1}).moe_router_topk == 1
+@pytest.mark.parametrize(
+    ("architecture", "changed", "text"),
+    [
+        ("llama-mqa-head", {"head_dim": 5}, "kv_channels: got 5, needs an even head size"),
+        ("deepseek_v3", {"topk_group": 3}, "moe_router_group_topk: got 3, needs half of moe_router_topk 4"),
+        ("deepseek_v3", {"qk_rope_head_dim": 5, "rope_parameters": None}, "qk_pos_emb_head_dim: got 5"),
+    ],
+)
+def test_what_can_be_neither_trained_nor_used_is_refused(architecture: str, changed: dict[str, Any], text: str) -> None:
+    """Before it is converted; what can only not be trained is in `ARCHITECTURES`."""
+    content = SIZES | ARCHITECTURES[architecture]
+    model_config(content)
+    with pytest.raises(UserError, match=f"cannot run here: {text}"):
+        model_config(content | changed)
+
+
+def test_entries_that_only_concern_generation_change_nothing() -> None:
+    """All of transformers' own, of which no family's computation reads any, and others that old files have."""
+    names = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    basic = {field.name for field in fields(PreTrainedConfig)} - {"is_encoder_decoder"}
+    old = {"prefix", "tokenizer_class", "num_labels", "task_specific_params", "torchscript", "transformers.js_config"}
+    content = SIZES | ARCHITECTURES["llama"]
+    assert model_config(dict.fromkeys(names | basic | old, 1) | content) == model_config(content)
+    for family in FAMILIES:
+        read = {field.name for field in fields(type(AutoConfig.for_model(family)))}
+        assert read & names <= basic | {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}, family

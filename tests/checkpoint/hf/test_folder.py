@@ -1,16 +1,19 @@
 """Hugging Face model folders as transformers writes them, and what is refused of them, by name."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
+from checkpoint.models import write_model
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, is_hugging_face, read_model_config
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
@@ -102,8 +105,78 @@ def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: Any) -> None:
     assert f"{folder / INDEX} names '{named}', which is outside its folder, needs files in {folder};" in message
 
 
-@pytest.mark.parametrize(("file", "content"), [(SINGLE, b"abc"), (SINGLE, None), (INDEX, b"{}"), (INDEX, b"{")])
-def test_a_torn_file_is_one_line(tmp_path: Path, file: str, content: bytes | None) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / SINGLE)
-    (tmp_path / file).write_bytes((tmp_path / SINGLE).read_bytes()[:-1] if content is None else content)
-    assert file in refusal(lambda: HuggingFaceTensors(tmp_path))
+@pytest.mark.parametrize("file", [SINGLE, "1.safetensors"])
+@pytest.mark.parametrize("end", [3, -1])
+def test_a_torn_file_is_one_line(tmp_path: Path, file: str, end: int) -> None:
+    save_file({"a": torch.ones(2)}, with_index(tmp_path, a="1.safetensors") / file)
+    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:end])
+    assert f"{file} is damaged" in refusal(lambda: HuggingFaceTensors(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": []}', '{"weight_map": {}}'])
+def test_an_index_that_maps_no_tensors(tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX).write_text(content)
+    assert f"{INDEX} is damaged" in refusal(lambda: HuggingFaceTensors(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        ("a", "c", "names 2.safetensors for b, which that file lacks"),
+        ("ab", "c", "names 2.safetensors for b, which that file lacks"),
+        ("ab", "b", "b is in 1.safetensors and in 2.safetensors"),
+    ],
+)
+def test_an_index_fits_its_files(tmp_path: Path, first: str, second: str, text: str) -> None:
+    for number, names in enumerate((first, second), start=1):
+        save_file({name: torch.ones(2) for name in names}, tmp_path / f"{number}.safetensors")
+    assert text in refusal(lambda: HuggingFaceTensors(with_index(tmp_path, a="1.safetensors", b="2.safetensors")))
+
+
+@pytest.mark.parametrize("case", ["sharded", "whole beside shards", "short index", "other file"])
+def test_the_files_are_those_that_transformers_loads(tmp_path: Path, case: str) -> None:
+    """`model.safetensors` before an index; of its files all tensors, also those that it does not list; no other."""
+    model = write_model(tmp_path / "model", "llama", shard="20KB", std=0.1)
+    if case == "whole beside shards":
+        shutil.copy(write_model(tmp_path / "new", "llama") / SINGLE, model)
+    elif case == "short index":
+        index = json.loads((model / INDEX).read_text())
+        one_of_each = {file: name for name, file in index["weight_map"].items()}
+        index["weight_map"] = {name: file for file, name in one_of_each.items()}
+        (model / INDEX).write_text(json.dumps(index))
+    elif case == "other file":
+        save_file({"model.norm.weight": torch.zeros(32)}, model / "other.safetensors")
+    wanted = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    tensors = HuggingFaceTensors(model)
+    assert tensors.names == wanted.keys()
+    assert all(torch.equal(tensors.open(name)[:], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_adapter_is_refused(tmp_path: Path, complete: bool) -> None:
+    """Also one beside its model, which transformers applies only if another package is installed."""
+    if complete:
+        written(tmp_path, LlamaConfig(**SIZES).to_dict())
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    assert "adapter_config.json; merge the adapter" in refusal(lambda: read_model_config(tmp_path))
+    assert "adapter_config.json; merge the adapter" in refusal(lambda: Pretrained.find(tmp_path))
+
+
+def test_a_distributed_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Which transformers loads even beside model.safetensors."""
+    for name in (SINGLE, "shard-00001-model-00001-of-00001.safetensors"):
+        save_file({"a": torch.ones(2)}, tmp_path / name)
+    assert "holds a distributed checkpoint" in refusal(lambda: HuggingFaceTensors(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "weight_packed", "weight"])
+def test_quantized_tensors_have_their_own_remedy(tmp_path: Path, suffix: str) -> None:
+    """Also if the entry in config.json was removed."""
+    model = write_model(tmp_path / "model", "llama")
+    tensors = load_file(model / SINGLE)
+    tensors[f"model.layers.0.self_attn.q_proj.{suffix}"] = torch.zeros(32, 32, dtype=torch.int32)
+    save_file(tensors, model / SINGLE, {"format": "pt"})
+    config = read_model_config(model)
+    message = refusal(lambda: HuggingFaceTensors(model).check(config, 300))
+    assert "has type I32" in message
+    assert message.endswith("use the model before its quantization")

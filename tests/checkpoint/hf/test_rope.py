@@ -92,9 +92,9 @@ def test_deepseeks_factors_both_ways(scales: dict[str, float]) -> None:
         ({"mrope_section": [2, 1, 1]}, "mrope_section [2, 1, 1] in its rope_parameters, which default does not read"),
         ({"full_attention": {"rope_theta": 1e4}}, "full_attention"),
         ({"factor": 2.0}, "factor 2.0 in its rope_parameters, which default does not read"),
-        ({"rope_type": "linear", "factor": 0.5}, "make no sense: rope_scaling_factor: got 0.5"),
-        (YARN | {"beta_fast": 1, "beta_slow": 2}, "make no sense: rope_beta_fast"),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, "make no sense: rope_"),
+        ({"rope_type": "linear", "factor": 0.5}, "cannot run here: rope_scaling_factor: got 0.5"),
+        (YARN | {"beta_fast": 1, "beta_slow": 2}, "cannot run here: rope_beta_fast"),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, "cannot run here: rope_"),
     ],
 )
 def test_angles_that_ours_are_not(rope: dict[str, Any], text: str) -> None:

@@ -225,6 +225,8 @@ def test_bad_paths_are_named(folder: Path) -> None:
     ):
         with pytest.raises(UserError, match=text):
             find_files([folder / path])
+    with pytest.raises(UserError, match=r"b\.txt twice"):
+        find_files([folder / "b.txt", "a", folder / "a/../b.txt"])
 
 
 @given(
