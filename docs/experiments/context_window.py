@@ -1,6 +1,7 @@
 """Do longer constant windows make a worse small model of the same tokens? See context_window.md.
 
 python docs/experiments/context_window.py NOVELS OUT
+python docs/experiments/context_window.py --check     # recompute the tables of the page from its .json file
 
 Trains every combination of constant window, packing and seed. Run the command again to resume after an interruption.
 """
@@ -14,6 +15,7 @@ from harness import (
     Mean,
     Planned,
     arguments,
+    check,
     command,
     evaluate,
     finished,
@@ -57,9 +59,10 @@ def planned(seeds: Sequence[int]) -> list[Planned]:
     ]
 
 
-def results(out: Path, seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
-    """Make the tables, and the numbers behind them."""
-    by_length = {length: losses(out, seeds, length) for length in WINDOWS}
+def tables(numbers: dict[str, Any]) -> str:
+    """Make the tables from the numbers of a .json file."""
+    by_length = {int(length): found for length, found in numbers["losses"].items()}
+    last = f"{WINDOWS[-1]} minus {WINDOWS[0]}"
     parts = []
     for heading, at in (
         (f"at {SHARED} tokens, which every model was trained on", lambda window: SHARED),
@@ -74,9 +77,9 @@ def results(out: Path, seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
             for packing in PACKINGS
         ]
         parts += [
-            f"Held-out loss (nats / token) {heading}: mean of {len(seeds)} seeds. Last column: {WINDOWS[-1]} minus "
-            f"{WINDOWS[0]}, at {SHARED}, paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
-            table(["packing", *map(str, WINDOWS), f"{WINDOWS[-1]} - {WINDOWS[0]}"], rows),
+            f"Held-out loss (nats / token) {heading}: mean of {len(numbers['seeds'])} seeds. Last column: {last}, at "
+            f"{SHARED}, paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
+            table(["packing", *map(str, WINDOWS), last], rows),
         ]
     rows = [
         [
@@ -90,7 +93,7 @@ def results(out: Path, seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
         f"Packings against random at {SHARED} tokens, by training window.",
         table(["packing", *map(str, WINDOWS)], rows),
     ]
-    return "\n\n".join(parts) + "\n", {"seeds": list(seeds), "losses": by_length}
+    return "\n\n".join(parts) + "\n"
 
 
 def _paired(found: dict[str, list[float]], name: str, base: str) -> Mean:
@@ -122,6 +125,9 @@ def main() -> None:
     options = arguments(
         __doc__, steps=600, seeds=(1, 2, 3), novels="folder of .txt novels", out="folder for data, runs and results"
     )
+    if options.check:
+        check(Path(__file__).with_suffix(".md"), tables)
+        return
     out = options.out.resolve()
     if not options.only_results:
         data = prepare(options.novels, out, VOCABULARY, DOCUMENT)
@@ -133,9 +139,9 @@ def main() -> None:
         limits = {"documents": options.held_out, "workers": options.workers}
         evaluate(planned(options.seeds), out, WINDOWS, ROW, **limits)
     seeds = finished(planned(options.seeds), out)
-    markdown, numbers = results(out, seeds)
     folder = options.results or out / "results"
-    write_results(folder, "context_window", markdown, numbers)
+    numbers = {"seeds": seeds, "losses": {length: losses(out, seeds, length) for length in WINDOWS}}
+    write_results(folder, "context_window", numbers, tables)
     draw(out, seeds, folder / "context_window.png")
 
 

@@ -8,9 +8,10 @@ OUT/evaluations/seed_1             -> the models of a seed on the same documents
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def arguments(
     own: Mapping[str, Mapping[str, Any]] | None = None,
     **positional: str,
 ) -> argparse.Namespace:
-    """Parse the command line of an experiment.
+    """Parse the command line of an experiment; --check needs none of the folders.
 
     Args:
         description: of the experiment.
@@ -94,7 +95,7 @@ def arguments(
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, help_text in positional.items():
-        parser.add_argument(name, type=Path, help=help_text)
+        parser.add_argument(name, type=Path, nargs="?", help=help_text)
     parser.add_argument("--steps", type=int, default=steps, help=f"of each run [{steps}]")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help=f"[{' '.join(map(str, seeds))}]")
     parser.add_argument("--held-out", type=int, default=held_out[0], metavar="N", help=f"{held_out[1]} [{held_out[0]}]")
@@ -103,7 +104,11 @@ def arguments(
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each [2]")
     parser.add_argument("--results", type=Path, help="folder for .json, .md and .png [OUT/results]")
     parser.add_argument("--only-results", action="store_true", help="of the runs that are done: nothing is trained")
-    return parser.parse_args()
+    parser.add_argument("--check", action="store_true", help="compare the tables of the page with its .json files")
+    options = parser.parse_args()
+    if not options.check and None in (getattr(options, name) for name in positional):
+        parser.error(f"{', '.join(positional)} are required without --check")
+    return options
 
 
 def command(script: str, *words: object, log: Path | None = None) -> None:
@@ -331,10 +336,38 @@ def layers(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
     return curves[0].steps, np.mean([curve.values for curve in curves], axis=0)
 
 
-def write_results(folder: Path, name: str, markdown: str, numbers: dict[str, Any]) -> None:
-    """Write the table and the numbers behind it, and print the table."""
+def write_results(folder: Path, name: str, numbers: dict[str, Any], tables: Callable[[Any], str]) -> None:
+    """Write the numbers, and the tables that follow from them as read again; print the tables."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(markdown, encoding="utf-8")
-    (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    markdown = tables(json.loads(file.read_text(encoding="utf-8")))
+    file.with_suffix(".md").write_text(markdown, encoding="utf-8")
     print(markdown)
     print(f"{folder}/{name}.md, .json, .png")
+
+
+def check(page: Path, tables: Callable[[Any], str]) -> None:
+    """Recompute the tables of a page from the .json files whose names begin with its own.
+
+    Args:
+        page: the .md file.
+        tables: makes Markdown from the numbers of a file.
+
+    Raises:
+        SystemExit: the page has a table that does not follow from them, or none of a file.
+    """
+    found = _tables(page.read_text(encoding="utf-8"))
+    made: list[str] = []
+    for file in sorted(page.parent.glob(f"{page.stem}*.json")):
+        own = _tables(tables(json.loads(file.read_text(encoding="utf-8"))))
+        made += own
+        if not set(own) & set(found):
+            raise SystemExit(f"{page.name} has no table of {file.name}")
+    for one in found:
+        if one not in made:
+            raise SystemExit(f"{page.name}: this table does not follow from its .json files\n{one}")
+
+
+def _tables(markdown: str) -> list[str]:
+    return re.findall(r"^\|.*(?:\n\|.*)*", markdown, re.MULTILINE)

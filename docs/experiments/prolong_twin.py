@@ -1,4 +1,8 @@
-"""Analysis of prolong_twin.sh: loss by position on held-out rows, before and after each stage."""
+"""Analysis of prolong_twin.sh: loss by position on held-out rows, before and after each stage.
+
+python docs/experiments/prolong_twin.py --eval DIR     # writes the numbers and the figure of the page
+python docs/experiments/prolong_twin.py --check        # recompute the table of the page from its .json file
+"""
 
 import argparse
 import itertools
@@ -8,8 +12,10 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import numpy.typing as npt
+from harness import check
 from matplotlib.figure import Figure
 
+from megatron_ext.evaluation.report import table
 from megatron_ext.token_weighting.store import ScoreStore
 
 MODELS = {
@@ -38,7 +44,7 @@ def bins_of(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def table(models: dict[str, Losses]) -> dict[str, dict[str, dict[str, float]]]:
+def results(models: dict[str, Losses]) -> dict[str, dict[str, dict[str, float]]]:
     """Compute each model's mean loss by bin, and its difference from stage s512 with a 95 % interval."""
     rows, length = models["s512"].shape
     draws = np.random.default_rng(0).integers(0, rows, (DRAWS, rows))
@@ -56,6 +62,16 @@ def table(models: dict[str, Losses]) -> dict[str, dict[str, dict[str, float]]]:
                 "high": float(high),
             }
     return found
+
+
+def tables(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Make the table of losses from the numbers of the .json file."""
+    *columns, whole = found["s512"]
+    rows = [
+        [label, *(f"{found[name][column]['loss']:.3f}" for column in (*columns, whole))]
+        for name, label in MODELS.items()
+    ]
+    return table(["model", *columns, "all"], rows)
 
 
 def draw(models: dict[str, Losses], path: Path) -> None:
@@ -79,19 +95,22 @@ def draw(models: dict[str, Losses], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--eval", type=Path, required=True, help="the stores of prolong_twin.sh")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--figure", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    beside = Path(__file__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--eval", type=Path, help="the stores of prolong_twin.sh")
+    action.add_argument("--check", action="store_true", help="compare the table of the page with its .json file")
+    parser.add_argument("--json", type=Path, default=beside.with_suffix(".json"))
+    parser.add_argument("--figure", type=Path, default=beside.with_suffix(".png"))
     options = parser.parse_args()
+    if options.check:
+        check(beside.with_suffix(".md"), tables)
+        return
     models = {name: losses_of(options.eval / f"{name}.zarr") for name in MODELS}
-    found = table(models)
+    found = results(models)
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     draw(models, options.figure)
-    columns = list(found["s512"])
-    print("| model |", " | ".join(columns), "|")
-    for name, row in found.items():
-        print(f"| {MODELS[name]} |", " | ".join(f"{row[column]['loss']:.3f}" for column in columns), "|")
+    print(tables(found))
 
 
 if __name__ == "__main__":

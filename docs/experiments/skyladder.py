@@ -1,6 +1,7 @@
 """Does a window that grows from short to long make a better small model of the same tokens? See skyladder.md.
 
 python docs/experiments/skyladder.py NOVELS OUT
+python docs/experiments/skyladder.py --check     # recompute the tables of the page from its .json files
 
 Trains eight schedules for each seed, on the same rows in the same order. Run the command again to resume after an
 interruption; finished runs are kept.
@@ -16,6 +17,7 @@ from harness import (
     Planned,
     arguments,
     bootstrap,
+    check,
     differences,
     evaluate,
     finished,
@@ -102,13 +104,12 @@ def loss_tables(by_length: dict[int, dict[str, list[float]]]) -> list[str]:
     return parts
 
 
-def results(out: Path, seeds: Sequence[int], schedules: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Make the tables, and the numbers behind them."""
+def results(out: Path, seeds: Sequence[int], schedules: Sequence[str]) -> dict[str, Any]:
+    """Compute the numbers behind the tables."""
     runs = records(planned(seeds, schedules), out)
     by_length = {length: losses(out, seeds, length) for length in LENGTHS}
     found = {length: differences(by_length[length], BASE) for length in LENGTHS}
-    parts = loss_tables(by_length)
-    base, costs = runs[BASE], []
+    base = runs[BASE]
     at_end: dict[str, list[float]] = {}  # the base's
     numbers: dict[str, Any] = {"seeds": list(seeds), "losses": by_length, "schedules": {}}
     for name, own in runs.items():
@@ -119,13 +120,6 @@ def results(out: Path, seeds: Sequence[int], schedules: Sequence[str]) -> tuple[
         ends = {key: [attention_at_end(run, key) for run in own] for key in ATTENTION}
         at_end = at_end or ends
         less = {key: Mean.of(np.subtract(values, at_end[key]).tolist()) for key, values in ends.items()}
-        costs.append(
-            [
-                name,
-                *(_percent(one) for one in saved.values()),
-                *(f"{np.mean(ends[key]):.3f}" if name == BASE else one for key, one in less.items()),
-            ]
-        )
         numbers["schedules"][name] = {
             "differences": {length: vars(found[length][name]) for length in LENGTHS} if name != BASE else {},
             "bootstrap": {s: {n: bootstrap(out, s, n).get(name) for n in LENGTHS} for s in seeds},
@@ -133,21 +127,39 @@ def results(out: Path, seeds: Sequence[int], schedules: Sequence[str]) -> tuple[
             "attention": ends,
             "attention_less": {key: vars(one) for key, one in less.items()},
         }
+    return numbers
+
+
+def tables(numbers: dict[str, Any]) -> str:
+    """Make the tables from the numbers of a .json file."""
+    parts = loss_tables({int(length): found for length, found in numbers["losses"].items()})
+    schedules = numbers["schedules"]
+    costs = [
+        [
+            name,
+            *(_percent(Mean(**saved)) for saved in own["saved"].values()),
+            *(
+                f"{np.mean(own['attention'][key]):.3f}" if name == BASE else Mean(**less)
+                for key, less in own["attention_less"].items()
+            ),
+        ]
+        for name, own in schedules.items()
+    ]
     parts += [
         f"Saved against {BASE}, and attention (mean of layers) in the last tenth of the steps, likewise.",
         table(["schedule", "FLOPs saved", "time saved", "entropy", "heads with a sink"], costs),
     ]
     within = [
-        [seed, name, *(_span(bootstrap(out, seed, length).get(name)) for length in LENGTHS)]
-        for seed in seeds
-        for name in runs
+        [seed, name, *(_span(own["bootstrap"][str(seed)][str(length)]) for length in LENGTHS)]
+        for seed in numbers["seeds"]
+        for name, own in schedules.items()
         if name != BASE
     ]
     parts += [
         f"Difference from {BASE} within each seed, with 95 % intervals of paired bootstrap samples of documents.",
         table(["seed", "schedule", *map(str, LENGTHS)], within),
     ]
-    return "\n\n".join(parts) + "\n", numbers
+    return "\n\n".join(parts) + "\n"
 
 
 def _percent(saved: Mean) -> str:
@@ -198,6 +210,9 @@ def main() -> None:
         novels="folder of .txt novels",
         out="folder for data, runs and results",
     )
+    if options.check:
+        check(Path(__file__).with_suffix(".md"), tables)
+        return
     out, schedules = options.out.resolve(), [BASE, *options.schedules]
     plans = planned(options.seeds, schedules)
     if not options.only_results:
@@ -209,9 +224,8 @@ def main() -> None:
         limits = {"documents": options.held_out, "workers": options.workers}
         evaluate(plans, out, LENGTHS, ROW, **limits)
     seeds = finished(plans, out)
-    markdown, numbers = results(out, seeds, schedules)
     folder = options.results or out / "results"
-    write_results(folder, "skyladder", markdown, numbers)
+    write_results(folder, "skyladder", results(out, seeds, schedules), tables)
     draw(out, seeds, schedules, folder / "skyladder.png")
 
 

@@ -1,6 +1,7 @@
 """Does token weighting teach a small model to use a context four times as long? See token_weighting.md.
 
 python docs/experiments/token_weighting.py NOVELS HF OUT
+python docs/experiments/token_weighting.py --check     # recompute the tables of the page from its .json file
 
 HF is the Llama of 260K parameters as a Hugging Face folder. Run the command again to resume after an interruption.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from harness import HELD_OUT_NOVELS, Mean, Planned, arguments, command, finished, is_done, train, write_results
+from harness import HELD_OUT_NOVELS, Mean, Planned, arguments, check, command, finished, is_done, train, write_results
 from matplotlib.figure import Figure
 
 from megatron_ext.config.arguments import parse
@@ -198,8 +199,8 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
     return found
 
 
-def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> tuple[str, dict[str, Any]]:
-    """Make the tables, and the numbers behind them."""
+def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> dict[str, Any]:
+    """Compute the numbers behind the tables."""
     names = held_out_names(hf, out, rows_evaluated)
     values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in KINDS}
     for plan in planned(seeds, out):
@@ -207,21 +208,26 @@ def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> t
             values[plan.name][one].append(value)
     for own in values.values():  # separates the use of context from a higher probability of all names
         own[CONTROLLED] = np.subtract(own["gain_far"], own["gain_first"]).tolist()
-    parts = []
+    counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
+    return {"seeds": list(seeds), "names": counts, "values": values}
+
+
+def tables(numbers: dict[str, Any]) -> str:
+    """Make the tables from the numbers of a .json file."""
+    values, parts = numbers["values"], []
     for kind, unit in (("loss", "Loss"), ("gain", f"Gain of {ROW} over {SHORT} tokens of context")):
         columns = [kind, *(f"{kind}_{group}" for group in GROUPS), *([CONTROLLED] if kind == "gain" else [])]
-        head = ["run", "all tokens", *GROUPS.values(), "far less first"][: 1 + len(columns)]
+        head = ["run", "all tokens", *GROUPS.values(), "far minus first"][: 1 + len(columns)]
         rows: list[list[object]] = [["uniform", *(f"{np.mean(values['uniform'][one]):.4f}" for one in columns)]]
         rows += [
             [label, *(_less(values, run, one) for one in columns)] for run, label in KINDS.items() if run != "uniform"
         ]
         parts += [
-            f"{unit} (nats / token or name), {len(seeds)} seeds; below uniform the difference from it, paired by seed, "
-            "± half the 95 % interval over seeds; bold: it excludes 0.",
+            f"{unit} (nats / token or name), {len(numbers['seeds'])} seeds; below uniform the difference from it, "
+            "paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
             table(head, rows),
         ]
-    counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
-    return "\n\n".join(parts) + "\n", {"seeds": list(seeds), "names": counts, "values": values}
+    return "\n\n".join(parts) + "\n"
 
 
 def _less(values: dict[str, dict[str, list[float]]], run: str, one: str) -> Mean:
@@ -256,13 +262,16 @@ def main() -> None:
         hf="the Llama of 260K parameters as a Hugging Face folder",
         out="folder for data, runs and results",
     )
+    if options.check:
+        check(Path(__file__).with_suffix(".md"), tables)
+        return
     out = options.out.resolve()
     if not options.only_results:
         run_all(options, out)
     seeds = finished(planned(options.seeds, out), out)
-    markdown, numbers = results(options.hf.resolve(), out, seeds, options.held_out)
+    numbers = results(options.hf.resolve(), out, seeds, options.held_out)
     folder = options.results or out / "results"
-    write_results(folder, "token_weighting", markdown, numbers)
+    write_results(folder, "token_weighting", numbers, tables)
     draw(numbers["values"], folder / "token_weighting.png")
 
 

@@ -21,8 +21,22 @@ def test_every_experiment_can_be_imported() -> None:
     subprocess.run(command, cwd=EXPERIMENTS, env=os.environ | {"PYTHONPATH": str(EXPERIMENTS.parents[1])}, check=True)
 
 
-def test_pages_follow_from_their_runs() -> None:
-    subprocess.run([sys.executable, EXPERIMENTS / "budget.py", "--check"], cwd=ROOT, check=True)
+@pytest.mark.parametrize("name", sorted(page.stem for page in EXPERIMENTS.glob("*.md") if page.stem != "README"))
+def test_pages_follow_from_their_runs(name: str) -> None:
+    subprocess.run([sys.executable, EXPERIMENTS / f"{name}.py", "--check"], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("page", ["| run | loss |\n| a | 1.5 |\n| a | 1.4 |", "No table."])
+def test_a_page_that_does_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, page: str) -> None:
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    check = importlib.import_module("harness").check
+    (tmp_path / "page.json").write_text("1.5")
+    file = tmp_path / "page.md"
+    file.write_text("Text\n\n| run | loss |\n| a | 1.5 |\n\nMore text")
+    check(file, lambda loss: f"| run | loss |\n| a | {loss} |\n")
+    file.write_text(page)
+    with pytest.raises(SystemExit, match=r"page\.md"):
+        check(file, lambda loss: f"| run | loss |\n| a | {loss} |\n")
 
 
 @pytest.mark.slow
