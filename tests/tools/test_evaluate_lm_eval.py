@@ -1,6 +1,8 @@
 """tools/evaluate.py lm-eval: the trained model gives the answers that lm-eval's `hf` gives on its export."""
 
+import gzip
 import json
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,7 @@ metric_list: [{metric: exact_match}]
 """,
 }
 NAMES = ["Lily", "Tom", "Sam", "Anna", "Ben", "Mia"]
+MDQA = Path(__file__).resolve().parents[2] / "examples/lm_eval"
 MAX_LENGTH = 96  # shorter than the stories: contexts are cut, and rolling takes several windows
 
 
@@ -153,3 +156,56 @@ def test_an_unknown_task_is_refused(stories_model: Path) -> None:
     (line,) = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
     assert (first.status, second.status) == (2, 2)
     assert "lm-eval: no_such_task cannot be run" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "right"),
+    [
+        (" The U.S. Senate.", ["us  senate"], 1.0),
+        ("an anthem", ["a theme", "Anthem!"], 1.0),
+        ("I do not know\nLily", ["Lily"], 0.0),
+        ("Lil", ["Lily"], 0.0),
+    ],
+)
+def test_mdqa_looks_for_an_answer_in_the_first_line(text: str, answers: list[str], right: float) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
+    score = runpy.run_path(str(MDQA / "mdqa/utils.py"))["score"]
+    assert score({"answers": answers, "gold": 4}, [text]) == {"acc": right, "gold_at_4": right}
+
+
+def write_mdqa(path: Path, documents: int, gold: int) -> None:
+    """Write a file of the fields of the public ones. An article is in every text, the other answer in none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ctxs = [
+        {"id": str(place), "title": f"Park {place}", "text": f"{NAMES[place % 6]} saw it.", "isgold": place == gold}
+        for place in range(documents)
+    ]
+    lines = [{"question": f"who saw {answer}", "answers": [answer], "ctxs": ctxs} for answer in ("the", "zqxk")]
+    with gzip.open(path, "wt") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_mdqa_of_the_users_files(stories_model: Path, tmp_path: Path) -> None:
+    """The mean, and that of each gold position; a file that is missing or of another kind is refused."""
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
+    files = {
+        gold: tmp_path / f"20_total_documents/nq-open-20_total_documents_gold_at_{gold}.jsonl.gz"
+        for gold in (0, 4, 9, 14, 19)
+    }
+    for gold, file in files.items():
+        write_mdqa(file, 20, gold)
+    commands, out = Commands(environment={"MDQA_DATA": str(tmp_path)}), tmp_path / "out"
+    flags = [stories_model, "--include-path", MDQA, "--max-length", 512, "--output", out, "--overwrite", "--tasks"]
+    commands.run(TOOL, "lm-eval", *flags, "mdqa_20")
+    found = {one["metric"]: one["value"] for one in json.loads((out / "lm-eval.json").read_text())["results"]}
+    assert found == dict.fromkeys(["acc", *(f"gold_at_{gold}" for gold in files)], 0.5)
+    items = [json.loads(line) for line in (out / "lm-eval.items.jsonl").read_text().splitlines()]
+    assert [item["doc"]["gold"] for item in items] == [*files, *files]
+    prompt = items[0]["arguments"][0][0]
+    assert prompt.index("Text 1, Park 0: Lily saw it.") < prompt.index("Text 20, Park 19: Tom saw it.")
+    assert prompt.endswith("\n\nQuestion: who saw the\nAnswer:")
+    files[19].write_bytes(files[0].read_bytes())
+    for task, message in (("mdqa_30", "gold_at_0.jsonl.gz is missing"), ("mdqa_20", "isgold at 19")):
+        (one,) = commands.attempt(TOOL, "lm-eval", *flags, task)
+        assert one.status == 2
+        assert message in one.stderr
