@@ -24,11 +24,13 @@ OTHERS = {
     *TORCHRUN.split(),
     *SLURM.split(),
     "--model",
+    "--task",
     "--tasks",
+    "--output-dir",
     "--no-build-isolation",
     "--no-python",
     "--prefix",
-}  # lm-eval's, pip's, torchrun's, torchfrtrace's
+}  # lm-eval's, OLMES's, pip's, torchrun's, torchfrtrace's
 
 
 def missing_paths(page: Path, text: str) -> list[str]:
