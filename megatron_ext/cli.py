@@ -15,6 +15,7 @@ import argparse
 import difflib
 import functools
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -125,7 +126,7 @@ def print_error(error: Exception) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(10)  # torchrun ends all processes when one exits: let the first one print before that
         return
-    if len(lines) > MAX_LINES:
+    if len(lines) > MAX_LINES and not getattr(error, "lists_all", False):
         lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more mistakes; {DEBUG} shows all"]
     print("\n".join([f"error: {_rank() if of_this_process else ''}{lines[0]}", *lines[1:]]), file=sys.stderr)
 
@@ -141,7 +142,9 @@ def _rank() -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserError with one line, suggests the nearest flag, and takes no abbreviations."""
+    """An argument parser that raises UserError for all unknown flags, suggests the nearest, takes no abbreviations."""
+
+    equivalent: Callable[[str, str], str | None] = staticmethod(lambda flag, value: None)  # of an unknown flag
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options})
@@ -149,8 +152,16 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, rest = self.parse_known_args(args, namespace)
-        if name := next((word.split("=")[0] for word in rest if word.startswith("-")), None):
-            raise UserError(f"{name}: no such flag{nearest(name, self.flags())}; --help lists all")
+        lines = []
+        for word, following in itertools.pairwise([*rest, ""]):
+            if word.startswith("-") and word.lstrip("-")[:1].isalpha():
+                name, _, value = word.partition("=")
+                unknown = f"no such flag{nearest(name, self.flags())}; --help lists all"
+                lines.append(f"{name}: {self.equivalent(name, value or following) or unknown}")
+        if lines:
+            error = UserError("\n".join(dict.fromkeys(lines)))
+            error.lists_all = True
+            raise error
         if rest:
             raise UserError(f"{rest[0]}: got a word that belongs to no flag; values follow their --flag")
         return known

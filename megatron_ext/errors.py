@@ -16,6 +16,7 @@ class UserError(ValueError):
     """Reports bad input in one line: the field, its value, the requirement, and the remedy."""
 
     of_this_process = False  # whether every process prints it; otherwise only the first process does
+    lists_all = False  # whether all of its lines are printed, however many
 
 
 class DivergedError(FloatingPointError):

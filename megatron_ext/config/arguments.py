@@ -17,6 +17,7 @@ import yaml
 
 from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
+from megatron_ext.config.megatron_lm import equivalent
 from megatron_ext.config.options import PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
@@ -193,6 +194,7 @@ class _HelpAll(argparse.Action):
 def _parser(everything: bool = False) -> Parser:
     width = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)  # noqa: E731
     parser = Parser(usage="%(prog)s --config FILE [--flag value ...]", description=_HELP, formatter_class=width)
+    parser.equivalent = equivalent
     add = parser.add_argument
     add("--help-all", nargs=0, action=_HelpAll, help="list every flag")
     add("--config", metavar="FILE", help=f"YAML file with the sections {', '.join(SECTIONS)}, and stages")

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import re
+import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.config import Config
-from megatron_ext.config.arguments import as_flag, dump_yaml, flag, parse
+from megatron_ext.cli import print_error
+from megatron_ext.config import Config, megatron_lm
+from megatron_ext.config.arguments import as_flag, dump_yaml, flag, parse, parse_dry_run
+from megatron_ext.config.checks import check
 from megatron_ext.config.schema import FIELDS, json_schema
 from megatron_ext.errors import UserError
 from megatron_ext.schedule import ScheduleKind
@@ -271,3 +275,42 @@ def test_flags_are_quoted_for_a_shell() -> None:
     assert as_flag("load", "runs/a b") == "--load 'runs/a b'"
     assert as_flag("data_path", ("$a", "b")) == "--data-path '$a' b"
     assert [as_flag("load", None), as_flag("async_save", False)] == ["--load none", "--no-async-save"]
+
+
+def page_words(fence: str, start: str) -> list[str]:
+    """The words of the block of the page on Megatron-LM's scripts that begins with `start`."""
+    page = (ROOT / "docs/howto/from-megatron-lm.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(rf"```{fence}\n(.*?)```", page, re.DOTALL) if block.startswith(start)]
+    return shlex.split(block.replace("\\\n", " "))
+
+
+def test_the_translation_of_a_megatron_lm_script_can_run() -> None:
+    argv = page_words("bash", "python pretrain_skyladder.py")[2:]
+    dry, processes = parse_dry_run(argv)
+    assert dry is not None
+    assert processes is not None
+    check(parse(argv), processes)
+
+
+def test_a_megatron_lm_script_gets_all_its_equivalents_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = page_words("text", "--use-mcore-models")
+    with pytest.raises(UserError) as caught:
+        parse([*argv, "--global-batch-sise=4", "--no-such", "-1", "--swiglu", "--position-embedding-type", "none"])
+    print_error(caught.value)
+    lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    said = dict(line.split(": ", 1) for line in lines if not line.startswith("--position-embedding-type"))
+    ours = {flag(name) for name in FIELDS}
+    assert said.keys() == {word for word in argv if word.startswith("--")} - ours - {"--position-embedding-type"} | {
+        "--global-batch-sise", "--no-such"}  # fmt: skip
+    assert said["--global-batch-sise"].startswith("no such flag; did you mean --global-batch-size?")
+    assert {said[name][:12] for name in said.keys() & set(argv)}.isdisjoint({"no such flag"})
+    kinds = [line.split(": ")[1][:11] for line in lines if line.startswith("--position-embedding-type")]
+    assert kinds == ["the default", "not support"]  # rope, none
+
+
+def test_the_table_of_megatron_lm_names_existing_flags_and_no_typo_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    all_flags = set(re.findall(r"--[a-z][a-z0-9-]*", help_of("--help-all", capsys)))
+    assert set(re.findall(r"--[a-z][a-z0-9-]*", " ".join(megatron_lm.EQUIVALENTS))) <= all_flags
+    for name in map(flag, FIELDS):
+        shorter = [name[:n] + name[n + 1 :] for n in range(3, len(name))]
+        assert [word for word in (name, *shorter) if megatron_lm.equivalent(word, "")] == []
