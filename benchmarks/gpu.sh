@@ -28,7 +28,7 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0 # NVIDIA's images set 1, with which products in fp32 would not be exact
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}" # compile FA4 once, not per process
 read -ra rows <<<"${ROWS:-8192 32768 524288 131072}"
-if ! [[ ${MINUTES:=9} =~ ^[1-9][0-9]{0,3}$ ]]; then # bash evaluates arithmetic operands: allow only digits
+if ! [[ ${MINUTES:=9} =~ ^(0|[1-9][0-9]{0,3})$ ]]; then # bash evaluates arithmetic operands: allow only digits
   echo "benchmarks/gpu.sh: MINUTES: got '$MINUTES', needs a whole number of minutes" >&2
   exit 2
 fi

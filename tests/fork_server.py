@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -41,6 +42,7 @@ def serve() -> None:
     """Fork a child for each line of stdin, which the children themselves do not see."""
     for module in LATE:
         importlib.import_module(module)
+    logging.root.handlers.clear()  # Megatron may have logged something, and a script would not configure it again
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits: a child that ends is gone
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -402,7 +402,7 @@ def _parts(config: Config) -> Iterator[str]:
         labels = [part.label for part in data.mixture]
         if repeated := sorted({label for label in labels if labels.count(label) > 1}):
             yield f"mixture: got several parts named {' '.join(repeated)}, needs a different name for each"
-        alike = [replace(part, name="", weight=1.0) for part in parts]
+        alike = [replace(part, weight=1.0) for part in parts]  # of different names: on purpose
         if twice := next((part.prefix for part in alike if alike.count(part) > 1), None):
             yield f"data_path, mixture: got {twice} twice, packed alike; give it once, with the sum of the weights"
         if data.valid_data_path:

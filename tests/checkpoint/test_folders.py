@@ -14,6 +14,7 @@ from megatron_ext.errors import UserError
 
 
 def write(run: Path, step: int, content: bytes = b"tensors") -> Path:
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     aside = folders.begin(run, step)
     (aside / "file").write_bytes(content)
     replace(manifest({"file": facts_of(aside / "file")}), step=step).write(aside)
