@@ -1,4 +1,4 @@
-# Two images from one file (README: "Containers"):
+# Two images from one file:
 #   docker build --tag megatron_ext .                     for GPUs, on NVIDIA's PyTorch image
 #   docker build --target cpu --tag megatron_ext:cpu .    for laptops and CI
 # `make docker-digests` asks the registries for the digests of these tags, which are those of all platforms. NVIDIA's image
