@@ -155,10 +155,9 @@ def ours(rank: int, run: Path, dtype: Any) -> list[float]:
 
 
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-LOCAL = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
+UNFUSED = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+LOCAL = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", **UNFUSED}
+EP2_PP2 = {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "stacked": ({}, TP2_PP2, {}),
     "single": ({}, TP2_PP2, {"non_homogeneous_layers": True}),
