@@ -41,8 +41,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.arrays import Int32
 from megatron_ext.attention.backends import BACKENDS, select
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.context_parallel.exchange import Inputs
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout

@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
     check(options)
     processes = parse_processes(flags)
     from megatron_ext.evaluation.report import write_record  # these imports take seconds
-    from megatron_ext.run.evaluate import evaluate_models
+    from megatron_ext.inference.evaluate import evaluate_models
 
     record, items = evaluate_models(options, processes)
     if first:

@@ -65,8 +65,8 @@ def config_of(options: argparse.Namespace) -> Config:
 
 def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Read a row of the dataset with the trainer's code: its document ends and, if requested, its tokens' texts."""
-    from megatron_ext.data.rows.identity import vocabulary  # importing torch takes seconds
     from megatron_ext.data.text.tokenizer import Tokenizer, token_texts
+    from megatron_ext.run.identity import vocabulary  # importing torch takes seconds
     from megatron_ext.run.inputs import open_rows
 
     if options.text and not options.tokenizer_model:

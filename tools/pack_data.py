@@ -19,8 +19,8 @@ from megatron_ext.config.arguments import parse_stages
 from megatron_ext.data.packing.plan import load_plan, plan_folder, save_plan
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan
 from megatron_ext.data.packing.report import describe, describe_contexts, report
-from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import UserError
+from megatron_ext.run.identity import vocabulary
 from megatron_ext.run.inputs import Split, splits
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.torch_version import TorchVersion
 
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.sinks import attend_with_sink
+from megatron_ext.context_parallel.exchange import Inputs
 from megatron_ext.errors import installed_version
 
 _VARLEN_NEEDS = {"scale", "window_size"}  # new in torch 2.11; the causal mask of 2.10 is aligned to the top left

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.attention import adapters, reference, triton_packed
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.context_parallel.exchange import Inputs
 from megatron_ext.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ The letters of shapes are those of docs/glossary.md, here and in the other modul
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,23 +13,19 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import Bool, Int32
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Inputs, KeyExchange, LocalAttention, RowPicks
 from megatron_ext.context_parallel import CPPlan
+from megatron_ext.context_parallel.exchange import HeadExchange, Inputs, KeyExchange, LocalAttention, RowPicks, Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import PackedLayout
 
 T = TypeVar("T")
 
 # Computes what a kernel takes, keys [u, G, H] and values [u, G, W], from two tensors with a row for each token
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Stores the new keys and values of a layer, by its number, and returns all that the call sees: the cached ones first
+Extend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 # (inputs, which queries see which keys, the factor of the dot products before the softmax) -> output [t, N, W]
 Attend = Callable[[Inputs, "AttentionCall", float], Tensor]
-
-
-class Scheme(StrEnum):
-    """Ways in which context-parallel ranks share attention; the values of `--cp-scheme`."""
-
-    EXCHANGE = "exchange"
-    ULYSSES = "ulysses"
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.arrays import Int32, Int64
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.context_parallel.exchange import Inputs
 
 MASKED_QUERIES = 128  # queries per block where a mask is needed; keys that no query of the block sees are skipped
 

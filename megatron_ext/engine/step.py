@@ -26,10 +26,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.optimizer import clip_and_update, squared_gradient_norm

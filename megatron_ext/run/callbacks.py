@@ -22,7 +22,7 @@ from megatron_ext import heartbeat
 from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.config.arguments import dump_yaml, to_dict
-from megatron_ext.data.rows.dataset import RowSource
+from megatron_ext.data.row import RowSource
 from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, losses_by_position, mean_loss

@@ -8,10 +8,10 @@ from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import RowDataset
-from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows, vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe
+from megatron_ext.run.identity import open_scores, vocabulary
 from megatron_ext.run.inputs import TRAINING, VALIDATION, first_weights, open_part, open_split
 
 MISSING = "missing          "

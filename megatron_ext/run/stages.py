@@ -15,13 +15,13 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage
-from megatron_ext.data.rows.identity import vocabulary
-from megatron_ext.engine import parallel
+from megatron_ext.engine import agreement, parallel
 from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.lock import lock
 from megatron_ext.launch import report_to_torchrun
 from megatron_ext.run.callbacks import read_losses, stop_reason
+from megatron_ext.run.identity import vocabulary
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
@@ -51,7 +51,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
             unmark(run)
 
         if run is not None:
-            parallel.run_on_rank0(partial(claim, run), run)
+            agreement.run_on_rank0(partial(claim, run), run)
         ending = Ending(0, 0, None)
         for number, stage in enumerate(stages):
             if _has_ended(stage):

@@ -23,17 +23,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext import heartbeat
-from megatron_ext.batch import StepBatches, context_options
+from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.checks import WARNINGS, broken
+from megatron_ext.context_parallel.choice import context_options
 from megatron_ext.data.rows.blend import BlendedRows
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows
 from megatron_ext.device import AsyncHostCopy, to_device
-from megatron_ext.engine import environment, parallel
+from megatron_ext.engine import agreement, environment, parallel
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set_learning_rate, sync_params, wrap
 from megatron_ext.engine.platform import Platform
@@ -46,6 +47,7 @@ from megatron_ext.errors import DivergedError
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.callbacks import Incidents, Losses, RunInfo, RunRecords, StepRecord, Validation, read_losses
+from megatron_ext.run.identity import data_fingerprints
 from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.signals import Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
@@ -180,19 +182,21 @@ class Trainer:
         )
         short_losses = inputs.scores.read if inputs.scores is not None else None
         self.batches = BatchMaker(config, ranks, context_options(config, context), short_losses, inputs.bos_id)
-        self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
+        # read now, because the files may have changed or be gone when the first checkpoint is written
+        data = agreement.run_on_rank0(lambda: data_fingerprints(config), Path())
+        self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks, data)
         self.began = self._restore()
         self.step, first = self.began.step, ranks.world == 0
         self.records = RunRecords(config, info, self.step, first=first)
         if (folder := self.folder) is not None:
-            parallel.run_on_rank0(lambda: self.records.open(folder), folder)
+            agreement.run_on_rank0(lambda: self.records.open(folder), folder)
         self.incidents = Incidents(config, self.records, self.began.trainer_state)
         # the folder, if the run resumes from a checkpoint inside it
         source = inputs.checkpoint
         self.continued = folder if source and folder and source.run.resolve() == folder.resolve() else None
         losses: Losses = {}
         if (own := self.continued) is not None:
-            losses = parallel.run_on_rank0(lambda: read_losses(own, self.began.step), own, reads=True)
+            losses = agreement.run_on_rank0(lambda: read_losses(own, self.began.step), own, reads=True)
         self.validation = Validation(config, self.stepper, self.batches, inputs.valid, self.records, losses)
         self.callbacks: list[Incidents | RunRecords | Trajectory] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None

@@ -27,8 +27,9 @@ from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.checkpoint.hf.folder import save_tensors
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
+from megatron_ext.engine.agreement import run_on_rank0
 from megatron_ext.engine.model import PackedGPT
-from megatron_ext.engine.parallel import Ranks, run_on_rank0
+from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.weights import gather
 from megatron_ext.run.callbacks import StepRecord
 from megatron_ext.run.inputs import Inputs

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 ARCH = sys.argv[1]
 os.environ |= {"FLASH_ATTENTION_ARCH": f"sm_{ARCH}", "CUTE_DSL_ARCH": f"sm_{ARCH}a"}
 
-from megatron_ext.run.rehearsal.process import load_mock
+from megatron_ext.rehearsal.process import load_mock
 
 load_mock()
 
@@ -26,9 +26,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.attention.backends import select
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.run.rehearsal import cuda_mock
+from megatron_ext.context_parallel.exchange import Inputs
+from megatron_ext.rehearsal import cuda_mock
 
 cuda_mock.install()
 torch.cuda.get_device_capability = lambda *_: divmod(int(ARCH), 10)

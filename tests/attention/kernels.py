@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention import reference
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.context_parallel.exchange import Inputs
 
 CPU = torch.device("cpu")
 Lengths = Sequence[tuple[int, int]]  # queries and keys of each segment

@@ -15,8 +15,8 @@ from torch.nn.attention import varlen
 
 from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import adapters, backends, reference
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.context_parallel.exchange import Inputs
 
 CUDA = torch.device("cuda")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_ext.attention import reference
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
+from megatron_ext.context_parallel.exchange import Inputs
 from megatron_ext.layout import build_layout
 
 QUIET = [HealthCheck.too_slow]

@@ -18,10 +18,11 @@ from attention.kernels import CPU, assert_right, call_of, inputs_of, results
 from attention.test_reference import bottom_right_mask
 from megatron_ext.attention import adapters, reference, triton_packed
 from megatron_ext.attention.backends import BACKENDS, select, suited
-from megatron_ext.attention.exchange import ContextGroup, Inputs
-from megatron_ext.attention.interface import AttentionCall, Scheme
+from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.triton_packed import Tile, Tiles
 from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.exchange import Inputs, Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import PackedLayout, build_layout
 
 SINKS = torch.tensor([-9.0, -0.5, 0.7, 6.0])

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention.kernels import assert_right, call_of, exact, inputs_of, results
 from megatron_ext.attention import reference, triton_packed
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.triton_packed import Tile, Tiles, ranges
+from megatron_ext.context_parallel.exchange import Inputs
 from megatron_ext.layout import build_layout
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")

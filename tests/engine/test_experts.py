@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megatron_ext.batch import StepBatches, assemble, lay_end_to_end
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.experts import balance_losses
 from megatron_ext.engine.model import build_chunks

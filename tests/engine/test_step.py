@@ -15,10 +15,10 @@ import torch.distributed as dist
 from one_process import one_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, WeightingConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.context_parallel.exchange import Inputs
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import (

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_ext.config.arguments import dump_yaml, parse
 from megatron_ext.config.checks import mistakes
-from megatron_ext.data.packing.plan import PackedRows
+from megatron_ext.config.mixture import MixturePart, parts_of_data_path, split_documents
 from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset
-from megatron_ext.data.rows.mixture import MixturePart, parts_of_data_path, split_documents
+from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import PAD, ListedSource, seeds, some_lengths
 
