@@ -18,7 +18,7 @@ python tools/preprocess_data.py --input "$run/data/corpus.jsonl" --output-prefix
   --tokenizer-model "$run/data/tokenizer" --workers 2
 
 echo "== training on 2 processes: the window grows from 32 tokens to the full row of 1,024"
-torchrun --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 \
+torchrun --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1 \
   pretrain_skyladder.py --config examples/configs/demo.yaml
 
 python tools/report.py "$run"

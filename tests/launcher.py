@@ -247,7 +247,7 @@ def torchrun(processes: int, script: str | Path, *flags: object) -> "Agent":
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command += [str(ROOT / script), *map(str, flags)]
     with Path(f"{said}.stdout").open("wb") as out, Path(f"{said}.stderr").open("wb") as err:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}

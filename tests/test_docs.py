@@ -14,7 +14,9 @@ FOLDERS = "megatron_ext|tools|tests|examples|benchmarks|docs|docker"
 PATH = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*+(?:-[a-z0-9]+)*+(?![/_]|\.py)")  # --batch.py--> is an arrow
-TORCHRUN = "--nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backend --rdzv-endpoint --no-python"
+TORCHRUN = """
+    --nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backend --rdzv-endpoint --local-addr --no-python
+"""
 SLURM = """
     --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image
     --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task
@@ -30,7 +32,8 @@ OTHERS = {
     "--no-build-isolation",
     "--no-python",
     "--prefix",
-}  # lm-eval's, OLMES's, pip's, torchrun's, torchfrtrace's
+    *("--rm", "--gpus", "--ipc", "--volume"),
+}  # lm-eval's, OLMES's, pip's, torchrun's, torchfrtrace's, docker's
 
 
 def missing_paths(page: Path, text: str) -> list[str]:
