@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.data.text.tokenizer import TextStream, Tokenizer
+from megatron_ext.inference import generate
 from megatron_ext.inference.cache import KeyValueCache
 from megatron_ext.inference.generate import Choice, Generator, Likelihood, Prompt, open_generator
-from megatron_ext.run import generate
 
 PASS = 7
 
