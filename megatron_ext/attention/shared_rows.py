@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel import CPPlan, Policy, plan
-from megatron_ext.context_parallel.exchange import HeadExchange, Inputs, Scheme
+from megatron_ext.context_parallel.exchange import QKV, HeadExchange, Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
@@ -84,7 +84,7 @@ class SharedRows:
         sizes = query_tNH.shape[-1], value_tGW.shape[-1]
         chosen = _select(backend, query_tNH.device, query_tNH.dtype, *sizes)
         factor = query_tNH.shape[-1] ** -0.5 if scale is None else scale
-        return self.call.run(chosen, Inputs(query_tNH, key_tGH, value_tGW), factor)
+        return self.call.run(chosen, QKV(query_tNH, key_tGH, value_tGW), factor)
 
 
 def share_rows(

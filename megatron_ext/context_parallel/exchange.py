@@ -36,7 +36,7 @@ class Scheme(StrEnum):
     ULYSSES = "ulysses"
 
 
-class Inputs(NamedTuple):
+class QKV(NamedTuple):
     """Queries, keys and values of packed rows; G divides N."""
 
     query_tNH: Tensor
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
     sink_N: Tensor | None = None
 
 
-LocalAttention = Callable[[Inputs], Tensor]  # returns [t, N, W], on this rank alone
+LocalAttention = Callable[[QKV], Tensor]  # returns [t, N, W], on this rank alone
 
 
 class AsyncAllToAll:
@@ -148,7 +148,7 @@ class KeyExchange:
             context=context,
         )
 
-    def attend(self, inputs: Inputs, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
+    def attend(self, inputs: QKV, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
         """Return the attention output of this rank's queries, [t, N, W], from that of local and of remote pieces."""
         query_tNH, key_tGH, value_tGW, sink_N = inputs
         parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
@@ -157,7 +157,7 @@ class KeyExchange:
         counts = self.send_counts, self.receive_counts
         transfers = [AsyncAllToAll(self.sends.of_rows(own), *counts, self.context) for own in owns]
         query, key, value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGW))
-        local = attend_local(Inputs(query, key, value, sink_N)) if len(query) else None
+        local = attend_local(QKV(query, key, value, sink_N)) if len(query) else None
         outputs, sizes = [], (key_tGH.shape[-1], value_tGW.shape[-1])
         queries = self._runs_of(query_tNH, 1).chunk(parts, dim=1)
         sinks: Sequence[Tensor | None] = [None] * parts if sink_N is None else sink_N.chunk(parts)
@@ -166,7 +166,7 @@ class KeyExchange:
             kept_and_received = torch.cat([kept, transfer.wait()])
             if len(query):
                 key_u, value_u = self.kv_picks.of_rows(kept_and_received).split(sizes, dim=-1)
-                outputs.append(attend_remote(Inputs(query, key_u, value_u, sink)))
+                outputs.append(attend_remote(QKV(query, key_u, value_u, sink)))
             else:  # nothing was received, but backward must still receive the gradients of the rows sent
                 assert local is not None
                 outputs.append(kept_and_received.reshape(*query.shape[:2], local.shape[-1]))
@@ -190,12 +190,12 @@ class HeadExchange:
     order: RowPicks  # the tokens of rank 0, then of rank 1, ..., a permutation of all T
     context: ContextGroup
 
-    def attend(self, inputs: Inputs, attend: LocalAttention) -> Tensor:
+    def attend(self, inputs: QKV, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""
         sink_N = inputs.sink_N
         sink = None if sink_N is None else sink_N.chunk(self.context.size)[self.context.rank]
         query, key, value = map(self._all_tokens, inputs[:3])
-        return self._own_tokens(attend(Inputs(query, key, value, sink)))
+        return self._own_tokens(attend(QKV(query, key, value, sink)))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:
         """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""

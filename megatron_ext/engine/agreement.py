@@ -29,12 +29,14 @@ def together(action: Callable[[], None], group: dist.ProcessGroup | None = None)
         action()
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
         mine = error
-    everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine and (isinstance(mine, UserError), str(mine)), group)
+    own = None if mine is None else (isinstance(mine, UserError), str(mine))
+    everyone = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own, group)
     if mine is not None and not isinstance(mine, UserError):
         raise mine
     failures = [one for one in everyone if one is not None]
-    for is_user_error, text in sorted(failures, reverse=True, key=lambda failure: failure[0]):
+    if failures:
+        is_user_error, text = max(failures, key=lambda failure: failure[0])  # the first of its kind
         raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
 
 

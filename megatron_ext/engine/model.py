@@ -24,7 +24,7 @@ from megatron_ext import rope
 from megatron_ext.attention.interface import Expand, Extend
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
-from megatron_ext.context_parallel.exchange import Inputs
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.engine import activations
 from megatron_ext.engine.blocks import layer_specs
 from megatron_ext.engine.parallel import model_chunks
@@ -94,7 +94,7 @@ class PackedAttention(MegatronModule):
             key_tGH, value_tGW = packed_seq_params.extend(self.layer_number, key_tGH, value_tGW)
         call = batch.local_attention if self.local else batch.attention
         assert call is not None
-        inputs = Inputs(query_tNH, key_tGH, value_tGW, self.softmax_offset)
+        inputs = QKV(query_tNH, key_tGH, value_tGW, self.softmax_offset)
         out_tNH = call.run(self.backend, inputs, self.scale, expand)
         return out_tNH.flatten(1).unsqueeze(1)
 

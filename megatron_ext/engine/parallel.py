@@ -1,4 +1,4 @@
-"""Create and destroy process groups; the only module that reads Megatron's parallel state.
+"""Create and destroy process groups, and seed the random states of their ranks.
 
 A process joins once (`join`) and leaves once (`stop`); each stage of a run in between has its own groups, which
 `finish_stage` destroys.

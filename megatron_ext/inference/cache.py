@@ -67,7 +67,7 @@ class Appended:
 
     def call(self, left_window: int | None) -> AttentionCall:
         """Return the attention call, with a sliding window of `left_window` tokens or None."""
-        return AttentionCall(self.cu_seqlens_q.astype(np.int32), self.cu_seqlens_kv.astype(np.int32), left_window)
+        return AttentionCall.of(self.cu_seqlens_q.astype(np.int32), self.cu_seqlens_kv.astype(np.int32), left_window)
 
     def extend(self, layer_number: int, key_tGH: Tensor, value_tGW: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return all that the call sees, [u, G, H] and [u, G, W]."""

@@ -14,7 +14,7 @@ from megatron_ext.token_weighting.store import ScoreStore
 _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
 
-def vocabulary(config: Config) -> int:
+def checked_vocab_size(config: Config) -> int:
     """Return V; raise UserError unless all data sets were created with the run's tokenizer, by their metadata."""
     given, path = config.model.vocab_size, config.data.tokenizer_model
     if path is None:

@@ -19,7 +19,7 @@ from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
-from megatron_ext.run.identity import bos_of, open_scores, vocabulary
+from megatron_ext.run.identity import bos_of, checked_vocab_size, open_scores
 from megatron_ext.token_weighting.store import ScoreStore
 
 RowAt = Callable[[int], TokenRow]
@@ -46,7 +46,7 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
         UserError: an input that the configuration cannot use.
     """
     checkpoint = find_checkpoint(config)
-    vocab_size = vocabulary(config)
+    vocab_size = checked_vocab_size(config)
     return Inputs(
         checkpoint=checkpoint,
         vocab_size=vocab_size,

@@ -31,14 +31,14 @@ from megatron_ext.engine.agreement import run_on_rank0
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.weights import gather
-from megatron_ext.run.callbacks import StepRecord
+from megatron_ext.run.callbacks import Callback, StepRecord
 from megatron_ext.run.inputs import Inputs
 from megatron_ext.token_weighting.weigher import Weigher
 
 OPTIONS = ("model", "data", "window", "optimizer", "training")  # sections of the configuration in optimizer.json
 
 
-class Trajectory:
+class Trajectory(Callback):
     """Writes one run's trajectory to `--dump-trajectory`, a folder that is created if missing.
 
     The initial weights are written here, unless the run resumes after `step` steps and an earlier start wrote them.

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.context_parallel.exchange import Inputs
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.rehearsal import cuda_mock
 
 cuda_mock.install()
@@ -53,10 +53,10 @@ def compile_call(attend: Attend, case: benchmark.Case) -> None:
     value_size = case.value_size or case.head_size
     key, value = (rows(case.cu_seqlens_kv, case.groups, size) for size in (case.head_size, value_size))
     borders = tuple(torch.empty(len(case.cu_seqlens_q), dtype=torch.int32, device=CUDA) for _ in range(2))
-    call = replace(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), borders=borders)
+    call = replace(AttentionCall.of(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), borders=borders)
     part = query.chunk(2, dim=1)[1] if case.strided else query
     sink = torch.empty(case.heads, dtype=torch.bfloat16, device=CUDA, requires_grad=True) if case.sinks else None
-    out = attend(Inputs(part, key, value, sink), call, case.head_size**-0.5)
+    out = attend(QKV(part, key, value, sink), call, case.head_size**-0.5)
     assert (out.shape, out.dtype) == ((*part.shape[:2], value_size), torch.bfloat16)
     leaves = [x for x in (query, key, value, sink) if x is not None]
     gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
 from megatron_ext.context_parallel import plan
-from megatron_ext.context_parallel.exchange import AsyncAllToAll, Inputs, RowPicks, Scheme
+from megatron_ext.context_parallel.exchange import QKV, AsyncAllToAll, RowPicks, Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import build_layout
 
@@ -29,7 +29,7 @@ def test_without_moved_rows_no_process_group_is_needed() -> None:
         query, key = torch.randn(6, 2, HEAD_SIZE), torch.randn(6, 1, HEAD_SIZE)
         call = AttentionCall.of_plan(share, ContextGroup(rank, 2, None), Scheme.EXCHANGE)
         assert call.exchange is None
-        inputs = Inputs(query, key, key)
+        inputs = QKV(query, key, key)
         out = call.run(attend, inputs, SCALE)
         assert torch.equal(out, attend(inputs, call, SCALE))
 
@@ -51,7 +51,7 @@ def events_of(rank: int) -> list[str]:
     share = plan(build_layout(24, [1, 5, 6, 20, 24], 24), 2, "contiguous")
     call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, parts=2), Scheme.EXCHANGE)
 
-    def logged_attend(inputs: Inputs, part: AttentionCall, scale: float) -> Tensor:
+    def logged_attend(inputs: QKV, part: AttentionCall, scale: float) -> Tensor:
         seen.append(f"attend {len(inputs.query_tNH)}")
         out = attend(inputs, part, scale)
         out.register_hook(lambda grad: seen.append(f"back {len(grad)}"))
@@ -59,7 +59,7 @@ def events_of(rank: int) -> list[str]:
 
     shapes = [(12, heads, HEAD_SIZE) for heads in (8, 4, 4)]
     query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    call.run(logged_attend, Inputs(query, key, value), SCALE).sum().backward()
+    call.run(logged_attend, QKV(query, key, value), SCALE).sum().backward()
     return seen
 
 

@@ -19,7 +19,7 @@ from megatron_ext import rope
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, ModelConfig, ParallelConfig
 from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.context_parallel.exchange import Inputs, Scheme
+from megatron_ext.context_parallel.exchange import QKV, Scheme
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.blocks import layer_specs
@@ -216,7 +216,7 @@ def test_generation_and_probes_get_keys_of_all_heads() -> None:
         attention = build(Layout()).eval()
         backend, seen, observed = attention.core_attention.backend, [], []
 
-        def noted(inputs: Inputs, *rest: Any) -> Tensor:
+        def noted(inputs: QKV, *rest: Any) -> Tensor:
             seen.append(inputs.key_uGH)
             return backend(inputs, *rest)
 

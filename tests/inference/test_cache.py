@@ -6,7 +6,7 @@ import torch
 
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
-from megatron_ext.context_parallel.exchange import Inputs
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.inference.cache import KeyValueCache
 
 N, G, H, W = 4, 2, 8, 6
@@ -33,14 +33,14 @@ def test_pieces_of_texts_see_what_whole_texts_see(left_window: int | None) -> No
         ]
         query, key, value = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         keys, values = appended.extend(1, key, value)
-        answers = attend(Inputs(query, keys, values), appended.call(left_window), 0.3)
+        answers = attend(QKV(query, keys, values), appended.call(left_window), 0.3)
         for (text, count), answer in zip(call.values(), answers.split([c for _, c in call.values()]), strict=True):
             out[text].append(answer)
             done[text] += count
     assert done == lengths
     for text, n in enumerate(lengths):
         borders = np.array([0, n], dtype=np.int32)
-        whole = attend(Inputs(*texts[text]), AttentionCall(borders, borders, left_window), 0.3)
+        whole = attend(QKV(*texts[text]), AttentionCall.of(borders, borders, left_window), 0.3)
         torch.testing.assert_close(torch.cat(out[text]), whole)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config, DataConfig, LoggingConfig, TrainingConfig, WeightingConfig
-from megatron_ext.engine.step import StepResult
+from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError
 from megatron_ext.loss import LossTerms
 from megatron_ext.monitoring.metrics import read_history, read_jsonl
@@ -21,11 +21,9 @@ from megatron_ext.run.callbacks import (
     RunInfo,
     RunRecords,
     StepRecord,
-    Validation,
-    read_losses,
     spike_bound,
-    stop_reason,
 )
+from megatron_ext.run.validation import Validation, read_losses, stop_reason
 
 TERMS = LossTerms(
     weighted_sum=12.0,
@@ -42,7 +40,6 @@ RESULT = StepResult(
     grad_norm=1.0,
     segments=3,
     effective_context=7.0,
-    skipped=False,
     score_seconds=0.5,
     weight_max=2.0,
     moe_aux_loss=2.5,
@@ -57,14 +54,14 @@ def test_the_losses_of_a_step_are_means() -> None:
     assert (empty.train_loss, empty.lm_loss, empty.weight_std) == (0.0, 0.0, 0.0)
 
 
-def finished(step: int, skipped: bool = False) -> StepRecord:
+def finished(step: int, outcome: Outcome = Outcome.UPDATED) -> StepRecord:
     return StepRecord(
         step=step,
         samples=range(8),
         consumed_samples=8 * (step + 1),
         window=16,
         learning_rate=1e-3,
-        result=replace(RESULT, skipped=skipped),
+        result=replace(RESULT, outcome=outcome),
         cp_bytes=0,
         peak_memory_bytes=1,
         step_time_s=2.0,
@@ -124,7 +121,7 @@ def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
 def test_repeated_events_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = records(tmp_path)
     for step in range(3):
-        made.after_step(finished(step, skipped=True))
+        made.after_step(finished(step, Outcome.NO_TOKENS))
         made.evaluation(step + 1, {16: None}, {})
     made.close(4, "done")
     logged = capsys.readouterr().err
@@ -196,8 +193,8 @@ BAD = replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan)
 NOTHING = replace(TERMS, loss_sum=0.0, weighted_sum=0.0, token_count=0.0)
 STEPS: dict[str, StepResult] = {
     "well": RESULT,
-    "refused": replace(RESULT, terms=BAD, skipped=True, refused=True),
-    "without tokens": replace(RESULT, terms=NOTHING, denominator=0.0, skipped=True),
+    "refused": replace(RESULT, terms=BAD, outcome=Outcome.REFUSED),
+    "without tokens": replace(RESULT, terms=NOTHING, denominator=0.0, outcome=Outcome.NO_TOKENS),
 }
 LOSSES = [3.0, 2.5, 2.75, 2.25]
 

@@ -12,7 +12,7 @@ from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig,
 from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
-from megatron_ext.run.identity import open_scores, row_identity, vocabulary
+from megatron_ext.run.identity import checked_vocab_size, open_scores, row_identity
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.theirs import write_theirs
 
@@ -33,20 +33,22 @@ def config(tokenizer: str | None, *data_path: object, vocab_size: int | None = N
 
 
 def test_each_data_set_must_be_of_the_tokenizer(folder: Path) -> None:
-    assert vocabulary(config("bytes", folder / "ours")) == 257
-    assert vocabulary(config("bytes", 0.5, folder / "theirs", 0.5, folder / "ours")) == 257
-    assert vocabulary(config(str(folder / "bpe"), folder / "theirs")) == 260
+    assert checked_vocab_size(config("bytes", folder / "ours")) == 257
+    assert checked_vocab_size(config("bytes", 0.5, folder / "theirs", 0.5, folder / "ours")) == 257
+    assert checked_vocab_size(config(str(folder / "bpe"), folder / "theirs")) == 260
     for data_path in ([folder / "ours"], [0.5, folder / "theirs", 0.5, folder / "ours"]):
         with pytest.raises(UserError, match=r"ours was made with another tokenizer \(bytes, fingerprint \w{12}\) than"):
-            vocabulary(config(str(folder / "bpe"), *data_path))
+            checked_vocab_size(config(str(folder / "bpe"), *data_path))
 
 
 def test_the_number_of_token_ids(folder: Path) -> None:
-    assert vocabulary(config(None, folder / "ours", vocab_size=300)) == 300
-    assert vocabulary(config("bytes", folder / "ours", vocab_size=257)) == 257
-    assert vocabulary(config("bytes", folder / "ours", vocab_size=256)) == 256  # ids are checked as they are read
+    assert checked_vocab_size(config(None, folder / "ours", vocab_size=300)) == 300
+    assert checked_vocab_size(config("bytes", folder / "ours", vocab_size=257)) == 257
+    assert (
+        checked_vocab_size(config("bytes", folder / "ours", vocab_size=256)) == 256
+    )  # ids are checked as they are read
     with pytest.raises(UserError, match="vocab_size: got nothing"):
-        vocabulary(config(None, folder / "ours"))
+        checked_vocab_size(config(None, folder / "ours"))
 
 
 def weighted(folder: Path, first: object, second: object, split: str = "98,2,0", **packing: Any) -> Config:
