@@ -266,7 +266,7 @@ class _Pick(torch.autograd.Function):
         gradient = grad_u.new_zeros((ctx.count, *grad_u.shape[1:]))
         if not len(grad_u):
             return gradient, None
-        # The sum of two is rounded once in any precision. Of more, the two halves of each row are added one after the
+        # The sum of two is rounded once in any precision. For more, the two halves of each row are added one after the
         # other, which halves the memory of their copies in fp32.
         wide = picks.most > 2 and grad_u.element_size() < 4
         halves = (x.flatten(1).chunk(2 if wide else 1, dim=1) for x in (gradient, grad_u))
