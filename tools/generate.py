@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
+from megatron_ext.inference.options import GenerateOptions
 from megatron_ext.inference.sampling import Sampling
 from megatron_ext.launch import is_first, read_launch
 
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
     sampling, processes = check(options), parse_processes(flags)
     from megatron_ext.inference.generate import generate_text  # importing Megatron takes seconds
 
-    generate_text(options, processes, sampling)
+    generate_text(GenerateOptions.of(options), processes, sampling)
     return 0
 
 

@@ -8,7 +8,6 @@ With the document mask each document is a stream. Without it the documents of a 
 after each, and a token sees all tokens before it in its window.
 """
 
-import argparse
 import itertools
 import math
 from collections import Counter
@@ -36,16 +35,18 @@ from megatron_ext.evaluation.probe import NEW_TOKENS, make_samples
 from megatron_ext.evaluation.report import Key, compare
 from megatron_ext.inference.generate import Prompt, open_generator
 from megatron_ext.inference.model import ChunkScorer, InferenceModel, open_model
+from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions, RecallOptions
 from megatron_ext.rope import dynamic_base
 from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 from megatron_ext.token_weighting.short_pass import chunk_batches
 
 CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
 Models = Mapping[str, ModelText]
+Options = PerplexityOptions | RecallOptions | LmEvalOptions
 Result = dict[str, Any]
 
 
-def evaluate_models(options: argparse.Namespace, processes: ParallelConfig) -> tuple[Result, dict[str, list[Result]]]:
+def evaluate_models(options: Options, processes: ParallelConfig) -> tuple[Result, dict[str, list[Result]]]:
     """Run the command of `tools/evaluate.py`. Collective.
 
     Returns:
@@ -56,16 +57,17 @@ def evaluate_models(options: argparse.Namespace, processes: ParallelConfig) -> t
     """
     models = _find_models(options)
     items: dict[str, list[Result]] = {}
-    if options.command == "perplexity":
-        found = _perplexity(options, processes, models, _lengths(options, models))
-    elif options.command == "recall":
-        found, items = _recall(options, processes, models)
-    else:
-        if find_spec("lm_eval") is None:
-            raise missing_package("lm-eval", "lm-eval[hf]")
-        from megatron_ext.inference.lm_eval_model import evaluate
+    match options:
+        case PerplexityOptions():
+            found = _perplexity(options, processes, models, _lengths(options.lengths, models))
+        case RecallOptions():
+            found, items = _recall(options, processes, models)
+        case LmEvalOptions():
+            if find_spec("lm_eval") is None:
+                raise missing_package("lm-eval", "lm-eval[hf]")
+            from megatron_ext.inference.lm_eval_model import evaluate
 
-        found, items = evaluate(options, processes, models)
+            found, items = evaluate(options, processes, models)
     dist.destroy_process_group()
     folders = {
         name: {"folder": str(text.pretrained.folder), "trained_length": text.pretrained.length}
@@ -74,16 +76,16 @@ def evaluate_models(options: argparse.Namespace, processes: ParallelConfig) -> t
     return {"kind": options.command, "models": folders, **found}, items
 
 
-def _find_models(options: argparse.Namespace) -> Models:
+def _find_models(options: Options) -> Models:
     """Find the models and their tokenizers, by name, before any is loaded."""
-    lm_eval = options.command == "lm-eval"
+    lm_eval = isinstance(options, LmEvalOptions)
     models: dict[str, ModelText] = {}
     for path in options.models:
         model = Pretrained.find(path)
         name = str(path) if path.resolve().name in models else path.resolve().name
         if name in models:
             raise UserError(f"models: got {path} twice; name each once")
-        chat = lm_eval and options.chat
+        chat = isinstance(options, LmEvalOptions) and options.chat
         models[name] = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=chat)
     if len({text.tokenizer.fingerprint for text in models.values()}) > 1 and not lm_eval:
         raise UserError(
@@ -93,29 +95,29 @@ def _find_models(options: argparse.Namespace) -> Models:
     return models
 
 
-def _lengths(options: argparse.Namespace, models: Models) -> list[int]:
+def _lengths(given: Sequence[int] | None, models: Models) -> list[int]:
     trained = [text.pretrained.length for text in models.values() if text.pretrained.length is not None]
-    if options.lengths is None and not trained:
+    if given is None and not trained:
         raise UserError("lengths: the model does not say its trained length; give --lengths")
-    return sorted(set(options.lengths or [min(trained)]))
+    return sorted(set(given or [min(trained)]))
 
 
 def _recall(
-    options: argparse.Namespace, processes: ParallelConfig, models: Models
+    options: RecallOptions, processes: ParallelConfig, models: Models
 ) -> tuple[Result, dict[str, list[Result]]]:
     """Answer the samples of the probe greedily, and score them."""
     haystack = None
     if options.haystack is not None:
         haystack = "\n".join(document.text for document in read_documents(options.haystack, options.json_key))
     encode = next(iter(models.values())).encode  # their tokenizers are the same
-    tasks, lengths = list(dict.fromkeys(options.tasks)), _lengths(options, models)
+    tasks, lengths = list(dict.fromkeys(options.tasks)), _lengths(options.lengths, models)
     samples = list(make_samples(tasks, lengths, encode, options.samples, options.seed, haystack))
     results: list[Result] = []
     items: dict[str, list[Result]] = {}
     scores: dict[str, dict[Key, Float64]] = {}
     for name, text in models.items():
         prompts = [Prompt(text.encode(sample.prompt), NEW_TOKENS, (sample.answer,)) for sample in samples]
-        with open_generator(text, processes, max(lengths), options) as generator:
+        with open_generator(text, processes, max(lengths), dtype=options.dtype, slots=options.batch_size) as generator:
             answers = generator.answer(prompts)
         items[name] = [
             {
@@ -158,7 +160,7 @@ class Stream:
 
 
 def _perplexity(
-    options: argparse.Namespace, processes: ParallelConfig, models: Models, lengths: Sequence[int]
+    options: PerplexityOptions, processes: ParallelConfig, models: Models, lengths: Sequence[int]
 ) -> Result:
     """Score documents with windows of several lengths; return a part of the record. Collective."""
     windows = []
@@ -169,10 +171,7 @@ def _perplexity(
         windows.append(ShortContext(length, stride, every_token=True))
     # their tokenizers are the same, but not the rows of their embeddings
     text = min(models.values(), key=lambda text: text.pretrained.model.vocab_size or 0)
-    if options.data_path is not None:
-        found = dataset_documents(options, text.pretrained.model.vocab_size)
-    else:
-        found = file_documents(options, text)
+    found = file_documents(options, text) if options.input is not None else dataset_documents(options, text)
     documents = list(itertools.islice(found, options.documents))
     if not documents:
         raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
@@ -201,11 +200,11 @@ def _perplexity(
     return {"settings": settings, "results": results, "differences": list(compare(losses, counts))}
 
 
-def file_documents(options: argparse.Namespace, text: ModelText) -> Iterator[Document]:
+def file_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
     """Tokenize the texts of `--input`, each with an end-of-document token if there is one."""
     end = [] if text.end is None else [text.end]
     taken: Counter[str] = Counter()
-    for one in read_documents(options.input, options.json_key, key_field=options.source_key):
+    for one in read_documents(options.input or (), options.json_key, key_field=options.source_key):
         source = str(one.source) if one.key is None else one.key
         if taken[source] == options.documents_per_source:
             continue
@@ -215,10 +214,10 @@ def file_documents(options: argparse.Namespace, text: ModelText) -> Iterator[Doc
             yield Document(source, np.array(tokens[: options.max_tokens], dtype=np.int64))
 
 
-def dataset_documents(options: argparse.Namespace, vocab_size: int | None) -> Iterator[Document]:
+def dataset_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
     """Read documents of the .bin/.idx datasets of `--data-path`."""
-    for prefix in options.data_path:
-        source = IndexedSource(prefix, vocab_size)
+    for prefix in options.data_path or ():
+        source = IndexedSource(prefix, text.pretrained.model.vocab_size)
         lengths = source.document_lengths
         for number in np.flatnonzero(lengths >= options.min_tokens)[: options.documents_per_source].tolist():
             yield Document(prefix, source.read(number, 0, int(lengths[number]))[: options.max_tokens])

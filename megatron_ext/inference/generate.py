@@ -5,7 +5,6 @@ hold copies of it that process different texts; context-parallel ranks that shar
 because tokens are sent to experts on all of them.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -34,6 +33,7 @@ from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.inference.cache import KeyValueCache
 from megatron_ext.inference.model import InferenceModel, open_model
+from megatron_ext.inference.options import Dtype, GenerateOptions
 from megatron_ext.inference.sampling import Sampling, choose
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import AttentionMask, LayerMasks
@@ -87,12 +87,12 @@ class _Text:
 
 @contextmanager
 def open_generator(
-    text: ModelText, processes: ParallelConfig, length: int, options: argparse.Namespace
+    text: ModelText, processes: ParallelConfig, length: int, *, dtype: Dtype, slots: int
 ) -> Iterator["Generator"]:
-    """Load a model for texts of up to `length` tokens; `options` are --dtype and --batch-size. See `open_model`."""
+    """Load a model for texts of up to `length` tokens, `slots` of them at a time. See `open_model`."""
     processes = replace(processes, sequence_parallel=False)  # tokens are generated one by one
-    with open_model(text.pretrained, processes, length, options.dtype) as model:
-        yield Generator(model, text, options.batch_size)
+    with open_model(text.pretrained, processes, length, dtype) as model:
+        yield Generator(model, text, slots)
 
 
 class Generator:
@@ -313,16 +313,16 @@ def _passes(texts: Mapping[int, Sequence[int]], limit: int) -> Iterator[dict[int
         yield part
 
 
-def generate_text(options: argparse.Namespace, processes: ParallelConfig, sampling: Sampling) -> None:
+def generate_text(options: GenerateOptions, processes: ParallelConfig, sampling: Sampling) -> None:
     """Continue the prompts or chat by the flags of `tools/generate.py`; print or write the texts. Collective."""
-    texts: list[str] = [] if options.chat else options.prompt
+    texts = [] if options.chat else list(options.prompt or ())
     if options.input is not None:
         texts = [document.text for document in read_documents(options.input, options.json_key)]
     model = Pretrained.find(options.model)
     text = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=options.chat)
     prompts = [Prompt(text.encode(given), options.max_new_tokens) for given in texts]
     longest = max((prompt.length for prompt in prompts), default=options.max_new_tokens)
-    with open_generator(text, processes, longest, options) as generator:
+    with open_generator(text, processes, longest, dtype=options.dtype, slots=options.batch_size) as generator:
         first = generator.model.ranks.world == 0
         answers: list[list[int]] = []
         if options.chat:
@@ -367,7 +367,7 @@ def _answer_and_print(generator: Generator, prompt: Prompt, sampling: Sampling) 
     return answer
 
 
-def _chat(options: argparse.Namespace, generator: Generator, sampling: Sampling) -> None:
+def _chat(options: GenerateOptions, generator: Generator, sampling: Sampling) -> None:
     """Run a conversation; process 0 reads the user's turns."""
     text, ranks = generator.text, generator.model.ranks
     assert text.template is not None

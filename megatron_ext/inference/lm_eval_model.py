@@ -3,7 +3,6 @@
 Process 0 runs lm-eval and sends its requests to the others; all processes compute them.
 """
 
-import argparse
 import itertools
 import json
 import tempfile
@@ -27,6 +26,7 @@ from megatron_ext.errors import UserError, first_line
 from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.report import Key, compare
 from megatron_ext.inference.generate import Choice, Generator, Prompt, open_generator
+from megatron_ext.inference.options import LmEvalOptions
 from megatron_ext.inference.sampling import Sampling
 
 MAIN = ("acc_norm", "acc", "exact_match", "em", "f1")  # main metrics for comparing models: the first that a task has
@@ -158,7 +158,7 @@ class TrainedModel(TemplateLM):
 
 
 def evaluate(
-    options: argparse.Namespace, processes: ParallelConfig, models: Mapping[str, ModelText]
+    options: LmEvalOptions, processes: ParallelConfig, models: Mapping[str, ModelText]
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Run lm-eval on trained models; return a part of the record, and every answer of each model. Collective."""
     results: list[dict[str, Any]] = []
@@ -167,7 +167,7 @@ def evaluate(
         length = options.max_length or text.pretrained.length
         if length is None:
             raise UserError(f"max_length: {text.pretrained.folder} does not say its trained length; give --max-length")
-        with open_generator(text, processes, length, options) as generator:
+        with open_generator(text, processes, length, dtype=options.dtype, slots=options.batch_size) as generator:
             requests = Requests(generator)
             if generator.model.ranks.world:
                 requests.serve()
@@ -188,7 +188,7 @@ def evaluate(
     return {"settings": settings, "results": results, "differences": list(compare(items)) if items else []}, samples
 
 
-def _run_lm_eval(model: TrainedModel, options: argparse.Namespace) -> Mapping[str, Any]:
+def _run_lm_eval(model: TrainedModel, options: LmEvalOptions) -> Mapping[str, Any]:
     """Run lm-eval on process 0; return its results."""
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
         # RULER opens the tokenizer with trust_remote_code: give it only the vocabulary

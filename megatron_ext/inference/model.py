@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torch import Tensor
 
@@ -19,14 +18,13 @@ from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.state import load_weights
 from megatron_ext.engine.step import Pipeline
 from megatron_ext.errors import UserError
+from megatron_ext.inference.options import Dtype
 from megatron_ext.launch import read_launch
 from megatron_ext.rope import follows_text
 from megatron_ext.token_weighting.short_pass import Division
 from megatron_ext.token_weighting.weigher import gather_losses
 
 logger = logging.getLogger(__name__)
-
-Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,8 +50,7 @@ def asked(rank: int, model: Path, layout: ParallelConfig) -> tuple[list[list[int
     KeyValueCache.append = append  # type: ignore[assignment, method-assign]
     generate.PASS_TOKENS, generate.PASS_LOGITS = PASS, PASS * 300
     text = SimpleNamespace(pretrained=Pretrained.find(model), stop=[], tokenizer=None)
-    options = SimpleNamespace(dtype="auto", batch_size=4)
-    with open_generator(text, layout, 64, options) as generator:
+    with open_generator(text, layout, 64, dtype="auto", slots=4) as generator:
         return generator.answer(PROMPTS), generator.likelihoods(CHOICES), largest
 
 

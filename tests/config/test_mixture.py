@@ -1,10 +1,8 @@
-"""Mixtures: files within files, sequences laid into rows, shares of the tokens; documents divided by --split."""
+"""Mixtures: files within files, parts of --data-path; documents divided by --split."""
 
 import itertools
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -13,14 +11,9 @@ from hypothesis import strategies as st
 from megatron_ext.config.arguments import dump_yaml, parse
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.mixture import MixturePart, parts_of_data_path, split_documents
-from megatron_ext.data.packing.policies import build_plan
-from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
-from megatron_ext.data.rows.dataset import RowDataset
-from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
-from tests.data.packing.sources import PAD, ListedSource, seeds, some_lengths
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def write(folder: Path, name: str, parts: object) -> Path:
@@ -88,40 +81,6 @@ def test_mistakes_in_a_file(tmp_path: Path, parts: object, said: str) -> None:
 )
 def test_mistakes_in_a_part(part: MixturePart, said: str) -> None:
     assert any(said in line for line in part.mistakes(64))
-
-
-@given(lengths=some_lengths, length=st.sampled_from([1, 2, 4, 8]), count=st.sampled_from([1, 2, 4]), seed=seeds)
-def test_sequences_fill_rows_as_separate_documents(lengths: list[int], length: int, count: int, seed: int) -> None:
-    sequences = RowDataset(ListedSource(lengths), range(len(lengths)), length, seed)
-    rows = LaidSequences(sequences, count * length)
-    assert rows.row_tokens == rows.row_length == count * length
-    for sample in range(3):
-        row, parts = rows.row(sample), [sequences.row(sample * count + number) for number in range(count)]
-        np.testing.assert_array_equal(row.tokens[:-1], np.concatenate([part.tokens[:-1] for part in parts]))
-        assert (np.diff(row.document_ends) > 0).all()
-        for number, part in enumerate(parts):
-            first, last = number * length, (number + 1) * length
-            inside = row.document_ends[(row.document_ends > first) & (row.document_ends < last)] - first
-            np.testing.assert_array_equal(inside, part.document_ends[part.document_ends < length])
-            assert last in row.document_ends or number == count - 1
-            labels = row.tokens[1:][first:last]
-            where = row.trained[first:last]
-            np.testing.assert_array_equal(labels[where], part.tokens[1:][where])
-            assert where.all() or (number < count - 1 and where[:-1].all() and not where[-1])
-
-
-def test_shares_are_of_tokens_where_rows_have_padding() -> None:
-    full = RowDataset(ListedSource([4096]), range(1), 8, 0)
-    three_of_eight = ListedSource([3] * 64)
-    padded = PackedRows(three_of_eight, build_plan("best_fit", three_of_eight, range(64), 4, 0), 0, pad_id=PAD)
-    assert padded.row_tokens == 3
-    blend = BlendedRows([full, LaidSequences(padded, 8)], [0.5, 0.5])
-    found: Counter[str] = Counter()
-    for sample in range(1400):
-        tokens = blend.row(sample).tokens[:-1]
-        source = "full" if blend.locate(sample)[0] == 0 else "padded"
-        found[source] += int((tokens != PAD).sum())
-    assert abs(found["full"] / found.total() - 0.5) < 1e-3
 
 
 def test_the_ready_mixtures_are_complete() -> None:
