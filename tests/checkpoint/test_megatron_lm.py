@@ -15,10 +15,10 @@ from megatron_ext.batch import pack
 from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron, megatron_to_megatron_lm, model_config
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import platform
 from megatron_ext.errors import UserError
-from megatron_ext.run.inference import open_model
+from megatron_ext.inference.model import open_model
 
 TOKENS = torch.randint(0, 120, (33,), generator=torch.Generator().manual_seed(1))
 SMALL: dict[str, Any] = {
