@@ -288,6 +288,12 @@ class _Target(DefaultSavePlanner):
         return self.data[write_item.index]()
 
 
+def _nothing() -> io.BytesIO:
+    content = io.BytesIO()
+    torch.save([None], content)  # a list with one object for each process that has this part
+    return content
+
+
 def megatron_to_megatron_lm(source: Path, output: Path) -> None:
     """Write a checkpoint, with weights alone, that Megatron-LM loads with --finetune.
 
@@ -311,6 +317,10 @@ def megatron_to_megatron_lm(source: Path, output: Path) -> None:
             described = TensorWriteData(dcp.ChunkStorageMetadata(*part), properties, whole)
             data = partial(lambda name, shape: stored.read(name).view(shape), row.checkpoint(place), part[1])
             target.add(dcp.MetadataIndex(key, part[0]), data, WriteItemType.SHARD, described)
+            if ".linear_" in key and key.endswith(".weight"):  # of which layers may keep more than weights: nothing
+                number, count = (".".join(map(str, axes)) for axes in (at or (0,), whole[: len(at)] or (1,)))
+                state = dcp.MetadataIndex(f"{key.removesuffix('weight')}_extra_state/shard_{number}_{count}")
+                target.add(state, _nothing, WriteItemType.BYTE_IO, None)
     with atomic_folder(output.absolute()) as folder:
         checkpoint = folder / folder_name(step)
         checkpoint.mkdir()

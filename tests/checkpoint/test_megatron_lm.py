@@ -14,6 +14,7 @@ from launcher import call
 from megatron_ext.batch import pack
 from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron, megatron_to_megatron_lm, model_config
 from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.checkpoint.tensors import Stored
 from megatron_ext.config import ParallelConfig
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import platform
@@ -121,7 +122,7 @@ def save(rank: int, folder: Path, args: dict[str, Any], layout: dict[str, int], 
     renamed = options.pop("renamed", {})
     for name, parameter in model.named_parameters():
         if "norm" in name:  # ones would hide that norms are exchanged
-            generator = torch.Generator().manual_seed(len(name))
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     options["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = model.sharded_state_dict(metadata=options)
@@ -178,16 +179,22 @@ def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     before = next(filter(None, call(save, processes, theirs, args, layout, options)))
     megatron_lm_to_megatron(theirs, run)
     bf16 = args["params_dtype"] is torch.bfloat16
-    rounding = 0.05 if bf16 else 1e-5
     converted = call(ours, 1, run, "bfloat16" if bf16 else "float32", group=False)[0]
     megatron_to_megatron_lm(run, back)
     other = {"pipeline_model_parallel_size": 2} if "expert_model_parallel_size" in layout else {}
     after = next(filter(None, call(load, 1 + len(other), back, args, other)))
-    print(name, sum(before) / 32, sum(converted) / 32, sum(after) / 32)
-    assert converted == pytest.approx(before, abs=rounding)
-    assert after == pytest.approx(before, abs=rounding)
+    for losses in (converted, after):
+        if bf16:  # tokens differ by the order of sums; the mean as in `verify`
+            assert np.mean(losses) == pytest.approx(np.mean(before), abs=2e-2)
+        else:
+            assert losses == pytest.approx(before, abs=1e-5)
     megatron_lm_to_megatron(back, tmp_path / "again", iteration=0)  # what we write is also what we read
-    assert Pretrained.find(tmp_path / "again").model == Pretrained.find(run).model
+    first, again = (Pretrained.find(folder) for folder in (run, tmp_path / "again"))
+    assert again.model == first.model
+    stored = Stored(first.folder), Stored(again.folder)
+    assert {tensor.dtype for tensor in stored[0].tensors.values()} == {"BF16" if bf16 else "F32"}
+    for tensor in stored[0].tensors:
+        assert torch.equal(*(one.read(tensor) for one in stored))
 
 
 @pytest.mark.parametrize(
