@@ -109,18 +109,25 @@ class _Source(DefaultLoadPlanner):
         try:
             with readable(folder / ".metadata"), (folder / ".metadata").open("rb") as file:
                 index = _Unpickler(file).load()
-            with zipfile.ZipFile(folder / "common.pt") as archive:
+            for info in index.storage_data.values():
+                check_inside(info.relative_path, folder / ".metadata", "input")
+            # newer versions save what common.pt held as an entry of the index, a list of one
+            entry = [info for at, info in index.storage_data.items() if at.fqn.startswith("common_state/")]
+            path = folder / (entry[0].relative_path if entry else "common.pt")
+            with readable(path), path.open("rb") as file:
+                file.seek(entry[0].offset if entry else 0)
+                content = io.BytesIO(file.read(entry[0].length if entry else -1))
+            with zipfile.ZipFile(content) as archive:
                 (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
                 common = _Unpickler(io.BytesIO(archive.read(name))).load()
+                common = common[0] if entry else common
             self.args: dict[str, Any] = vars(common["args"])
             stored = index.state_dict_metadata.items()
             self.tensors = {name: tensor for name, tensor in stored if isinstance(tensor, dcp.TensorStorageMetadata)}
-            for info in index.storage_data.values():
-                check_inside(info.relative_path, folder / ".metadata", "input")
         except UserError:
             raise
         except KeyError:
-            raise UserError(f"input: {folder}/common.pt has no args, needs a checkpoint saved by Megatron-LM") from None
+            raise UserError(f"input: {folder} has no args, needs a checkpoint saved by Megatron-LM") from None
         except Exception as error:  # a damaged pickle may raise any
             raise UserError(f"input: {folder} is damaged ({echo(error)}); take another checkpoint") from None
         self.reader = FileSystemReader(folder)
