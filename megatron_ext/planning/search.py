@@ -73,10 +73,14 @@ class Layout:
 
 def layout_of(config: Config, machine: Machine) -> Layout:
     """Estimate the memory and time of a configuration's layout."""
-    times = {window: step_time(config, window, machine).total for window in set(windows(config))}
-    seconds = sum(times[window] for window in windows(config)) / MOMENTS
-    memory = estimate(config, machine.gpus, machine.vocab_size).total
-    return Layout(config, machine.gpus, memory, seconds, step_time(config, last_window(config), machine))
+    memory, last = estimate(config, machine.gpus, machine.vocab_size).total, last_window(config)
+    return Layout(config, machine.gpus, memory, mean_seconds(config, machine), step_time(config, last, machine))
+
+
+def mean_seconds(config: Config, machine: Machine) -> float:
+    """Return the seconds of a step, averaged over the windows of the run."""
+    moments = Counter(windows(config)).items()
+    return sum(step_time(config, window, machine).total * times for window, times in moments) / MOMENTS
 
 
 class Found(NamedTuple):
@@ -90,11 +94,10 @@ class Found(NamedTuple):
 
 def search(config: Config, machine: Machine, top: int = 10) -> Found:
     """Find the fastest layouts of a run, at most `top` of them; the run's own layout is ignored."""
-    moments, refused, number = Counter(windows(config)), Counter[str](), count()
+    refused, number = Counter[str](), count()
 
     def timed(candidate: Config) -> tuple[float, int, Config]:
-        seconds = sum(step_time(candidate, window, machine).total * times for window, times in moments.items())
-        return seconds, next(number), candidate
+        return mean_seconds(candidate, machine), next(number), candidate
 
     queue = [timed(candidate) for candidate in candidates(config, machine, refused)]
     heapify(queue)
@@ -129,12 +132,11 @@ def windows(config: Config) -> list[int]:
     return [min(schedule.window_at(int((k + 0.5) / MOMENTS * steps)), config.data.seq_length) for k in range(MOMENTS)]
 
 
-def candidates(config: Config, machine: Machine, refused: Counter[str] | None = None) -> Iterator[Config]:
+def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Iterator[Config]:
     """Yield the layouts that divide heads, experts, layers, rows and GPUs evenly, with all activations kept.
 
     Tensor parallelism stays inside a node. `refused` counts the excluded splits by reason.
     """
-    refused = Counter() if refused is None else refused
     model, data, gpus = config.model, config.data, machine.gpus
     sharded = config.optimizer.optimizer == "adam"
     cut = [model.num_query_groups, model.num_attention_heads, model.moe_shared_expert_intermediate_size or 0]
@@ -178,8 +180,8 @@ def candidates(config: Config, machine: Machine, refused: Counter[str] | None = 
 def with_less_kept(config: Config) -> Iterator[Config]:
     """Yield variants of a layout that keep less.
 
-    Of one that keeps all activations: with partial or full recomputation, or the MLP in blocks. Of one that recomputes
-    all layers: with their inputs on the host.
+    A layout that keeps all activations gets partial or full recomputation, or the MLP in blocks. A layout that
+    recomputes all layers gets their inputs on the host. Others have no variants.
     """
     parallel, fp8 = config.parallel, config.training.fp8_format is not None
     choices: list[dict[str, Any]] = []
@@ -256,16 +258,11 @@ def _saving(config: Config, machine: Machine) -> str:
     written = (14 if config.training.bf16 else 12) * count_parameters(config.model, machine.vocab_size) / machine.gpus
     stall = SAVE_SECONDS + (0 if config.checkpoint.async_save else written / 1e9 / machine.speeds.storage)
     failure = GPU_HOURS_PER_FAILURE * 3600 / machine.gpus
-    interval = young_interval(stall, failure)
+    interval = math.sqrt(2 * stall * failure)  # Young, Communications of the ACM 17, 1974: approximately the best
     return (
         f"failures: one every {failure / 3600:,.1f} hours; saving every {interval / 60:,.1f} minutes (Young) leaves "
         f"{1 / daly_slowdown(interval, stall, RESTART_SECONDS, failure):.1%} of the time for progress"
     )
-
-
-def young_interval(save_seconds: float, failure_seconds: float) -> float:
-    """Return approximately the best seconds of work between two saves (Young, Communications of the ACM 17, 1974)."""
-    return math.sqrt(2 * save_seconds * failure_seconds)
 
 
 def daly_slowdown(interval: float, save_seconds: float, restart_seconds: float, failure_seconds: float) -> float:
