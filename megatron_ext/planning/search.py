@@ -180,8 +180,8 @@ def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Itera
 def with_less_kept(config: Config) -> Iterator[Config]:
     """Yield variants of a layout that keep less.
 
-    A layout that keeps all activations gets partial or full recomputation, or the MLP in blocks. A layout that
-    recomputes all layers gets their inputs on the host. Others have no variants.
+    A layout that keeps all activations is varied with partial or full recomputation, or the MLP in blocks; one that
+    recomputes all layers, with their inputs on the host.
     """
     parallel, fp8 = config.parallel, config.training.fp8_format is not None
     choices: list[dict[str, Any]] = []
@@ -258,11 +258,16 @@ def _saving(config: Config, machine: Machine) -> str:
     written = (14 if config.training.bf16 else 12) * count_parameters(config.model, machine.vocab_size) / machine.gpus
     stall = SAVE_SECONDS + (0 if config.checkpoint.async_save else written / 1e9 / machine.speeds.storage)
     failure = GPU_HOURS_PER_FAILURE * 3600 / machine.gpus
-    interval = math.sqrt(2 * stall * failure)  # Young, Communications of the ACM 17, 1974: approximately the best
+    interval = young_interval(stall, failure)
     return (
         f"failures: one every {failure / 3600:,.1f} hours; saving every {interval / 60:,.1f} minutes (Young) leaves "
         f"{1 / daly_slowdown(interval, stall, RESTART_SECONDS, failure):.1%} of the time for progress"
     )
+
+
+def young_interval(save_seconds: float, failure_seconds: float) -> float:
+    """Return approximately the best seconds of work between two saves (Young, Communications of the ACM 17, 1974)."""
+    return math.sqrt(2 * save_seconds * failure_seconds)
 
 
 def daly_slowdown(interval: float, save_seconds: float, restart_seconds: float, failure_seconds: float) -> float:

@@ -11,7 +11,7 @@ from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.flops import run_flops
 from megatron_ext.planning.memory import estimate
 from megatron_ext.planning.run_plan import describe
-from megatron_ext.planning.search import daly_slowdown
+from megatron_ext.planning.search import daly_slowdown, young_interval
 
 RUN = "--model-preset 1B --data-path x --seq-length 8192 --global-batch-size 128 --train-iters 1000 --lr 1e-3"
 
@@ -79,7 +79,7 @@ def test_the_plan_of_experts() -> None:
 
 
 def test_the_best_interval_is_about_youngs() -> None:
-    best = (2 * 60.0 * 6 * 3600) ** 0.5
+    best = young_interval(60.0, 6 * 3600)
     slowdowns = [daly_slowdown(best * factor, 60.0, 600.0, 6 * 3600) for factor in (0.25, 1.0, 4.0)]
     assert slowdowns[1] == min(slowdowns)
 
