@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def pack(configs: Sequence[Config]) -> None:
-    """Make the plans of all stages: of the training split, and of the validation split if it needs plans."""
+    """Make the plans of all stages, for the training split and, if it needs plans, for the validation split."""
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:
         raise UserError("packing: got random, which needs no plan; name another policy")

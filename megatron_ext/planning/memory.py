@@ -69,14 +69,10 @@ class Memory:
     host: int  # pinned host memory for the inputs of layers; not part of the GPU's total
 
     @property
-    def static(self) -> int:
-        """Bytes that stay between steps."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
     def total(self) -> int:
         """Bytes at the peak, either in the loss or in a layer, without `HEADROOM`."""
-        return self.static + self.batches + self.activations + max(self.logits, self.layer)
+        between_steps = self.weights + self.gradients + self.optimizer
+        return between_steps + self.batches + self.activations + max(self.logits, self.layer)
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
@@ -108,10 +104,10 @@ def rank_memories(
 def parameters_of_rank(
     model: ModelConfig, vocab_size: int, tp: int, ep: int, layers: tuple[int, ...], *, first: bool, last: bool
 ) -> tuple[int, int, int]:
-    """Count the parameters of one rank of a pipeline stage with these layers, and among them those of its experts, and
-    those of the matrices that Muon updates.
+    """Count the parameters of one rank of a pipeline stage with these layers.
 
-    The vocabulary is padded. A tied output matrix is a copy of the embedding on the last stage.
+    Returns all of them, the parameters of experts among them, and the matrices that Muon updates. The vocabulary is
+    padded. A tied output matrix is a copy of the embedding on the last stage.
     """
     total = of_experts = of_matrices = 0
     for parameter in filter(lambda row: row.trained, parameters_of(model)):
@@ -285,7 +281,7 @@ class _Rank:
         return self.norms() + (0 if "mlp" in self.again else self.mlp(experts)) + self.attention(shapes)
 
     def norms(self) -> float:
-        """Inputs, outputs and statistics; of recomputed norms the inputs of the first two."""
+        """Inputs, outputs and statistics. Where norms are recomputed, the first two keep only their inputs."""
         block, width = self.block, self.e * self.model.hidden_size
         if "layernorm" in self.again and self.model.block != "phi":
             return self.t * ((block.norms - 2) * self.norm_input + 2 * width) / self.s
@@ -299,9 +295,14 @@ class _Rank:
     def mlp(self, experts: bool) -> float:
         """The MLP in [t, F / tp], or router, balanced experts and shared experts.
 
-        Of E logits: the weights of a token's experts, whole and transposed, the softmax that balances and its counts, 4
-        bytes each, and two maps, (16 + 2) E / s, and sigmoid scores, 4 E / s; of each choice its number twice and its
-        weight, 20 k / s. Of k copies of a token: the experts' input, e D, their weights, 4, and inside `mlp` e F / tp.
+        Bytes that a token adds:
+
+            (16 + 2) E / s    E fp32 weights of experts, whole and transposed, the softmax that balances and its counts,
+                              and two maps
+            4 E / s           sigmoid scores, if they choose the experts
+            20 k / s          the number of each choice, twice, and its weight
+            e D + 4           each of the k copies: the experts' input and its weight
+            `mlp` e F / tp    each of the k copies inside its expert
         """
         model, kept = self.model, self.block.mlp
         if not experts:
@@ -356,9 +357,9 @@ class _Rank:
     def latent_attention(self, shapes: Shapes) -> float:
         """The same for latent attention.
 
-        With N heads of this rank, the latent of Z and the A rotated dimensions of the key: the projected row twice, as
-        a norm's input and as that of the up-projection, Z + A each; the queries, N H; of each row that is expanded, the
-        key, N H, and the projection's output with the value, N (H - A + W); the output, N W. With an exchange, rows are
+        Z is the width of the latent, A the rotated dimensions of the key. A token keeps the projected row twice, as the
+        input of a norm and of the up-projection, Z + A each; the queries, N H; and the output, N W. Each expanded row
+        keeps the key, N H, and the projection's output with the value, N (H - A + W). With an exchange, rows are
         expanded for local and for remote pieces, or keys and values are exchanged. A kernel whose values must have the
         keys' size gets copies of N H, and its output has N H, too.
         """
@@ -442,7 +443,8 @@ class _Rank:
             recomputed = group * max(self.layer(shapes, experts) for shapes in self.shapes)
         mlp, freed = self.mlp_backward(experts), 2 * self.stream
         if parallel.mlp_block_tokens is not None:
-            # of a block: the MLP; and the gradients of the input, and of the weights: the sum and those of the block
+            # a block has its MLP and the gradient of its input; the gradients of the weights exist twice, for the
+            # block and summed
             block = min(parallel.mlp_block_tokens / self.t, 1)
             mlp = block * (mlp + self.mlp(experts) + self.stream) + self.stream
             mlp += (1 - block) * self.gathered  # attention's gather buffer stays

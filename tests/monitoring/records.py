@@ -77,7 +77,7 @@ def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
 
 
 def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0, weighted: bool = False) -> Path:
-    with closing(MetricsWriter(folder, resume_step=first, logging=QUIET)) as writer:
+    with closing(MetricsWriter(folder, resume_step=first, logging=QUIET, config={})) as writer:
         for step in range(first, steps):
             if evaluate_every and step % evaluate_every == 0:
                 writer.write("validation", evaluation_record(step, 6.0 / (1 + step)))

@@ -95,7 +95,7 @@ class TestCutBack:
 
 class TestMetricsWriter:
     def test_each_line_is_in_the_file_before_the_call_returns(self, tmp_path):
-        with closing(MetricsWriter(tmp_path, resume_step=0, logging=QUIET)) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=QUIET, config={})) as writer:
             writer.write("train", step_record(0, bad=np.float32("nan"), some=np.int64(7)))
             assert read_jsonl(tmp_path / "metrics.jsonl") == [step_record(0, bad=None, some=7)]
             writer.write("validation", evaluation_record(1, 3.0, by_length={128: 3.25, 512: 3.0}))
@@ -105,7 +105,7 @@ class TestMetricsWriter:
     def test_a_fresh_run_empties_both_files_even_corrupt_ones(self, tmp_path):
         for name in ("metrics.jsonl", "evaluation.jsonl"):
             (tmp_path / name).write_bytes(b'nonsense\n{"step": 0}\n')
-        MetricsWriter(tmp_path, resume_step=0, logging=QUIET).close()
+        MetricsWriter(tmp_path, resume_step=0, logging=QUIET, config={}).close()
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
         assert (tmp_path / "evaluation.jsonl").read_bytes() == b""
 
@@ -121,7 +121,7 @@ class TestMetricsWriter:
         write_run(tmp_path, 10, evaluate_every=2)
         (tmp_path / "evaluation.jsonl").write_bytes(b"nonsense\n")
         with pytest.raises(UserError, match=r"evaluation\.jsonl, line 1"):
-            MetricsWriter(tmp_path, resume_step=5, logging=QUIET)
+            MetricsWriter(tmp_path, resume_step=5, logging=QUIET, config={})
         assert _steps(tmp_path / "metrics.jsonl") == list(range(10))
 
 
@@ -134,14 +134,14 @@ class TestTensorBoard:
                 writer.write("train", {"step": step, "lm_loss": 9.0 - step})
             writer.write("validation", {"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
             writer.write("validation", {"step": 4, "valid_loss": 4.0})
-        with closing(MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig())) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig(), config={})) as writer:
             writer.write("train", {"step": 2, "lm_loss": 1.0})
         assert _scalars(tmp_path, "train/lm_loss") == [(0, 9.0), (1, 8.0), (2, 1.0)]
         assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
 
     def test_a_list_has_a_scalar_for_each_layer(self, tmp_path):
-        with closing(MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig())) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={})) as writer:
             writer.write("train", {"step": 4, "attention_entropy": [1.5, float("nan")]})
         assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 4, "attention_entropy": [1.5, None]}]
         assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]
@@ -154,9 +154,9 @@ class TestWandb:
         write_run(tmp_path, 3)
         monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
         with pytest.raises(UserError, match=r"wandb_project needs the package wandb; pip install wandb"):
-            MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(wandb_project="p"))
+            MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(wandb_project="p"), config={})
         assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
-        MetricsWriter(tmp_path, resume_step=3, logging=LoggingConfig()).close()  # not asked for: not needed
+        MetricsWriter(tmp_path, resume_step=3, logging=LoggingConfig(), config={}).close()  # not asked for: not needed
 
     def test_a_resumed_run_goes_on_in_the_same_wandb_run(self, tmp_path, monkeypatch):
         pytest.importorskip("wandb", reason="the wandb extra is not installed")
@@ -166,7 +166,10 @@ class TestWandb:
         for resume_step in (0, 2):
             with closing(
                 MetricsWriter(
-                    tmp_path, resume_step=resume_step, logging=LoggingConfig(tensorboard=False, wandb_project="p")
+                    tmp_path,
+                    resume_step=resume_step,
+                    logging=LoggingConfig(tensorboard=False, wandb_project="p"),
+                    config={},
                 )
             ) as writer:
                 for step in range(resume_step, resume_step + 3):

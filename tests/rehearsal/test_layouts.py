@@ -102,8 +102,9 @@ def agree(flags: str, processes: int, microbatches: int) -> None:
     parts = step["memory"]
     memory = stage_memory(config, processes, 32000, fullest_stage(config, processes, 32000))
     rehearsed, static = sum(parts.values()), sum(parts[part] for part in STATIC)
+    planned_static = memory.weights + memory.gradients + memory.optimizer
     assert memory.total == pytest.approx(rehearsed, rel=0.05), parts
-    assert memory.total - memory.static == pytest.approx(rehearsed - static, rel=0.05), parts
+    assert memory.total - planned_static == pytest.approx(rehearsed - static, rel=0.05), parts
     if not config.optimizer.optimizer_cpu_offload:  # whose pinned memory the planner does not count
         assert step["pinned"] == pytest.approx(memory.host, rel=0.1, abs=2**20)
     assert step["cycles"] == 0

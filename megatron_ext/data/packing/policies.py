@@ -26,7 +26,7 @@ from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share, full_pieces
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, fingerprint
 from megatron_ext.data.row import Purpose, permutation, random_words
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, optional_module
 from megatron_ext.files.reading import typed
 
 Options = Mapping[str, int | float]
@@ -235,7 +235,7 @@ class UpsampleLong(Policy):
     def pack(self, corpus: Corpus) -> Packed:
         sources = corpus.sources()
         own = np.zeros(len(corpus.documents), np.int64) if sources is None else sources
-        groups = []  # of each source: its long and short documents, the factor of the long ones, the growth of all
+        groups = []  # for each source: its long and short documents, the factor of the long ones, the growth of all
         for number in range(own.max() + 1):
             above = corpus.lengths > self.threshold
             long, short = np.flatnonzero((own == number) & above), np.flatnonzero((own == number) & ~above)
@@ -284,16 +284,12 @@ class Bm25(Policy):
 
 
 def _walk(texts: list[np.ndarray]) -> Int64:
-    try:
-        from bm25s import BM25
-    except ImportError:
-        raise missing_package("packing: bm25", "bm25s") from None
     size = len(texts)
     vocabulary, ids = np.unique(np.concatenate(texts), return_inverse=True)
     terms = np.split(ids, np.cumsum([len(text) for text in texts])[:-1])
     distinct = [np.unique(ids) for ids in terms]
     spread = np.bincount(np.concatenate(distinct), minlength=len(vocabulary))  # documents of each term
-    index = BM25(backend="numpy", csc_backend="numpy")
+    index = optional_module("packing: bm25", "bm25s").BM25(backend="numpy", csc_backend="numpy")
     corpus = ([ids.tolist() for ids in terms], {term: term for term in range(len(vocabulary))})
     index.index(corpus, create_empty_token=False, show_progress=False)
 

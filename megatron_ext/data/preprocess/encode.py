@@ -24,7 +24,7 @@ from megatron_ext.data.preprocess.shards import FileShard, Shard, write_texts
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
 from megatron_ext.data.text.documents import BLOCK, MAX_DOCUMENT_BYTES, Document, Fields, stop
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, optional_module
 from megatron_ext.files.atomic import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -264,12 +264,9 @@ def split_sentences(text: str, language: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _sentence_splitter(language: str) -> Any:
+    punkt = optional_module("split_sentences", "nltk.tokenize.punkt")
     try:
-        from nltk.tokenize.punkt import PunktTokenizer
-    except ImportError:
-        raise missing_package("split_sentences", "nltk") from None
-    try:
-        return PunktTokenizer(language)
+        return punkt.PunktTokenizer(language)
     except (LookupError, ValueError):
         raise UserError(
             f"split_sentences: nltk's punkt_tab data for {language!r} is not on this machine; "
