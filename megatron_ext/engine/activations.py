@@ -75,13 +75,13 @@ class _Blocks(torch.autograd.Function):
                 part if getattr(weight, "grad_added_to_main_grad", False) else total.float().add_(part)
                 for total, part, weight in zip(sums, parts, ctx.weights, strict=True)
             ] if sums else parts  # fmt: skip
-            del parts  # before those of the next block are computed
+            del parts  # before the next block computes its own
         grad_weights = [total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)]
         return None, None, None, grad_hidden_t1D, *grad_weights
 
 
 class HostCopies:
-    """Copies tensors to reused host buffers and back; on CUDA they are pinned, and a stream of its own copies them."""
+    """Copies tensors to reused host buffers and back; on CUDA the buffers are pinned, and a separate stream copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
