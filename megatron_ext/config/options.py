@@ -12,6 +12,7 @@ import yaml
 from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megatron_ext.config.blocks import BLOCKS, Block
 from megatron_ext.config.mixture import MixturePart, Packing, parts_of_data_path
 from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
@@ -53,6 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # model sizes by name; lists become tupl
     if not name.startswith(".")
 }
 Preset: Any = Literal[tuple(PRESETS)]  # --help and the JSON schema list the names
+BlockName: Any = Literal[tuple(BLOCKS)]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 
 
@@ -75,7 +77,7 @@ class ModelConfig(_Section):
     """A transformer with RoPE and grouped-query or latent attention, with the layers of Llama or another family."""
 
     model_preset: Preset | None = _option(None, "a named model size; other values override it")
-    block: Literal["llama", "phi", "gemma3", "olmo3", "gpt_oss"] = _option(
+    block: BlockName = _option(
         "llama",
         "llama: RMSNorm and SwiGLU, no biases; others as in Phi-2, Gemma 3, Olmo 3 and gpt-oss (docs/conversion.md)",
     )
@@ -144,9 +146,14 @@ class ModelConfig(_Section):
     init_scheme: Literal["megatron", "tinyllama"] = _option(
         "megatron",
         "megatron: init_method_std, / sqrt(2 num_layers) for matrices that write to the residual stream; tinyllama: "
-        "sqrt(2 / (5 hidden_size)), and 1 / (sqrt(hidden_size) num_layers) for those",
+        "sqrt(2 / (5 hidden_size)), and for those matrices 1 / (sqrt(hidden_size) num_layers)",
     )
     hidden_dropout: Decay = _option(0.0, "dropout on the residual branches")
+
+    @property
+    def traits(self) -> Block:
+        """What distinguishes the layers of its block from those of others."""
+        return BLOCKS[self.block]
 
     @property
     def head_size(self) -> int:
@@ -193,15 +200,15 @@ class ModelConfig(_Section):
 
     @property
     def has_qk_norms(self) -> bool:
-        return self.qk_layernorm or self.block in ("gemma3", "olmo3")
+        return self.qk_layernorm or self.traits.qk_norm is not None
 
     @property
     def has_sinks(self) -> bool:
-        return self.softmax_type == "learnable" or self.block == "gpt_oss"
+        return self.softmax_type == "learnable" or self.traits.sinks
 
     @property
     def has_qkv_bias(self) -> bool:
-        return self.add_qkv_bias or self.block in ("phi", "gpt_oss")
+        return self.add_qkv_bias or self.traits.biases
 
     def has_rope(self, layer_number: int) -> bool:
         """Return whether a layer, counted from 1, applies RoPE."""

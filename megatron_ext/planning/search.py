@@ -180,8 +180,8 @@ def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Itera
 def with_less_kept(config: Config) -> Iterator[Config]:
     """Yield variants of a layout that keep less.
 
-    A layout that keeps all activations is varied with partial or full recomputation, or the MLP in blocks; one that
-    recomputes all layers, with their inputs on the host.
+    A layout that keeps all activations has variants with partial or full recomputation, or with the MLP in blocks. One
+    that recomputes all layers has a variant with their inputs on the host.
     """
     parallel, fp8 = config.parallel, config.training.fp8_format is not None
     choices: list[dict[str, Any]] = []

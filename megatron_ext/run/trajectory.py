@@ -56,11 +56,11 @@ class Trajectory(Callback):
     def _describe(self) -> bool:
         """Write config.json; return whether the initial weights are there."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Gemma and Olmo keep their types, because their local layers have separate angles; other models are written
-        # without local layers and layers without angles: optimizer.json records these, like the masks. Attention sinks
-        # are among the weights alone.
+        # Models whose local layers have separate angles keep the types of layers; others are written without local
+        # layers and layers without angles: optimizer.json records these, like the masks. Attention sinks are among the
+        # weights alone.
         plain = self.config.model
-        if plain.block not in ("gemma3", "olmo3"):
+        if not plain.traits.local_angles:
             plain = replace(
                 plain, local_window=None, window_attn_skip_freq=None, rotary_base_local=None, no_rope_freq=None
             )
