@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from launcher import call
-from runs import weight_error
+from runs import relative, weight_error
 
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import ContextOptions
@@ -250,14 +250,6 @@ TP2, PP2, DP2 = Layout("tp2 sp", 2, 1, (_TP2, _SEQUENCE)), Layout("pp2", 2, 1, (
 CP2_TP2 = Layout("cp2 tp2 sp", 4, 2, (_TP2, _SEQUENCE))
 CP2_PP2 = Layout("cp2 pp2", 4, 2, (_PP2,))
 CP2_DP2 = Layout("cp2 dp2", 4, 2)
-
-
-def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """max |a - b| / |b|; what is 0 must be 0."""
-    a, b = np.array(ours), np.array(theirs)
-    assert np.isfinite(a).all()
-    assert not a[b == 0].any()
-    return float(np.max(np.abs(a - b) / np.where(b == 0, 1, np.abs(b))))
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
