@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from launcher import ROOT, TIMEOUT_S, Agent, Commands, Done, torchrun
 from safetensors.torch import load_file  # numpy's knows no bfloat16
+
+from tests.launcher import ROOT, TIMEOUT_S, Agent, Commands, Done, torchrun
 
 TRAINER = "pretrain_skyladder.py"
 CONFIG = ["--config", str(ROOT / "examples" / "configs" / "cpu_smoke.yaml"), "--no-tensorboard"]

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from launcher import call
-from runs import relative, weight_error
 
 from megatron_ext.config import (
     Config,
@@ -23,6 +21,8 @@ from megatron_ext.context_parallel.choice import ContextOptions
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import LayerMasks
+from tests.launcher import call
+from tests.runs import relative, weight_error
 
 VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6
 STEPS = 2
@@ -225,7 +225,7 @@ def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> lis
 
 
 def _work(rank: int, parallel: Parallel, jobs: list[Case | Probe]) -> list[Any]:
-    from context_parallel.worker import work  # imports Megatron
+    from tests.context_parallel.worker import work  # imports Megatron
 
     return work(parallel, jobs)
 

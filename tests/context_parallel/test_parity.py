@@ -7,9 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import slow_but
 
-from context_parallel.cases import (
+from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.exchange import Scheme
+from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.layout import build_layout
+from tests.conftest import slow_but
+from tests.context_parallel.cases import (
     CP2,
     CP2_DP2,
     CP2_PP2,
@@ -28,11 +33,6 @@ from context_parallel.cases import (
     errors,
     run,
 )
-from megatron_ext.context_parallel import plan
-from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.context_parallel.exchange import Scheme
-from megatron_ext.context_parallel.group import ContextGroup
-from megatron_ext.layout import build_layout
 
 TOLERANCE = 1e-5
 LENGTH = 132

@@ -5,12 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import TIMEOUT_S, Commands, Running
-from runs import CONFIG, TRAINER, read_jsonl, without_times
 
 from megatron_ext.checkpoint.folders import folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
+from tests.conftest import SmallData
+from tests.launcher import TIMEOUT_S, Commands, Running
+from tests.runs import CONFIG, TRAINER, read_jsonl, without_times
 
 STEPS = 16
 COMMON = [*CONFIG, "--seq-length", 64, "--global-batch-size", 4, "--train-iters", STEPS, "--window-start", 7]

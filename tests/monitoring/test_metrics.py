@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import MetricsWriter, cut_back, read_by_step, read_jsonl
-
-from .records import QUIET, evaluation_record, step_record, write_run
+from tests.monitoring.records import QUIET, evaluation_record, step_record, write_run
 
 STEPS = st.integers(min_value=-3, max_value=30)
 

@@ -27,8 +27,7 @@ from megatron_ext.monitoring.report import (
     write_report,
 )
 from megatron_ext.token_weighting.passage import Passage
-
-from .records import evaluation_record, step_record, write_passage_file, write_records, write_run
+from tests.monitoring.records import evaluation_record, step_record, write_passage_file, write_records, write_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
 

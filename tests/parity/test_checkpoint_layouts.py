@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG, read_jsonl, relative
 
 from megatron_ext.checkpoint.tensors import Stored
+from tests.conftest import SmallData
+from tests.launcher import Commands
+from tests.runs import CONFIG, read_jsonl, relative
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
 SCRIPT = "pretrain_skyladder.py"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SmallData
-from runs import RunResult, launch, relative, weight_error
+
+from tests.conftest import SmallData
+from tests.runs import RunResult, launch, relative, weight_error
 
 STEPS = 5
 LENGTH = 64

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SmallData
-from runs import RunResult, launch, relative, weight_error
 
 from megatron_ext.checkpoint.tensors import Stored
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
+from tests.conftest import SmallData
+from tests.runs import RunResult, launch, relative, weight_error
 
 try:
     compat.check_muon()

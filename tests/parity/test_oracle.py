@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SmallData, slow_but
-from runs import RunResult, launch, relative, weight_error
 
 from megatron_ext.checkpoint.pretrained import Pretrained
-from parity.oracle import Repeated, repeat
+from tests.conftest import SmallData, slow_but
+from tests.parity.oracle import Repeated, repeat
+from tests.runs import RunResult, launch, relative, weight_error
 
 STEPS = 8
 TOLERANCE = 1e-5

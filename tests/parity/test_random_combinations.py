@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launcher import Commands, Running
-from runs import RunResult, relative, weight_error
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml
-from parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, prepare, write_data
+from tests.launcher import Commands, Running
+from tests.parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, prepare, write_data
+from tests.runs import RunResult, relative, weight_error
 
 QUICK, ALL = 4, 100
 TIMEOUT_S = 120

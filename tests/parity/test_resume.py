@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import Commands, Running
-from runs import CONFIG, RunResult, finish, launch, read_jsonl, refusal, start, weight_error, without_times
+
+from tests.conftest import SmallData
+from tests.launcher import Commands, Running
+from tests.runs import CONFIG, RunResult, finish, launch, read_jsonl, refusal, start, weight_error, without_times
 
 STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]

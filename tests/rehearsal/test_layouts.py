@@ -3,14 +3,14 @@
 from importlib.util import find_spec
 
 import pytest
-from conftest import slow_but
-from planning.fullest import fullest_rank, fullest_stage
-from server import in_child
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
 from megatron_ext.planning.memory import stage_memory
 from megatron_ext.rehearsal.process import Request
+from tests.conftest import slow_but
+from tests.planning.fullest import fullest_rank, fullest_stage
+from tests.rehearsal.server import in_child
 
 SHAPE = (
     "--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --num-query-groups 4 --num-layers 2 "

@@ -10,13 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import slow_but
-from launcher import Commands, free_port
-from mocked import TINY, mocked
-from planning.fullest import fullest_rank, fullest_stage
-from planning.rank_work import rank_work
-from planning.recipe_files import Recipe, known
-from server import in_child
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
@@ -24,6 +17,13 @@ from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.planning.memory import attention_shapes, stage_memory
 from megatron_ext.planning.step_time import Machine, read_speeds
 from megatron_ext.rehearsal.process import Request
+from tests.conftest import slow_but
+from tests.launcher import Commands, free_port
+from tests.planning.fullest import fullest_rank, fullest_stage
+from tests.planning.rank_work import rank_work
+from tests.planning.recipe_files import Recipe, known
+from tests.rehearsal.mocked import TINY, mocked
+from tests.rehearsal.server import in_child
 from tools.rehearse import main as rehearse
 
 HERE = Path(__file__).resolve().parent

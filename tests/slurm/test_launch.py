@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.cluster import ROOT, Cluster, wait_until
+from tests.slurm.cluster import ROOT, Cluster, wait_until
 
 LAUNCH = "examples/slurm/launch.sh"
 PRETRAIN = "examples/slurm/pretrain.sbatch"

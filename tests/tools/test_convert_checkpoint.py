@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint.models import ARCHITECTURES, write_model
-from conftest import SmallData, slow_but
-from launcher import ROOT, Commands
-from runs import CONFIG, RunResult, launch, weight_error
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+
+from tests.checkpoint.models import ARCHITECTURES, write_model
+from tests.conftest import SmallData, slow_but
+from tests.launcher import ROOT, Commands
+from tests.runs import CONFIG, RunResult, launch, weight_error
 
 TOOL = "tools/convert_checkpoint.py"
 QUICK = ("llama", "qwen3-tied", "phi", "gemma3", "mixtral", "mixtral-top1", "deepseek_v3-top1-wide")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from checkpoint.models import ARCHITECTURES, SIZES
 from megatron_ext.checkpoint.hf.config import FAMILIES, hugging_face_config, model_config
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
+from tests.checkpoint.models import ARCHITECTURES, SIZES
 
 LATENT = {"multi_latent_attention": True, "num_query_groups": 4, "kv_lora_rank": 20, "v_head_dim": 24}
 EXPERTS = {
