@@ -1,6 +1,6 @@
-"""Patches and replacements for parts of Megatron-Core 0.16.1 to 0.19.
+"""Patches of Megatron-Core 0.16.1 to 0.19, and what its private names are needed for.
 
-Each states its reason and when to remove it: "Remove with 0.16." is said of what later series do not need.
+Each states its reason and when to remove it: "Remove with 0.16." marks what later series do not need.
 tests/engine/test_compat.py fails when one is no longer needed. Branches ask for a name, never for a version.
 """
 
