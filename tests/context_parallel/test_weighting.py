@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from context_parallel.cases import (
+from megatron_ext.config import WeightingConfig
+from tests.context_parallel.cases import (
     CP2,
     CP2_DP2,
     CP2_PP2,
@@ -24,7 +25,6 @@ from context_parallel.cases import (
     errors,
     run,
 )
-from megatron_ext.config import WeightingConfig
 
 TOLERANCE, DENSE_UNFROZEN = 1e-5, 2e-5
 LAYOUTS = (CP2, TP2, PP2, DP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
-from theirs import write_theirs
 
 from megatron_ext.config import (
     CheckpointConfig,
@@ -36,6 +35,7 @@ from megatron_ext.run.identity import row_identity
 from megatron_ext.run.inputs import splits
 from megatron_ext.schedule import ScheduleKind
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from tests.theirs import write_theirs
 
 STEPS, SAVED_AT = 4, 2
 TOKEN_IDS = 57  # that the data holds; the vocabulary may have more

@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from recipe_files import Recipe, known
 
 from megatron_ext.config import Config
 from megatron_ext.config.matrix import MARK
@@ -13,6 +12,7 @@ from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.files.reading import read_yaml
 from megatron_ext.planning.flops import RunFlops, run_flops
 from megatron_ext.planning.memory import estimate
+from tests.planning.recipe_files import Recipe, known
 from tools import recipes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import Commands, Done
-from runs import CONFIG, read_jsonl
+
+from tests.conftest import SmallData
+from tests.launcher import Commands, Done
+from tests.runs import CONFIG, read_jsonl
 
 SCRIPT, TOOL = "pretrain_skyladder.py", "tools/pack_data.py"
 
