@@ -30,7 +30,8 @@ from megatron_ext.files.atomic import atomic_write
 
 logger = logging.getLogger(__name__)
 PROBLEMS_KEPT = 10
-COMPARED = 1024  # characters of a document that both encoders encode, of each document 1, 2, 4, 8, ... of a part
+COMPARED = 512  # characters of a document that both encoders encode
+COMPARED_DOCUMENTS = {8**k for k in range(12)}  # of each part, from 1
 
 
 @dataclass
@@ -183,9 +184,9 @@ class Encoder:
         lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
         masks = [np.zeros(0, np.uint8)]
         names: dict[str, int] = {}  # of sources, numbered in order of appearance
-        end = [] if self.eod_id is None else [[self.eod_id]]
+        bos, end = ([] if one is None else [np.array([one], np.uint32)] for one in (self.bos_id, self.eod_id))
         for number, document in enumerate(documents, start=1):
-            if self.tokenizer.fast is not None and number & (number - 1) == 0:
+            if self.tokenizer.fast is not None and number in COMPARED_DOCUMENTS:
                 self._compare(document, number)
             sequences, mask = self._encode(document)
             if not sequences:
@@ -194,17 +195,16 @@ class Encoder:
             if mask is not None and not mask.any():
                 report.unanswered += 1
                 continue
-            # a template may add it
-            begin = [] if self.bos_id is None or sequences[0][0] == self.bos_id else [[self.bos_id]]
-            ids = np.concatenate([*begin, *sequences, *end], dtype=self.dtype, casting="unsafe")
+            begin = bos[: sequences[0][0] != self.bos_id]  # a template may add it
+            ids = np.concatenate([*begin, *sequences, *end])
             if len(ids) < least:
                 report.too_short += 1
                 continue
             if most is not None and len(ids) > most:
                 report.too_long += 1
                 continue
-            assert 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size
-            file.write(ids.data)
+            assert ids.max() < self.tokenizer.vocab_size
+            file.write(ids.astype(self.dtype).data)
             lengths.extend(map(len, sequences))
             lengths[-len(sequences)] += len(begin)
             lengths[-1] += len(end)

@@ -132,8 +132,6 @@ class Tokenizer:
         elif encoder == PACKAGE:
             raise UserError(f"encoder: got {PACKAGE} for the tokenizer {BYTES}, which needs none; pass --encoder auto")
         self._refused = frozenset(self.special) - {unknown} | borders
-        self._is_refused = np.zeros(self.vocab_size, bool)
-        self._is_refused[list(self._refused)] = True
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -145,6 +143,8 @@ class Tokenizer:
 
     def _use_gigatoken(self, about: dict[str, Any], needed: bool) -> None:
         try:
+            if one := next((one for one in self.special.values() if len(one) == 1), None):
+                raise UnservedError(f"it would not refuse a text with the special token {one!r}")
             self.fast = FastEncoder(about)
             self.encoder = self.fast.name
         except UnservedError as why:
@@ -154,12 +154,9 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         """Encode a text as `encode` does, with the encoder that was asked for."""
-        if self.fast is None or not self.fast.serves(text):
-            return np.array(self.encode(text), np.uint32)
-        ids = self.fast(text)
-        if self._is_refused[ids].any():
-            self._refuse(text, next(token for token in ids.tolist() if token in self._refused))
-        return ids
+        if self.fast is not None and self.fast.serves(text):
+            return self.fast(text)
+        return np.array(self.encode(text), np.uint32)
 
     def compare(self, text: str) -> str | None:
         """Return how the ids of gigatoken and of tokenizers differ for a text, or None if they are the same."""
