@@ -19,8 +19,8 @@ from megatron_ext.config.arguments import parse_stages
 from megatron_ext.data.packing.plan import load_plan, plan_folder, save_plan
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan
 from megatron_ext.data.packing.report import describe, describe_contexts, report
-from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import UserError
+from megatron_ext.run.identity import checked_vocab_size
 from megatron_ext.run.inputs import Split, splits
 
 
@@ -44,7 +44,7 @@ def pack(configs: Sequence[Config]) -> None:
     if not planned:
         raise UserError("packing: got random, which needs no plan; name another policy")
     for config in planned:
-        vocab_size = vocabulary(config)
+        vocab_size = checked_vocab_size(config)
         plain = replace(config, weighting=type(config.weighting)())
         for number in (0, 1) if config.training.eval_interval else (0,):
             for split in splits(plain, vocab_size, number):
