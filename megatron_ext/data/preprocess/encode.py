@@ -195,7 +195,7 @@ class Encoder:
             if mask is not None and not mask.any():
                 report.unanswered += 1
                 continue
-            begin = bos[: sequences[0][0] != self.bos_id]  # a template may add it
+            begin = bos if sequences[0][0] != self.bos_id else []  # a template may add it
             ids = np.concatenate([*begin, *sequences, *end])
             if len(ids) < least:
                 report.too_short += 1

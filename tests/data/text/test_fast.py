@@ -96,17 +96,21 @@ POSSESSIVE = {
         (["pre_tokenizer", "add_prefix_space"], True),
         (["pre_tokenizer"], {"type": "Whitespace"}),
         (["pre_tokenizer"], POSSESSIVE),
-        (["model", "continuing_subword_prefix"], "##"),
-        (["added_tokens", 0, "content"], "f"),
     ],
 )
 def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path, path: list[Any], value: object) -> None:
     other = changed(folder, tmp_path, path, value)
-    opened = Tokenizer(other, eod_token="fox" if path[0] == "added_tokens" else None, encoder="auto")
+    opened = Tokenizer(other, encoder="auto")
     assert opened.fast is None
     assert opened.encoder.startswith("tokenizers")
     with pytest.raises(UserError, match="gigatoken cannot serve"):
-        Tokenizer(other, eod_token="fox" if path[0] == "added_tokens" else None, encoder="gigatoken")
+        Tokenizer(other, encoder="gigatoken")
+
+
+def test_an_end_token_that_texts_spell_is_refused_by_tokenizers(folder: Path) -> None:
+    opened = Tokenizer(folder, eod_token="f", encoder="auto")
+    with pytest.raises(UserError, match="would hold the special token"):
+        opened.encode_array("fox f")
 
 
 def test_added_tokens_that_take_spaces_are_for_tokenizers(folder: Path, tmp_path: Path) -> None:
