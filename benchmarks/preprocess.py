@@ -23,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,14 +125,22 @@ def tools_of(options: argparse.Namespace, corpus: Path, tokenizer: Path, folder:
 def read_texts(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the texts of the input, or of Python's standard library."""
     source = options.input or folder / "corpus.jsonl"
-    if options.input is None:
+    if not source.exists():
         _tool("gather_corpus", "--output", source, "--max-bytes", options.corpus_bytes)
     with source.open() as lines:
         return [json.loads(line)["text"] for line in lines]
 
 
-def write_inputs(texts: list[str], size: int, folder: Path) -> list[Path]:
+def make_tokenizer(options: argparse.Namespace, shape: str, folder: Path) -> Path:
+    """Train a tokenizer in one of the shapes of fuzz_ids.py on the texts."""
+    about = next(about for name, *about in shapes() if name == shape)
+    train(*about, read_texts(options, folder), tokenizer := folder / shape.replace(" ", ""), VOCABULARY)
+    return tokenizer
+
+
+def write_inputs(options: argparse.Namespace, size: int, folder: Path) -> list[Path]:
     """Write small.jsonl with the first quarter of the documents of `size` characters, and large.jsonl with all."""
+    texts = read_texts(options, folder)
     documents = [json.dumps({"text": text[i : i + size]}) + "\n" for text in texts for i in range(0, len(text), size)]
     small, large = folder / "small.jsonl", folder / "large.jsonl"
     small.write_text("".join(documents[: max(len(documents) // 4, 1)]))
@@ -186,15 +196,14 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", help="of those above to measure, with megatron_ext (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    # a command never seems smaller than the process that started it, so the texts are in another one
+    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(1, get_context("spawn")) as other:
         folder = Path(name)
-        texts = read_texts(options, folder)
-        for shape, *about in shapes():
-            if shape in options.shapes:
-                train(*about, texts, tokenizer := folder / shape.replace(" ", ""), VOCABULARY)
-                for size in options.document_bytes:
-                    inputs = write_inputs(texts, size, folder)
-                    measure(options, inputs, tokenizer, folder, shape=shape, document_bytes=size)
+        for shape in options.shapes:
+            tokenizer = other.submit(make_tokenizer, options, shape, folder).result()
+            for size in options.document_bytes:
+                inputs = other.submit(write_inputs, options, size, folder).result()
+                measure(options, inputs, tokenizer, folder, shape=shape, document_bytes=size)
 
 
 if __name__ == "__main__":
