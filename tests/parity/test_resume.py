@@ -14,6 +14,7 @@ STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
 EVALUATION = ["--eval-interval", "4", "--eval-iters", "1"]
 COMMON = ["--seq-length", "64", "--train-iters", str(STEPS), *WINDOW, *EVALUATION]
+EXPOSURE = ("--token-weighting", "unfrozen", "--weight-score", "exposure", "--weight-post", "none")
 DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 
@@ -70,6 +71,7 @@ Wholes = Callable[..., RunResult]
     ("processes", "layout", "stops"),
     [
         (1, (), [(signal.SIGTERM, False), (signal.SIGINT, False)]),
+        (1, EXPOSURE, [(signal.SIGTERM, False)]),
         (2, DP2, [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)]),
     ],
 )
