@@ -4,24 +4,34 @@ python tools/pack_data.py --config run.yaml --packing best_fit
 python tools/pack_data.py --config run.yaml --packing upsample_long --packing-options threshold=8192 factor=5
 python tools/pack_data.py --config run.yaml --mixture mixture.yaml
 
-All flags are the trainer's; for a run in stages, all stages are packed, or only --stage. Plans are stored beside the
-datasets, in PREFIX.packing/, where the trainer finds them.
+python tools/pack_data.py --config run.yaml --packing best_fit --filter-by-gain SHARE SHORT LONG
+
+The last one keeps the SHARE of the documents whose losses gain most from long context, by two stores of losses of the
+rows of the same run without the filter: in a short context, and in whole rows. Train with filter_by_gain=SHARE among
+the --packing-options.
+
+All other flags are the trainer's; for a run in stages, all stages are packed, or only --stage. Plans are stored beside
+the datasets, in PREFIX.packing/, where the trainer finds them.
 """
 
+import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from typing import Any
 
-from megatron_ext.cli import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.data.packing.plan import load_plan, plan_folder, save_plan
+from megatron_ext.data.packing.gain import Kept, document_gains, keep_by_gain
+from megatron_ext.data.packing.plan import PLAN, PackedRows, load_plan, plan_folder, save_plan
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan
 from megatron_ext.data.packing.report import describe, describe_contexts, report
-from megatron_ext.data.rows.identity import vocabulary
+from megatron_ext.data.rows.identity import row_identity, vocabulary
 from megatron_ext.errors import UserError
-from megatron_ext.run.inputs import Split, splits
+from megatron_ext.run.inputs import Split, open_split, splits
+from megatron_ext.token_weighting.store import ScoreStore
 
 
 @command
@@ -30,16 +40,22 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         print("Options of the policies, with their defaults:")
         for policy, kind in POLICIES.items():
-            options = asdict(kind()).items()
+            options = kind().options.items()
             words = (f"{name}={'(no limit)' if value == UNLIMITED else f'{value:g}'}" for name, value in options)
             print(f"  {policy:<15} {' '.join(words)}".rstrip())
         return 0
-    pack([stage.config for stage in parse_stages(argv)])
+    parser = Parser()
+    parser.add_argument("--filter-by-gain", nargs=3, metavar=("SHARE", "SHORT", "LONG"))
+    options, flags = parser.parse_known_args(argv)
+    pack([stage.config for stage in parse_stages(flags)], options.filter_by_gain)
     return 0
 
 
-def pack(configs: Sequence[Config]) -> None:
-    """Make the plans of all stages: of the training split, and of the validation split if it needs plans."""
+def pack(configs: Sequence[Config], filtered: Sequence[str] | None = None) -> None:
+    """Make the plans of all stages: of the training split, and of the validation split if it needs plans.
+
+    `filtered`: a share, and the stores of losses in a short context and in whole rows, that choose the documents.
+    """
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:
         raise UserError("packing: got random, which needs no plan; name another policy")
@@ -48,23 +64,58 @@ def pack(configs: Sequence[Config]) -> None:
         plain = replace(config, weighting=type(config.weighting)())
         for number in (0, 1) if config.training.eval_interval else (0,):
             for split in splits(plain, vocab_size, number):
-                if split.part.packing != "random":
+                if number == 0 and filtered is not None:
+                    _make_filtered(plain, vocab_size, split, *filtered)
+                elif split.part.packing != "random":
                     _make(split, ("training", "validation")[number])
 
 
-def _make(split: Split, documents: str) -> None:
-    """Make a plan if missing, and report on it; `documents` describes the documents."""
+def _make_filtered(config: Config, vocab_size: int, split: Split, share: str, short: str, long: str) -> None:
+    """Make the plan of the documents with the highest gains."""
+    data, whole = config.data, replace(split, part=split.part.unfiltered())
+    option = f"filter_by_gain={share}"
+    (line,) = [*replace(whole.part, packing_options=(option,)).mistakes(data.seq_length), None][:1]
+    if len(data.parts) > 1 or split.length != data.seq_length:
+        line = "filter_by_gain: needs one dataset whose sequences are rows; pack each dataset of a mixture by itself"
+    if line:
+        raise UserError(line)
+    part = replace(whole.part, packing_options=(*whole.part.packing_options, option))
+    of_row = {"mixture": (whole.part,)} if data.mixture else {"packing_options": whole.part.packing_options}
+    identity: dict[str, Any] = row_identity(replace(config, data=replace(data, **of_row)), vocab_size)
+    rows = open_split(whole, config)
+    assert isinstance(rows, PackedRows)
+    first, length = data.first_sample, data.seq_length
+    before = ScoreStore.open(short, first=first, **identity)
+    facts = {"model": before.identity.model, "rows": before.identity.rows}
+    after = ScoreStore.open(long, first=first, short_context=length, short_stride=length, **facts, **identity)
+    if before.identity.short_context >= length:
+        raise UserError(f"score store {short}: its losses are those of whole rows; name the short-context store first")
+    gains = document_gains(rows, before, after, first)
+    kept = keep_by_gain(float(share), gains, split.documents, before, after)
+    _make(replace(split, part=part), "training", kept)
+
+
+def _make(split: Split, documents: str, kept: Kept | None = None) -> None:
+    """Make a plan if missing, and report on it; `documents` describes the documents, of which some may be `kept`."""
     began = time.perf_counter()
     key, prefix = split.plan_key(), split.part.prefix
     try:
         plan = load_plan(prefix, key)
     except UserError:  # missing or damaged
         try:
-            plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, split.part.options)
+            chosen = None if kept is None else kept.documents
+            options = split.part.options
+            plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, options, chosen)
         except UserError as error:
             raise UserError(f"{prefix}, {documents} documents: {error}") from None
-        save_plan(plan, prefix)
-    print(f"{plan_folder(prefix, key)}  ({time.perf_counter() - began:.1f} s)")
+        save_plan(plan, prefix, kept and kept.record)
+    folder = plan_folder(prefix, key)
+    if kept is not None:
+        if json.loads((folder / PLAN).read_text())["filter"] != kept.record:
+            raise UserError(f"filter_by_gain: {folder} was made with other scores; delete it, then pack again")
+        print("filter_by_gain: kept {kept:,} of the {with_scores:,} documents with scores, of {documents:,}; "
+              "least gain {least_gain:.3g}".format(**kept.record))  # fmt: skip
+    print(f"{folder}  ({time.perf_counter() - began:.1f} s)")
     made = report(plan, split.source, split.documents)
     print(describe({key.policy: made}))
     print(describe_contexts(made))

@@ -13,7 +13,7 @@ decomposition   L / 2^i pieces of 2^i tokens of a document      see `decompositi
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -65,7 +65,16 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Policy:
-    """A way to create rows from documents; the fields are its options."""
+    """A way to create rows from documents; the fields are its options, a field that is None no option.
+
+    `filter_by_gain` is the share of the documents that `Kept` chose, for every policy but `random`.
+    """
+
+    filter_by_gain: Annotated[float, Field(gt=0, le=1)] | None = field(default=None, kw_only=True)
+
+    @property
+    def options(self) -> dict[str, int | float]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def check(self, row_length: int) -> None:
         """Raise UserError if the options are invalid for rows of this length."""
@@ -100,6 +109,10 @@ def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packe
 @dataclass(frozen=True)
 class Random(Policy):
     """The rows of `RowDataset` that start in epoch 0; the last one extends into the next epochs."""
+
+    def check(self, row_length: int) -> None:
+        if self.filter_by_gain is not None:
+            raise UserError("packing: random reads no plan, and filter_by_gain needs one; name another policy")
 
     def pack(self, corpus: Corpus) -> Packed:
         total = int(corpus.lengths.sum())
@@ -399,19 +412,27 @@ def plan_key(
 ) -> PlanKey:
     """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`."""
     chosen = check_options(policy, options or {}, row_length)
-    return PlanKey(policy, row_length, seed, asdict(chosen), fingerprint(source, documents))
+    return PlanKey(policy, row_length, seed, chosen.options, fingerprint(source, documents))
 
 
 def build_plan(
-    policy: str, source: IndexedSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
+    policy: str,
+    source: IndexedSource,
+    documents: Documents,
+    row_length: int,
+    seed: int,
+    options: Options | None = None,
+    kept: Documents | None = None,
 ) -> PackingPlan:
-    """Pack `documents` (empty ones are ignored) into rows of `row_length` tokens.
+    """Pack `documents` (empty ones are ignored), or of them those `kept`, into rows of `row_length` tokens.
 
     `random` gives the rows that start in epoch 0 of `RowDataset`, for reports only; training reads `RowDataset`. Raises
     UserError for invalid options, no tokens, or no row.
     """
     key = plan_key(policy, source, documents, row_length, seed, options)
-    chosen, lengths = nonempty(source, documents)
+    if (kept is None) != ("filter_by_gain" not in key.options):
+        raise UserError(f"packing: filter_by_gain needs scores; make the plan with {program('pack')} --filter-by-gain")
+    chosen, lengths = nonempty(source, documents if kept is None else kept)
     row_offsets, pieces = POLICIES[policy](**key.options).pack(Corpus(source, chosen, lengths, row_length, seed))
     if len(row_offsets) == 1:
         raise UserError(
