@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 def pack(configs: Sequence[Config], filtered: Sequence[str] | None = None) -> None:
     """Make the plans of all stages: of the training split, and of the validation split if it needs plans.
 
-    `filtered`: a share, and the stores of losses in a short context and in whole rows, that choose the documents.
+    `filtered`: a share, and the stores of losses in a short context and in whole rows, that choose training documents.
     """
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:
@@ -72,50 +72,45 @@ def pack(configs: Sequence[Config], filtered: Sequence[str] | None = None) -> No
 
 def _make_filtered(config: Config, vocab_size: int, split: Split, share: str, short: str, long: str) -> None:
     """Make the plan of the documents with the highest gains."""
-    data, whole = config.data, replace(split, part=split.part.unfiltered())
-    option = f"filter_by_gain={share}"
-    (line,) = [*replace(whole.part, packing_options=(option,)).mistakes(data.seq_length), None][:1]
-    if len(data.parts) > 1 or split.length != data.seq_length:
-        line = "filter_by_gain: needs one dataset whose sequences are rows; pack each dataset of a mixture by itself"
-    if line:
-        raise UserError(line)
-    part = replace(whole.part, packing_options=(*whole.part.packing_options, option))
-    of_row = {"mixture": (whole.part,)} if data.mixture else {"packing_options": whole.part.packing_options}
-    identity: dict[str, Any] = row_identity(replace(config, data=replace(data, **of_row)), vocab_size)
-    rows = open_split(whole, config)
+    data, part, length, first = config.data, split.part.unfiltered(), config.data.seq_length, config.data.first_sample
+    if len(data.parts) > 1 or split.length != length:
+        raise UserError("filter_by_gain: got a mixture or sequences shorter than rows, needs one dataset of whole rows")
+    kept = replace(split, part=replace(part, packing_options=(*part.packing_options, f"filter_by_gain={share}")))
+    kept.plan_key()  # refuses an invalid share
+    rows = open_split(replace(split, part=part), config)
     assert isinstance(rows, PackedRows)
-    first, length = data.first_sample, data.seq_length
+    of_rows = replace(data, data_path=(), mixture=(part,), packing="random", packing_options=(), long_share=None)
+    identity: dict[str, Any] = row_identity(replace(config, data=of_rows), vocab_size)
     before = ScoreStore.open(short, first=first, **identity)
-    facts = {"model": before.identity.model, "rows": before.identity.rows}
-    after = ScoreStore.open(long, first=first, short_context=length, short_stride=length, **facts, **identity)
     if before.identity.short_context >= length:
         raise UserError(f"score store {short}: its losses are those of whole rows; name the short-context store first")
+    identity |= {"rows": before.identity.rows, "model": before.identity.model}
+    after = ScoreStore.open(long, first=first, short_context=length, short_stride=length, **identity)
     gains = document_gains(rows, before, after, first)
-    kept = keep_by_gain(float(share), gains, split.documents, before, after)
-    _make(replace(split, part=part), "training", kept)
+    _make(kept, "training", keep_by_gain(kept.part.options["filter_by_gain"], gains, split.documents, before, after))
 
 
 def _make(split: Split, documents: str, kept: Kept | None = None) -> None:
     """Make a plan if missing, and report on it; `documents` describes the documents, of which some may be `kept`."""
     began = time.perf_counter()
     key, prefix = split.plan_key(), split.part.prefix
+    if kept is None and "filter_by_gain" in key.options:
+        raise UserError("filter_by_gain: needs scores; give --filter-by-gain SHARE SHORT LONG")
+    chosen, record = (split.documents, {}) if kept is None else (kept.documents, {"filter": kept.record})
+    folder = plan_folder(prefix, key)
     try:
         plan = load_plan(prefix, key)
     except UserError:  # missing or damaged
         try:
-            chosen = None if kept is None else kept.documents
-            options = split.part.options
-            plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, options, chosen)
+            plan = build_plan(key.policy, split.source, chosen, split.length, split.seed, split.part.options)
         except UserError as error:
             raise UserError(f"{prefix}, {documents} documents: {error}") from None
-        save_plan(plan, prefix, kept and kept.record)
-    folder = plan_folder(prefix, key)
+        save_plan(replace(plan, key=key), prefix, record)
+    print(f"{folder}  ({time.perf_counter() - began:.1f} s)")
     if kept is not None:
         if json.loads((folder / PLAN).read_text())["filter"] != kept.record:
             raise UserError(f"filter_by_gain: {folder} was made with other scores; delete it, then pack again")
-        print("filter_by_gain: kept {kept:,} of the {with_scores:,} documents with scores, of {documents:,}; "
-              "least gain {least_gain:.3g}".format(**kept.record))  # fmt: skip
-    print(f"{folder}  ({time.perf_counter() - began:.1f} s)")
+        print(kept)
     made = report(plan, split.source, split.documents)
     print(describe({key.policy: made}))
     print(describe_contexts(made))

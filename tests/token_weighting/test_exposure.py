@@ -68,7 +68,7 @@ def test_the_weights_are_those_of_a_count_by_hand(options: dict[str, Any], docum
     ours = np.stack([weighed(sample).weights for sample in range(ROWS)])
     theirs = by_hand(range(ROWS), weighting, document_mask=document_mask)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    assert len(set(np.unique(theirs))) > 2 or not weighting.exposure_gamma
+    assert len(np.unique(theirs)) > 1
 
 
 def test_the_tail_weighs_one_plus_alpha_on_average_and_rare_buckets_more() -> None:

@@ -106,6 +106,13 @@ def test_documents_are_kept_by_their_gain(
     assert json.loads((folder / "plan.json").read_text())["filter"]["kept"] == len(wanted)
     option = ["--packing-options", "filter_by_gain=0.3"]
     alone.run(SCRIPT, *CONFIG, *flags, *option, "--save", tmp_path / "run")
+    both[0].rename(tmp_path / "before")
+    facts = StoreIdentity(rows=rows.plan.rows, short_context=8, short_stride=8, model="m", **identity)
+    store = ScoreStore.create_or_resume(both[0], facts)
+    for row in range(rows.plan.rows):
+        store.write(row, losses[0, -row])
+    stale = pack(*flags, "--filter-by-gain", 0.3, *both)
+    assert "was made with other scores" in stale.stderr.splitlines()[-1]
     folder.rename(tmp_path / "away")
     for wrong, text in (
         ([*flags, "--filter-by-gain", 0, *both], "filter_by_gain"),
@@ -116,7 +123,7 @@ def test_documents_are_kept_by_their_gain(
         ([*flags, "--no-document-mask", "--filter-by-gain", 0.3, *both], "its packing is"),
         ([*flags, "--filter-by-gain", 0.3, tmp_path / "none", both[1]], "there is no store here"),
         ([*copied(small_data, tmp_path), "--filter-by-gain", 0.3, *both], "which needs no plan"),
-        ([*flags, *option], "filter_by_gain needs scores"),
+        ([*flags, *option], "filter_by_gain: needs scores"),
     ):
         refused = pack(*wrong)
         assert refused.status == 2, (wrong, refused.stdout)

@@ -17,10 +17,16 @@ from megatron_ext.token_weighting.store import ScoreStore
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """The documents that a filter keeps, indices into the data set, int64 [n] ascending; and what a plan records."""
+    """The documents that a filter keeps, indices into the data set, int64 [n] ascending; and what plan.json records."""
 
     documents: Int64
     record: dict[str, object]
+
+    def __str__(self) -> str:
+        text = (
+            "kept {kept:,} of the {with_scores:,} documents with scores, of {documents:,}; least gain {least_gain:.3g}"
+        )
+        return text.format(**self.record)
 
 
 def document_gains(rows: PackedRows, short: ScoreStore, long: ScoreStore, first: int) -> Float64:

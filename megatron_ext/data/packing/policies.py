@@ -65,11 +65,9 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Policy:
-    """A way to create rows from documents; the fields are its options, a field that is None no option.
+    """A way to create rows from documents; the fields are its options."""
 
-    `filter_by_gain` is the share of the documents that `Kept` chose, for every policy but `random`.
-    """
-
+    # the share of documents that packing/gain.py kept; None: all, and no option
     filter_by_gain: Annotated[float, Field(gt=0, le=1)] | None = field(default=None, kw_only=True)
 
     @property
@@ -416,23 +414,15 @@ def plan_key(
 
 
 def build_plan(
-    policy: str,
-    source: IndexedSource,
-    documents: Documents,
-    row_length: int,
-    seed: int,
-    options: Options | None = None,
-    kept: Documents | None = None,
+    policy: str, source: IndexedSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
 ) -> PackingPlan:
-    """Pack `documents` (empty ones are ignored), or of them those `kept`, into rows of `row_length` tokens.
+    """Pack `documents` (empty ones are ignored) into rows of `row_length` tokens.
 
     `random` gives the rows that start in epoch 0 of `RowDataset`, for reports only; training reads `RowDataset`. Raises
     UserError for invalid options, no tokens, or no row.
     """
     key = plan_key(policy, source, documents, row_length, seed, options)
-    if (kept is None) != ("filter_by_gain" not in key.options):
-        raise UserError(f"packing: filter_by_gain needs scores; make the plan with {program('pack')} --filter-by-gain")
-    chosen, lengths = nonempty(source, documents if kept is None else kept)
+    chosen, lengths = nonempty(source, documents)
     row_offsets, pieces = POLICIES[policy](**key.options).pack(Corpus(source, chosen, lengths, row_length, seed))
     if len(row_offsets) == 1:
         raise UserError(

@@ -64,8 +64,8 @@ class MixturePart:
 
     def unfiltered(self) -> "MixturePart":
         """Return the part with all documents."""
-        kept = tuple(text for text in self.packing_options if text.partition("=")[0].strip() != "filter_by_gain")
-        return replace(self, packing_options=kept)
+        options = tuple(text for text in self.packing_options if not text.strip().startswith("filter_by_gain"))
+        return replace(self, packing_options=options)
 
     def mistakes(self, row_length: int) -> Iterator[str]:
         """Yield a line for each value that is invalid for rows of this length."""

@@ -10,7 +10,7 @@ from data.packing.sources import ListedSource
 
 from megatron_ext.data.packing.gain import document_gains, keep_by_gain
 from megatron_ext.data.packing.plan import PackedRows
-from megatron_ext.data.packing.policies import build_plan
+from megatron_ext.data.packing.policies import build_plan, plan_key
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 
@@ -75,17 +75,13 @@ def test_the_share_is_rounded_up_and_the_first_of_equals_is_kept(tmp_path: Path,
     assert facts == {"documents": 6, "with_scores": 5, "kept": len(kept), "least_gain": gains[kept].min()}
 
 
-def test_a_filtered_plan_has_a_key_of_its_own_and_only_kept_documents() -> None:
+def test_the_share_is_an_option_of_every_policy_but_random() -> None:
     source: Any = ListedSource(LENGTHS)
-    args = ("best_fit", source, range(len(LENGTHS)), LENGTH, SEED)
-    plan = build_plan(*args, {"filter_by_gain": 0.5}, [0, 3])
-    assert set(plan.pieces[:, 0].tolist()) == {0, 3}
-    assert plan.key.options["filter_by_gain"] == 0.5
-    assert "filter_by_gain" not in build_plan(*args).key.options
+    args = (source, range(len(LENGTHS)), LENGTH, SEED)
+    assert plan_key("best_fit", *args, {"filter_by_gain": 0.5}).options == {"filter_by_gain": 0.5}
+    assert plan_key("best_fit", *args).options == {}
     for share in (0, 1.1):
         with pytest.raises(UserError, match="filter_by_gain"):
-            build_plan(*args, {"filter_by_gain": share}, [0, 3])
-    with pytest.raises(UserError, match="filter_by_gain needs scores"):
-        build_plan(*args, {"filter_by_gain": 0.5})
+            plan_key("best_fit", *args, {"filter_by_gain": share})
     with pytest.raises(UserError, match="random reads no plan"):
-        build_plan("random", *args[1:], {"filter_by_gain": 0.5})
+        plan_key("random", *args, {"filter_by_gain": 0.5})
