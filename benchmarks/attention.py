@@ -15,7 +15,7 @@ softmax between them. Backward runs twice, and must give equal results in determ
 
 Speed: `ideal` is the kernel's own time for one causal segment of the whole row, times the pairs of this layout over the
 pairs of that one, that is, the time at constant cost per pair. Goal: at most 1.25 times that for windows from 256 on.
-Inputs are created once, on the GPU; CUDA events measure. Without CUDA the reference replaces the kernels, on small
+QKV are created once, on the GPU; CUDA events measure. Without CUDA the reference replaces the kernels, on small
 sizes: a dry run.
 """
 
@@ -41,8 +41,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.arrays import Int32
 from megatron_ext.attention.backends import BACKENDS, select
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
@@ -150,8 +150,8 @@ def run(attend: Attend, case: Case, dtype: torch.dtype, given: list[Tensor]) -> 
     leaves = [x.requires_grad_() for x in (query, key, value, *sinks)]
     if case.strided:
         query = torch.cat([query] * 2, dim=1).chunk(2, dim=1)[1]
-    call = moved(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), DEVICE)
-    out = attend(Inputs(query, key, value, *sinks), call, case.head_size**-0.5)
+    call = moved(AttentionCall.of(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), DEVICE)
+    out = attend(QKV(query, key, value, *sinks), call, case.head_size**-0.5)
     return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
@@ -243,7 +243,7 @@ def milliseconds(attend: Attend, case: Case) -> tuple[float, float]:
     """Time forward and backward separately: the median of as many calls as fit into `ENOUGH_SECONDS`, at least one."""
     *leaves, grad = inputs(case)
     leaves = [x.requires_grad_() for x in leaves]
-    call = moved(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), DEVICE)
+    call = moved(AttentionCall.of(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), DEVICE)
     scale = case.head_size**-0.5
     forwards: list[float] = []
     backwards: list[float] = []
@@ -252,7 +252,7 @@ def milliseconds(attend: Attend, case: Case) -> tuple[float, float]:
         if len(forwards) == 1:  # the first one compiles and allocates
             enough = time.perf_counter() + ENOUGH_SECONDS
         with timed(forwards):
-            out = attend(Inputs(*leaves), call, scale)
+            out = attend(QKV(*leaves), call, scale)
         with timed(backwards):
             torch.autograd.grad(out, leaves, grad)
     return statistics.median(forwards[1:]) * 1e3, statistics.median(backwards[1:]) * 1e3

@@ -25,11 +25,12 @@ import torch
 from clock import CUDA, timed
 from record import Records, parser_of, run_apart
 
-from megatron_ext.batch import StepBatches, context_options
+from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_ext.config.options import PRESETS
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.context_parallel.choice import context_options
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap

@@ -5,7 +5,8 @@ device is pinned first, and data from the device is copied to pinned memory and 
 nothing is copied.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -44,18 +45,20 @@ def to_device(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 class AsyncHostCopy:
-    """Copies a 1-dimensional device tensor to the host asynchronously; `values` waits only for this copy."""
+    """Copies device tensors to the host in one asynchronous copy, as float64; `values` waits only for this copy."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         self._landed: torch.cuda.Event | None = None
-        self._host = values
-        if values.device.type == "cuda":
-            self._host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+        self._host = joined = torch.cat([tensor.double().flatten() for tensor in tensors.values()])
+        if joined.device.type == "cuda":
+            self._host = torch.empty_like(joined, device="cpu", pin_memory=True).copy_(joined, non_blocking=True)
             self._landed = torch.cuda.Event()
             self._landed.record()
 
-    def values(self) -> list[float]:
+    def values(self) -> dict[str, list[float]]:
+        """Return the numbers of each tensor by its name."""
         if self._landed is not None:
             self._landed.synchronize()
-        values: list[float] = self._host.tolist()
-        return values
+        numbers = iter(self._host.tolist())
+        return {name: list(itertools.islice(numbers, size)) for name, size in self._sizes.items()}

@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a run imports when it gets there: a child's import is lost with it.
-LATE = ["megatron_ext.run.stages", "megatron_ext.run.inference", "torch._dynamo", "torch.utils.tensorboard", "pytest"]
+LATE = ["megatron_ext.run.stages", "megatron_ext.inference.model", "torch._dynamo", "torch.utils.tensorboard", "pytest"]
 
 
 def main_of(script: str) -> Callable[..., Any]:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.batch import ContextOptions, Places, RowScores, assemble, lay_end_to_end, pack
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.batch import Places, RowScores, assemble, lay_end_to_end, pack
+from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
 
 ROWS = [

@@ -32,7 +32,8 @@ OTHERS = {
     "--no-build-isolation",
     "--no-python",
     "--prefix",
-}  # lm-eval's, OLMES's, pip's, torchrun's, torchfrtrace's
+    *("--rm", "--gpus", "--ipc", "--volume"),
+}  # lm-eval's, OLMES's, pip's, torchrun's, torchfrtrace's, docker's
 
 
 def missing_paths(page: Path, text: str) -> list[str]:

@@ -70,7 +70,7 @@ def verify(options: argparse.Namespace) -> bool:
     tokens = text.encode(text_of(options.text))[: options.tokens + 1]
     if len(tokens) < 2:
         raise UserError(f"text: got {len(tokens)} token ids, needs at least 2; give a longer text")
-    from megatron_ext.run.compare import compare  # importing Megatron and transformers takes seconds
+    from megatron_ext.inference.compare import compare  # importing Megatron and transformers takes seconds
 
     gap = compare(theirs[0], ours[0], tokens, options.dtype, options.greedy_tokens)
     print(f"{len(tokens) - 1} tokens in {options.dtype}, logits up to {gap.scale:.4g} in size")

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
+from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions, RecallOptions
 from megatron_ext.launch import is_first, read_launch
 
 
@@ -102,9 +103,10 @@ def main(argv: list[str]) -> int:
     check(options)
     processes = parse_processes(flags)
     from megatron_ext.evaluation.report import write_record  # these imports take seconds
-    from megatron_ext.run.evaluate import evaluate_models
+    from megatron_ext.inference.evaluate import evaluate_models
 
-    record, items = evaluate_models(options, processes)
+    kind = {"perplexity": PerplexityOptions, "recall": RecallOptions, "lm-eval": LmEvalOptions}[options.command]
+    record, items = evaluate_models(kind.of(options), processes)
     if first:
         print(write_record(record, items, options.output), end="")
     return 0

@@ -17,7 +17,8 @@ from pathlib import Path
 from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.sampling import Sampling
+from megatron_ext.inference.options import GenerateOptions
+from megatron_ext.inference.sampling import Sampling
 from megatron_ext.launch import is_first, read_launch
 
 
@@ -65,9 +66,9 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING if is_first() else logging.ERROR)
     read_launch()
     sampling, processes = check(options), parse_processes(flags)
-    from megatron_ext.run.generate import generate_text  # importing Megatron takes seconds
+    from megatron_ext.inference.generate import generate_text  # importing Megatron takes seconds
 
-    generate_text(options, processes, sampling)
+    generate_text(GenerateOptions.of(options), processes, sampling)
     return 0
 
 

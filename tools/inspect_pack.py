@@ -65,14 +65,14 @@ def config_of(options: argparse.Namespace) -> Config:
 
 def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Read a row of the dataset with the trainer's code: its document ends and, if requested, its tokens' texts."""
-    from megatron_ext.data.rows.identity import vocabulary  # importing torch takes seconds
     from megatron_ext.data.text.tokenizer import Tokenizer, token_texts
+    from megatron_ext.run.identity import checked_vocab_size  # importing torch takes seconds
     from megatron_ext.run.inputs import open_rows
 
     if options.text and not options.tokenizer_model:
         raise UserError("text: got no tokenizer to decode tokens with; give --tokenizer-model or leave --text out")
     config = config_of(options)
-    vocab_size = vocabulary(config) if options.tokenizer_model else sys.maxsize
+    vocab_size = checked_vocab_size(config) if options.tokenizer_model else sys.maxsize
     row = open_rows(config, vocab_size).row(options.sample)
     ends = row.document_ends.tolist()
     if not options.text:

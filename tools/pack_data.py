@@ -24,13 +24,14 @@ from typing import Any
 from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.data.packing.gain import Kept, document_gains, keep_by_gain
-from megatron_ext.data.packing.plan import PLAN, PackedRows, load_plan, plan_folder, save_plan
+from megatron_ext.data.packing.plan import PLAN, load_plan, plan_folder, save_plan
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan
 from megatron_ext.data.packing.report import describe, describe_contexts, report
-from megatron_ext.data.rows.identity import row_identity, vocabulary
+from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
+from megatron_ext.run.identity import checked_vocab_size, row_identity
 from megatron_ext.run.inputs import Split, open_split, splits
+from megatron_ext.token_weighting.gain import Kept, document_gains, keep_by_gain
 from megatron_ext.token_weighting.store import ScoreStore
 
 
@@ -60,7 +61,7 @@ def pack(configs: Sequence[Config], filtered: Sequence[str] | None = None) -> No
     if not planned:
         raise UserError("packing: got random, which needs no plan; name another policy")
     for config in planned:
-        vocab_size = vocabulary(config)
+        vocab_size = checked_vocab_size(config)
         plain = replace(config, weighting=type(config.weighting)())
         for number in (0, 1) if config.training.eval_interval else (0,):
             for split in splits(plain, vocab_size, number):

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     rows, what = None, "one document each, the most that attention can cost"
     if options.documents != "whole":
-        from megatron_ext.run.rehearsal.rows import rows_of  # imports Megatron's datasets, which takes seconds
+        from megatron_ext.rehearsal.rows import rows_of  # imports Megatron's datasets, which takes seconds
 
         row_at, what = rows_of(config, vocab_size, options.documents)
         rows = SampledRows(config, row_at)

@@ -8,9 +8,9 @@ import argparse
 import sys
 
 from megatron_ext.cli import Parser, command, positive
-from megatron_ext.data.build.encode import Report
-from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.indexed import read_metadata
+from megatron_ext.data.preprocess.encode import Report
+from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
 
 EPILOG = """

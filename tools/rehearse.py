@@ -16,7 +16,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.run.rehearsal.process import Request, describe, in_process
+from megatron_ext.rehearsal.process import Request, describe, in_process
 
 
 def numbers(field: str, text: str, low: int, high: int, name: str, named: list[int]) -> list[int]:

@@ -78,14 +78,14 @@ def main(argv: list[str]) -> int:
         raise UserError(f"part: got {options.part!r}, needs I/N with 0 <= I < N, such as 0/4")
     end = config.samples if options.rows is None else config.data.first_sample + options.rows
     from megatron_ext.checkpoint.pretrained import Pretrained  # importing Megatron takes seconds
-    from megatron_ext.data.rows.identity import vocabulary
-    from megatron_ext.run.inference import score_rows
+    from megatron_ext.run.identity import checked_vocab_size
+    from megatron_ext.run.scoring import score_rows
     from megatron_ext.short_context import ShortContext
 
     scorer = Pretrained.find(options.checkpoint)
     short = ShortContext(options.context, stride, every_token=True)
     part = slice(int(number), None, int(parts))
-    score_rows(config, vocabulary(config), scorer, short, end, options.output, part)
+    score_rows(config, checked_vocab_size(config), scorer, short, end, options.output, part)
     return 0
 
 

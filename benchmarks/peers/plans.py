@@ -16,6 +16,9 @@ The schemes:
                     (its default; its optional C++ backend is not measured), with its default chunks and with chunks of
                     512. The time excludes its slices, transfer tables and communication between processes.
                     --magi-attention DIR
+    Automodel       NeMo Automodel's needed-only exchange of contiguous shards, by its own functions: where no
+                    segment spans three ranks a left halo, of one size for all; else an all-to-all of unequal parts. Its
+                    plan is for documents; it is given the segments of the window. --automodel DIR
     Llama-3         ranges by ring-flash-attention's `llama3_flash_attn_prepare_cu_seqlens`: contiguous shards, keys
                     and values all gathered. --ring-flash-attention DIR
     TE, ring        Transformer Engine's rule for packed rows: each segment is padded to a multiple of 2 cp and
@@ -68,6 +71,12 @@ def padded_ring(layout: PackedLayout, cp_size: int) -> dict[str, float]:
     return figures(np.full(cp_size, total - each), pairs, total)
 
 
+def pairs_of(queries: torch.Tensor, keys: torch.Tensor) -> int:
+    """Count the pairs of ranges whose last keys are their queries, from the borders of both, [ranges + 1] each."""
+    q, k = np.diff(queries.numpy()).astype(np.int64), np.diff(keys.numpy()).astype(np.int64)
+    return int((segment_pairs(k) - segment_pairs(k - q)).sum())
+
+
 class Llama3:
     """Contiguous shards whose keys and values are all gathered; ranges by ring-flash-attention's own function."""
 
@@ -83,12 +92,41 @@ class Llama3:
 
     def __call__(self, layout: PackedLayout, cp_size: int) -> dict[str, float]:
         """Count pairs of each rank's ranges; every rank receives the keys of all others."""
-        pairs = []
-        for queries, keys, *_ in self.plan(layout, cp_size, range(cp_size)):
-            q, k = np.diff(queries.numpy()).astype(np.int64), np.diff(keys.numpy()).astype(np.int64)
-            pairs.append(int((segment_pairs(k) - segment_pairs(k - q)).sum()))
+        pairs = [pairs_of(queries, keys) for queries, keys, *_ in self.plan(layout, cp_size, range(cp_size))]
         others = layout.tokens - layout.tokens // cp_size
         return figures(np.full(cp_size, others), np.array(pairs), layout.tokens)
+
+
+class Automodel:
+    """Contiguous shards that receive only the keys of documents that begin on earlier ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        name = "nemo_automodel"
+        for part in ("", ".components", ".components.distributed", ".components.distributed.blockdiag_cp"):
+            package(name + part, folder / (name + part).replace(".", "/"))
+        self._exchange = importlib.import_module(f"{name}.components.distributed.blockdiag_cp.exchange")
+        self._kernels = importlib.import_module(f"{name}.components.distributed.blockdiag_cp.kernels")
+
+    def plan(self, layout: PackedLayout, cp_size: int, ranks: Iterable[int]) -> list[tuple[int, int]]:
+        """Plan the exchange as every rank does, then some ranks' parts; return each (rows received, pairs)."""
+        segment_of_token = torch.repeat_interleave(torch.arange(layout.segments), torch.from_numpy(layout.lengths)) + 1
+        each, cpu = layout.tokens // cp_size, torch.device("cpu")
+        whole = self._exchange._compute_blockdiag_kv_plan(segment_of_token, cp_size, each, cpu)
+        found = []
+        for rank in ranks:
+            if whole["use_halo"]:
+                received = max(whole["recv"])
+            else:
+                _, parts, _ = self._exchange._needed_kv_a2a_plan(whole, rank, cp_size, each, cpu)
+                received = sum(parts) - parts[rank]
+            borders = self._kernels._varlen_seg_for_rank(segment_of_token, rank * each, each, cpu)
+            found.append((received, pairs_of(borders["cu_q"], borders["cu_k"])))
+        return found
+
+    def __call__(self, layout: PackedLayout, cp_size: int) -> dict[str, float]:
+        """Plan for all ranks."""
+        found = np.array(self.plan(layout, cp_size, range(cp_size)))
+        return figures(found[:, 0], found[:, 1], layout.tokens)
 
 
 class Magi:
@@ -139,6 +177,7 @@ class Magi:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--magi-attention", type=Path, metavar="DIR", help="a checkout of SandAI-org/MagiAttention")
+    parser.add_argument("--automodel", type=Path, metavar="DIR", help="a checkout or unpacked wheel of NeMo Automodel")
     parser.add_argument("--ring-flash-attention", type=Path, metavar="DIR", help="a checkout of it by zhuzilin")
     parser.add_argument("--rows", type=int, default=4, help="rows of documents [4]")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16], help="sizes of context-parallel groups [8 16]")
@@ -148,10 +187,16 @@ def main() -> None:
     if chosen.magi_attention:
         schemes["MagiAttention"] = Magi(chosen.magi_attention, None)
         schemes["MagiAttention, 512"] = Magi(chosen.magi_attention, 512)
+    if chosen.automodel:
+        schemes["Automodel"] = Automodel(chosen.automodel)
     if chosen.ring_flash_attention:
         schemes["Llama-3 all-gather"] = Llama3(chosen.ring_flash_attention)
     schemes["TE, ring"] = padded_ring
-    peers = commits(magi_attention=chosen.magi_attention, ring_flash_attention=chosen.ring_flash_attention)
+    peers = commits(
+        magi_attention=chosen.magi_attention,
+        automodel=chosen.automodel,
+        ring_flash_attention=chosen.ring_flash_attention,
+    )
     records = Records("plans", chosen.output, **peers)
     for cp_size, (documents, window) in itertools.product(chosen.ranks, CASES):
         rows = log_normal_rows(ROW, count=chosen.rows) if documents == "many" else [ONE_DOCUMENT]
@@ -161,7 +206,7 @@ def main() -> None:
             return plan(build_layout(ROW, ends, window), cp_size).rank(0)  # a run makes the layout too
 
         work: dict[str, Callable[[], object]] = {"ours": our_rank}
-        others = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Magi | Llama3)}
+        others = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Magi | Automodel | Llama3)}
         work |= {name: partial(scheme.plan, layouts[0], cp_size, range(1)) for name, scheme in others.items()}
         seconds = processor_seconds(work, chosen.rounds)
         for name, scheme in schemes.items():

@@ -19,7 +19,7 @@ from harness import HELD_OUT_NOVELS, Mean, Planned, arguments, check, command, f
 from matplotlib.figure import Figure
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.evaluation.report import table
 from megatron_ext.run.inputs import open_rows
 from megatron_ext.token_weighting.store import ScoreStore

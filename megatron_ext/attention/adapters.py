@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.torch_version import TorchVersion
 
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.sinks import attend_with_sink
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.errors import installed_version
 
 _VARLEN_NEEDS = {"scale", "window_size"}  # new in torch 2.11; the causal mask of 2.10 is aligned to the top left
@@ -30,7 +30,7 @@ _BACKWARD = "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_c
 _TE_ENVIRONMENT = {"NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V4": "0"}
 
 
-def flash_attn_4(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+def flash_attn_4(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call FlashAttention 4 (Hopper and newer), compiled at first use."""
     from flash_attn.cute import flash_attn_varlen_func
 
@@ -78,7 +78,7 @@ def flash_attn_4_limits(capability: tuple[int, int], head_size: int, value_size:
     return f"has no kernels for {what} on sm_{major}{minor}; use auto"
 
 
-def torch_varlen(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+def torch_varlen(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call PyTorch's variable-length flash attention, in torch 2.11 and newer.
 
     Its backward adds with atomics, in any order, unless `torch.use_deterministic_algorithms(True)` is set.
@@ -137,7 +137,7 @@ def varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen.varlen_attn).parameters)
 
 
-def flash_attn(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+def flash_attn(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call FlashAttention 2 from the flash-attn package; its mask is aligned to the bottom right since 2.1."""
     from flash_attn import flash_attn_varlen_func
 
@@ -160,7 +160,7 @@ def flash_attn_missing() -> str | None:
     return None if installed else "is not installed; pip install flash-attn, or use an NGC PyTorch image"
 
 
-def te_thd(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+def te_thd(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call Transformer Engine's DotProductAttention in the THD format, without its own context parallelism."""
     query_tNH, key_uGH, value_uGW, sink_N = inputs
     attention = _te_attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale, sink_N is not None)

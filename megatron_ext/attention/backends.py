@@ -6,6 +6,8 @@ On CUDA `auto` chooses
                      them; also if FlashAttention 4 is not installed and the rows exceed FlashAttention 2's int32 limit
     flash_attn_4     otherwise, if it is installed
     torch_varlen     otherwise
+    flash_attn       if this torch has no torch_varlen
+    te_thd           if none of these can be used
 
 On a CPU it chooses the reference. A name other than `auto` is used for every call. The first use of each backend is
 logged. There is no silent fallback: a call that no backend supports raises an error with a remedy.
@@ -21,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.attention import adapters, reference, triton_packed
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -160,7 +162,7 @@ class PerCall:
     available: tuple[str, ...]
     logged: set[str] = field(default_factory=set)
 
-    def __call__(self, inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+    def __call__(self, inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
         assert call.borders[0].device == inputs.query_tNH.device, "move the call to the device first"
         size, width = inputs.key_uGH.shape[-1], inputs.value_uGW.shape[-1]
         whole = max(size, width)
@@ -176,7 +178,7 @@ class PerCall:
         if size == width or (size > width and backend.narrow_values and width % 8 == 0):
             return backend.kernel(inputs, call, scale)
         query, key, value = (x if x.shape[-1] == whole else F.pad(x, (0, whole - x.shape[-1])) for x in inputs[:3])
-        return backend.kernel(Inputs(query, key, value, inputs.sink_N), call, scale)[..., :width]
+        return backend.kernel(QKV(query, key, value, inputs.sink_N), call, scale)[..., :width]
 
     def choose(self, call: AttentionCall, heads: int, head_size: int) -> str:
         """Return the name of the backend for a call.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import Int64
-from megatron_ext.attention.exchange import ContextGroup
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.device import to_device
 from megatron_ext.masks import AttentionMask, LayerMasks
 

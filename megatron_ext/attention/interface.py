@@ -5,7 +5,6 @@ The letters of shapes are those of docs/glossary.md, here and in the other modul
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,23 +13,19 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import Bool, Int32
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Inputs, KeyExchange, LocalAttention, RowPicks
 from megatron_ext.context_parallel import CPPlan
+from megatron_ext.context_parallel.exchange import QKV, HeadExchange, KeyExchange, LocalAttention, RowPicks, Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import PackedLayout
 
 T = TypeVar("T")
 
 # Computes what a kernel takes, keys [u, G, H] and values [u, G, W], from two tensors with a row for each token
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Stores the new keys and values of a layer, by its number, and returns all that the call sees: the cached ones first
+Extend = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 # (inputs, which queries see which keys, the factor of the dot products before the softmax) -> output [t, N, W]
-Attend = Callable[[Inputs, "AttentionCall", float], Tensor]
-
-
-class Scheme(StrEnum):
-    """Ways in which context-parallel ranks share attention; the values of `--cp-scheme`."""
-
-    EXCHANGE = "exchange"
-    ULYSSES = "ulysses"
+Attend = Callable[[QKV, "AttentionCall", float], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,26 +43,31 @@ class AttentionCall:
 
     cu_seqlens_q: Int32  # int32 [S+1] on the host, the borders of the segments in the queries
     cu_seqlens_kv: Int32  # int32 [S+1] on the host, the borders of the segments in the keys and values
+    borders: tuple[Tensor, Tensor]  # both as tensors, which `moved` copies to the device
     left_window: int | None = None  # the most tokens before itself that a query sees; None for its whole segment
     # how keys of other context-parallel ranks are fetched; None if no rank needs any
     exchange: KeyExchange | HeadExchange | None = None
-    # `cu_seqlens_q` and `cu_seqlens_kv` as tensors, which `moved` copies to the device
-    borders: tuple[Tensor, Tensor] = field(default=None)  # type: ignore[assignment]  # never None
     made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # cache of `once`
     # local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do; None
     # if all pieces are of one kind, or if no keys are exchanged
     local: "AttentionCall | None" = None
     remote: "AttentionCall | None" = None
 
-    def __post_init__(self) -> None:
-        if self.borders is None:
-            borders = torch.from_numpy(self.cu_seqlens_q), torch.from_numpy(self.cu_seqlens_kv)
-            object.__setattr__(self, "borders", borders)
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens_q: Int32,
+        cu_seqlens_kv: Int32,
+        left_window: int | None = None,
+        exchange: KeyExchange | HeadExchange | None = None,
+    ) -> "AttentionCall":
+        borders = torch.from_numpy(cu_seqlens_q), torch.from_numpy(cu_seqlens_kv)
+        return cls(cu_seqlens_q, cu_seqlens_kv, borders, left_window, exchange)
 
     @classmethod
     def of_layout(cls, layout: PackedLayout, left_window: int | None = None) -> "AttentionCall":
         """Return the call of a process that holds every token."""
-        return cls(layout.cu_seqlens, layout.cu_seqlens, left_window)
+        return cls.of(layout.cu_seqlens, layout.cu_seqlens, left_window)
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup, scheme: Scheme) -> "AttentionCall":
@@ -75,10 +75,10 @@ class AttentionCall:
         if scheme is Scheme.ULYSSES:
             borders = plan.layout.cu_seqlens
             exchange = HeadExchange(RowPicks.of(np.concatenate(plan.rows)), context)
-            return cls(borders, borders, plan.left_window, exchange)
+            return cls.of(borders, borders, plan.left_window, exchange)
         mine = plan.rank(context.rank)
         keys = KeyExchange.of_rank(mine, context) if plan.rows_moved.any() else None
-        whole = cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.left_window, keys)
+        whole = cls.of(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.left_window, keys)
         local = mine.is_local
         if local.all() or not local.any():
             return whole
@@ -88,7 +88,7 @@ class AttentionCall:
         """Return the call restricted to the chosen pieces."""
         counts = (np.diff(cu)[chosen] for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         q, kv = (np.concatenate([[0], np.cumsum(count)]).astype(np.int32) for count in counts)
-        return AttentionCall(q, kv, self.left_window)
+        return AttentionCall.of(q, kv, self.left_window)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
         """Return function(self, *arguments), cached because every layer needs the same result."""
@@ -113,13 +113,13 @@ class AttentionCall:
         """The largest number of queries and the largest number of keys of a segment."""
         return int(np.diff(self.cu_seqlens_q).max()), int(np.diff(self.cu_seqlens_kv).max())
 
-    def run(self, attend: Attend, inputs: Inputs, scale: float, expand: Expand | None = None) -> Tensor:
+    def run(self, attend: Attend, inputs: QKV, scale: float, expand: Expand | None = None) -> Tensor:
         """Return the attention output of this rank's queries, [t, N, W].
 
         With `expand`, ranks exchange keys and values as they are given, and each expands those that its queries see.
         """
 
-        def expanded(inputs: Inputs) -> Inputs:
+        def expanded(inputs: QKV) -> QKV:
             if expand is None:
                 return inputs
             key, value = expand(inputs.key_uGH, inputs.value_uGW)

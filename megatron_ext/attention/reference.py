@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.arrays import Int32, Int64
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.context_parallel.exchange import QKV
 
 MASKED_QUERIES = 128  # queries per block where a mask is needed; keys that no query of the block sees are skipped
 
 
-def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+def attend(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, W], in the queries' dtype; segments may be empty."""
     query_tNH, key_uGH, value_uGW, sink_N = inputs
     cu_seqlens_q, cu_seqlens_kv, left_window = call.cu_seqlens_q, call.cu_seqlens_kv, call.left_window

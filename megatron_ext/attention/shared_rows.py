@@ -4,9 +4,9 @@
     hidden = model.embed(tokens[rows.tokens])                    # this rank's tokens; other layers need no change
     out_tNH = rows.attend(query_tNH, key_tGH, value_tGW)         # exact and differentiable, across ranks
 
-Any document ends and any window are supported: `context_parallel.plan` assigns tokens to ranks, `attention.exchange`
-sends keys and values to the ranks whose queries see them, and a backend computes attention. All ranks pass the same
-arguments.
+Any document ends and any window are supported: `context_parallel.plan` assigns tokens to ranks,
+`context_parallel.exchange` sends keys and values to the ranks whose queries see them, and a backend computes attention.
+All ranks pass the same arguments.
 
 Legend: T tokens of all rows, t = T / ranks tokens of this rank, N query heads, G key heads, H head size,
 W size of a value head, at most H.
@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.attention.backends import select
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Inputs
-from megatron_ext.attention.interface import AttentionCall, Scheme
+from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel import CPPlan, Policy, plan
+from megatron_ext.context_parallel.exchange import QKV, HeadExchange, Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions, WindowMask
@@ -83,7 +84,7 @@ class SharedRows:
         sizes = query_tNH.shape[-1], value_tGW.shape[-1]
         chosen = _select(backend, query_tNH.device, query_tNH.dtype, *sizes)
         factor = query_tNH.shape[-1] ** -0.5 if scale is None else scale
-        return self.call.run(chosen, Inputs(query_tNH, key_tGH, value_tGW), factor)
+        return self.call.run(chosen, QKV(query_tNH, key_tGH, value_tGW), factor)
 
 
 def share_rows(

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.sinks import attend_with_sink
+from megatron_ext.context_parallel.exchange import QKV
 
 
 class Tile(NamedTuple):
@@ -81,7 +81,7 @@ def ranges(call: AttentionCall, own_keys: int) -> tuple[Tensor, Tensor, list[Ten
     return low, high, [first_query, end_query, full_query, full_end_query]
 
 
-def attend(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+def attend(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Return the attention output, [t, N, H].
 
     Rows and heads may have any stride; a copy is made unless the elements of a head are contiguous.

@@ -181,7 +181,7 @@ class Stored:
         """Read the data of every shard into its memory, independent of the layout that wrote the tensors.
 
         Args:
-            shards: the shards to read, with or without `writes`; those of one tensor one after another.
+            shards: the shards to read, with or without `writes`; the shards of one tensor follow one another.
             padded: allow another number of rows, due to vocabulary padding; rows that are not stored stay unchanged.
 
         Raises:

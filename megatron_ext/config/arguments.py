@@ -18,10 +18,10 @@ import yaml
 from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.megatron_lm import equivalent
+from megatron_ext.config.mixture import expand_mixture
 from megatron_ext.config.options import PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
-from megatron_ext.data.rows.mixture import expand_mixture
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.reading import read_yaml
 

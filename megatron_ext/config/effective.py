@@ -10,8 +10,9 @@ The vocabulary size stays as written, because computing it would need the tokeni
 from dataclasses import replace
 
 from megatron_ext.config import Config, DataConfig, ModelConfig
+from megatron_ext.config.mixture import MixturePart, parse_shares
 from megatron_ext.data.packing.policies import check_options
-from megatron_ext.data.rows.mixture import MixturePart, parse_shares, scaled
+from megatron_ext.data.rows.blend import scaled
 
 
 def effective(config: Config) -> Config:

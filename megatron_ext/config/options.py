@@ -12,7 +12,7 @@ import yaml
 from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
+from megatron_ext.config.mixture import MixturePart, Packing, parts_of_data_path
 from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
 from megatron_ext.masks import MaskOptions, WindowMask

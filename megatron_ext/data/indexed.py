@@ -36,6 +36,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint16),
 }
 MASK, SOURCES = ".mask.npy", ".sources.npy"
+Documents = Sequence[int] | np.ndarray  # indices into an `IndexedSource`
 
 
 def dtype_of(vocab_size: int) -> np.dtype[Any]:
@@ -216,3 +217,15 @@ def write_dataset(
         Path(prefix + suffix).unlink(missing_ok=True)
     for suffix, path in partial.items():
         path.replace(prefix + suffix)
+
+
+def nonempty(source: IndexedSource, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """Return the documents with tokens, and their lengths, both int64 [n]; raise UserError if there is no token."""
+    chosen = np.asarray(documents, dtype=np.int64)
+    lengths = np.asarray(source.document_lengths, dtype=np.int64)[chosen]
+    if not lengths.any():
+        raise UserError(
+            f"documents: this split has no tokens ({chosen.size} documents); "
+            "give it a share in --split, or use a larger data set"
+        )
+    return chosen[lengths > 0], lengths[lengths > 0]

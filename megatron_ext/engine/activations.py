@@ -81,7 +81,7 @@ class _Blocks(torch.autograd.Function):
 
 
 class HostCopies:
-    """Copies tensors to reused host buffers and back; on CUDA they are pinned, and a stream of its own copies them."""
+    """Copies tensors to reused host buffers and back; on CUDA the buffers are pinned, and a separate stream copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None

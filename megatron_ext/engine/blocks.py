@@ -38,9 +38,9 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
 from megatron_ext.engine.latent_attention import LatentAttention
+from megatron_ext.engine.norms import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 
 # Megatron's bias-dropout-add: ((output, bias), residual, dropout) -> residual stream
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]

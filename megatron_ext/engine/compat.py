@@ -1,6 +1,6 @@
-"""Patches and replacements for parts of Megatron-Core 0.16.1 to 0.19.
+"""Patches of Megatron-Core 0.16.1 to 0.19, and what its private names are needed for.
 
-Each states its reason and when to remove it: "Remove with 0.16." is said of what later series do not need.
+Each states its reason and when to remove it: "Remove with 0.16." marks what later series do not need.
 tests/engine/test_compat.py fails when one is no longer needed. Branches ask for a name, never for a version.
 """
 
@@ -32,6 +32,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_ext.engine.adam import FusedAdam
 from megatron_ext.errors import UserError
 
 SUPPORTED = ">=0.16.1,<0.20"  # as in pyproject.toml
@@ -119,93 +120,6 @@ def install_without_transformer_engine() -> None:
     if megatron_utils.get_te_version() is None:
         megatron_utils._te_version = megatron_utils.PkgVersion("0")
     megatron_layers._grad_accum_fusion_available = True
-
-
-class _MarkedNorm(torch.nn.Module):
-    """A norm for layers of the local layer spec.
-
-    Megatron's WrappedTorchNorm does not support sequence parallelism, under which weights must be marked so that their
-    gradients are summed over ranks. Remove when WrappedTorchNorm marks them.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-class RMSNorm(_MarkedNorm, torch.nn.RMSNorm):
-    """RMSNorm that supports sequence parallelism."""
-
-
-class LayerNorm(_MarkedNorm, torch.nn.LayerNorm):
-    """LayerNorm that supports sequence parallelism."""
-
-
-class ZeroCentredRMSNorm(RMSNorm):
-    """RMSNorm that multiplies by 1 + weight in fp32, as Gemma in transformers does.
-
-    Neither torch nor Megatron's wrapper supports this.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x normalized over its last dimension, in the dtype of x."""
-        normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps)
-        return normed.type_as(x)
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """AdamW with the state layout of Apex and Transformer Engine: the step count is kept per parameter group.
-
-    torch's AdamW, Megatron's fallback, keeps one step per parameter, which Megatron's `init_state_fn` does not create
-    when a state is loaded (KeyError 'step'). Remove when it does.
-    """
-
-    def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
-        super().__init__(params, options)  # lr, betas, eps and weight_decay
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Apply one step of decoupled AdamW to every parameter that has a gradient."""
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            for param in params:
-                if not self.state[param]:
-                    self.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-            if params:
-                group["step"] = group.get("step", 0) + 1
-                update = self._update_on_cuda if params[0].is_cuda else self._update
-                update(params, group)
-
-    def _update(self, params: list[Any], group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        for param in params:
-            first, second = self.state[param]["exp_avg"], self.state[param]["exp_avg_sq"]
-            first.lerp_(param.grad, 1 - beta1)
-            second.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
-            corrected = (second / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
-            param.mul_(1 - group["lr"] * group["weight_decay"])
-            param.addcdiv_(first, corrected, value=-group["lr"] / (1 - beta1 ** group["step"]))
-
-    def _update_on_cuda(self, params: list[Any], group: dict[str, Any]) -> None:
-        """Apply the same update with torch's fused AdamW kernel, in one pass over memory."""
-        beta1, beta2 = group["betas"]
-        step = torch.full((), float(group["step"]), device=params[0].device)
-        torch._fused_adamw_(
-            params,
-            [param.grad for param in params],
-            [self.state[param]["exp_avg"] for param in params],
-            [self.state[param]["exp_avg_sq"] for param in params],
-            [],
-            [step] * len(params),
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
 
 
 def install_optimizer() -> None:

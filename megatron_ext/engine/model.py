@@ -21,11 +21,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_ext import rope
-from megatron_ext.attention.cache import Appended
-from megatron_ext.attention.exchange import Inputs
-from megatron_ext.attention.interface import Expand
+from megatron_ext.attention.interface import Expand, Extend
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.engine import activations
 from megatron_ext.engine.blocks import layer_specs
 from megatron_ext.engine.parallel import model_chunks
@@ -35,15 +34,15 @@ from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
 
 
 class PackedCall(PackedSeqParams):
-    """Passes the batch, and cache rows for its keys and values, through Megatron's layers.
+    """Passes the batch, and the cache of its keys and values, through Megatron's layers.
 
     Its format is "sbhd" with one batch entry of t tokens, so that Megatron applies the given angles token by token,
     regardless of segments.
     """
 
-    def __init__(self, batch: PackedBatch, appended: Appended | None = None) -> None:
+    def __init__(self, batch: PackedBatch, extend: Extend | None = None) -> None:
         super().__init__(qkv_format="sbhd")
-        self.batch, self.appended = batch, appended
+        self.batch, self.extend = batch, extend
 
 
 class PackedAttention(MegatronModule):
@@ -86,16 +85,16 @@ class PackedAttention(MegatronModule):
             rotated, plain = query_tNH.split((self.rotary_size, query_tNH.shape[-1] - self.rotary_size), dim=-1)
             query_tNH = torch.cat((rotated * self.rotary_factor, plain), dim=-1)
         batch, value_tGW = packed_seq_params.batch, value_t1GW.squeeze(1)
-        if expand is not None and packed_seq_params.appended is not None:  # no token is expanded again for later ones
+        if expand is not None and packed_seq_params.extend is not None:  # no token is expanded again for later ones
             (key_tGH, value_tGW), expand = expand(key_tGH, value_tGW), None
         if batch.probe is not None:
             key = key_tGH if expand is None else expand(key_tGH, value_tGW)[0]
             batch.probe.observe(self.layer_number, self.local, query_tNH, key, self.scale)
-        if packed_seq_params.appended is not None:  # the cached keys and values of each text come first
-            key_tGH, value_tGW = packed_seq_params.appended.extend(self.layer_number, key_tGH, value_tGW)
+        if packed_seq_params.extend is not None:  # the cached keys and values of each text come first
+            key_tGH, value_tGW = packed_seq_params.extend(self.layer_number, key_tGH, value_tGW)
         call = batch.local_attention if self.local else batch.attention
         assert call is not None
-        inputs = Inputs(query_tNH, key_tGH, value_tGW, self.softmax_offset)
+        inputs = QKV(query_tNH, key_tGH, value_tGW, self.softmax_offset)
         out_tNH = call.run(self.backend, inputs, self.scale, expand)
         return out_tNH.flatten(1).unsqueeze(1)
 
@@ -169,13 +168,13 @@ class PackedGPT(GPTModel):
             weight_grad_vD=_gradient_buffer(weight_vD) if torch.is_grad_enabled() else None,
         )
 
-    def logits(self, batch: PackedBatch, appended: Appended | None = None) -> Tensor:
+    def logits(self, batch: PackedBatch, extend: Extend | None = None) -> Tensor:
         """Return the logits of the requested tokens, float32 [wanted tokens, V], on every tensor-parallel rank.
 
-        On all pipeline stages but the last, return the hidden states [t, 1, D] for the next stage. `appended` has the
-        cache rows of the tokens' keys and values; the batch's attention calls are then its own.
+        On all pipeline stages but the last, return the hidden states [t, 1, D] for the next stage. `extend` adds
+        the tokens' keys and values to a cache; the batch's attention calls then also cover what is cached.
         """
-        hidden_t1D = self._hidden(batch, appended)
+        hidden_t1D = self._hidden(batch, extend)
         if not self.post_process:
             return hidden_t1D
         hidden_tD, weight_vD = self._head(hidden_t1D, batch)
@@ -203,7 +202,7 @@ class PackedGPT(GPTModel):
         wider = [F.pad(column, (0, 7)) for column in (ones_t1, bias_v[:, None])]
         return torch.cat((hidden_tD, wider[0]), dim=1), torch.cat((weight_vD, wider[1]), dim=1)
 
-    def _hidden(self, batch: PackedBatch, appended: Appended | None = None) -> Tensor:
+    def _hidden(self, batch: PackedBatch, extend: Extend | None = None) -> Tensor:
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None)
@@ -219,7 +218,7 @@ class PackedGPT(GPTModel):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=torch.cat(angles)[:, None, None, :],
-            packed_seq_params=PackedCall(batch, appended),
+            packed_seq_params=PackedCall(batch, extend),
         )
         return hidden_t1D
 

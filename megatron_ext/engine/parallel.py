@@ -1,4 +1,4 @@
-"""Create and destroy process groups; the only module that reads Megatron's parallel state.
+"""Create and destroy process groups, and seed the random states of their ranks.
 
 A process joins once (`join`) and leaves once (`stop`); each stage of a run in between has its own groups, which
 `finish_stage` destroys.
@@ -6,27 +6,18 @@ A process joins once (`join`) and leaves once (`stop`); each stage of a run in b
 
 import hashlib
 import os
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_ext import heartbeat
-from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.config import Config, ParallelConfig
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
-from megatron_ext.errors import PERMANENT, UserError
 from megatron_ext.launch import LaunchError, read_launch
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -141,88 +132,6 @@ def start_tensor_overlap(config: Config, ranks: Ranks) -> None:
         quantization_modes=[Mode.FP8 if config.training.fp8_format else Mode.NONE],
         bootstrap_backend="nccl",
     )
-
-
-def together(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Run an action on each process; if it fails on one, all raise an error, so that none waits. Collective.
-
-    `group` is another group of all processes, for a thread.
-
-    Raises:
-        UserError: that of the first process with one; the same on all.
-        RuntimeError: another process had another error, which it raises itself.
-    """
-    mine: BaseException | None = None
-    try:
-        action()
-    except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
-        mine = error
-    everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine and (isinstance(mine, UserError), str(mine)), group)
-    if mine is not None and not isinstance(mine, UserError):
-        raise mine
-    failures = [one for one in everyone if one is not None]
-    for is_user_error, text in sorted(failures, reverse=True, key=lambda failure: failure[0]):
-        raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
-
-
-def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
-    """Run `action` on rank 0 and return its result on all ranks; if it fails, every rank raises. Collective.
-
-    The result is pickled. Errors that do not name a file name `path`; `reads`: the action does not write.
-
-    Raises:
-        UserError: raised by the action, or replacing an OSError that the user can fix (`errors.PERMANENT`); the latter
-            names the file, the reason and the remedy.
-        RuntimeError: any other exception on rank 0, which raises that exception itself.
-    """
-    answer: list[Any] = [None]
-
-    def on_rank0() -> None:
-        try:
-            if dist.get_rank() == 0:
-                answer[0] = action()
-        except OSError as error:
-            if error.errno not in PERMANENT:
-                raise
-            refusal = f"{cannot_write(error, path)}; choose another folder or make this one writable"
-            if reads:
-                refusal = (
-                    f"load: {error.filename or path} cannot be read ({error.strerror or error}); make it readable, or "
-                    "restore it from a copy"
-                )
-            raise UserError(refusal) from None
-
-    together(on_rank0)
-    dist.broadcast_object_list(answer, src=0)
-    everyones: Answer = answer[0]
-    return everyones
-
-
-def wait_for_threads(working: Future[Any], device: Any) -> None:
-    """Wait until the threads of all processes have ended. Collective.
-
-    A thread may take longer than the timeout of a collective or of the watchdog, as long as any process sends
-    heartbeats; these count for all processes.
-    """
-    before, pause_s = -1, 0.001
-    while True:
-        mine = [float(not working.done()), float(heartbeat.beats)]
-        state = torch.tensor(mine, dtype=torch.float64, device=device)
-        dist.all_reduce(state)
-        alive, beats = state.tolist()
-        if not alive:
-            return
-        if beats != before:
-            heartbeat.beat()
-            before = beats + dist.get_world_size()
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.2)
-
-
-def cannot_write(error: OSError, path: Path) -> str:
-    """Return the first part of the message for an OSError on writing; `path` is named if the error names no file."""
-    return f"save: {error.filename or path} cannot be written ({error.strerror or error})"
 
 
 def context_group(config: ParallelConfig, ranks: Ranks, platform: Platform) -> ContextGroup:

@@ -44,12 +44,12 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.tensors import Shard, Stored, Written, write, write_index
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
-from megatron_ext.data.rows.identity import data_fingerprints
-from megatron_ext.engine import parallel
+from megatron_ext.engine import agreement
+from megatron_ext.engine.agreement import cannot_write, together
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
-from megatron_ext.engine.parallel import Ranks, cannot_write, together
+from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.weights import saved_weights, set_weights
 from megatron_ext.errors import PERMANENT, UserError
 
@@ -86,7 +86,12 @@ class Checkpointer:
     """
 
     def __init__(
-        self, model: list[DistributedDataParallel], optimizer: MegatronOptimizer, config: Config, ranks: Ranks
+        self,
+        model: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        config: Config,
+        ranks: Ranks,
+        data: Sequence[str],
     ) -> None:
         self.model, self.config, self.ranks = model, config, ranks
         self.options = config.checkpoint
@@ -99,8 +104,7 @@ class Checkpointer:
             "data": ranks.data_size,
             "device": torch.device(_device()).type,
         } | ({"expert": ranks.expert_size} if ranks.expert_size > 1 else {})
-        # read now, because the files may have changed or be gone when the first checkpoint is written
-        self._data = parallel.run_on_rank0(lambda: tuple(data_fingerprints(config)), Path())
+        self._data = tuple(data)
         self._copies: list[Tensor] = []  # with async_save: host memory of this process's shards, in order
         self._unpin: Callable[[], object] = lambda: None
         self._writing: Future[Any] | None = None  # the complete checkpoint's folder
@@ -118,7 +122,7 @@ class Checkpointer:
             folders.begin(run, 0).rmdir()
             return os.open(run / "checkpoints", os.O_RDONLY)  # while it is open, no other folder has its inode
 
-        self._folder = parallel.run_on_rank0(write, run)
+        self._folder = agreement.run_on_rank0(write, run)
 
     def status(self) -> tuple[bool, bool]:
         """Return whether this process is writing a checkpoint, and whether the next one is due by its clock."""
@@ -159,7 +163,7 @@ class Checkpointer:
                 "move it back and load it to go on"
             )
 
-        aside = parallel.run_on_rank0(begin, run)
+        aside = agreement.run_on_rank0(begin, run)
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         sync_params(self.model)
@@ -220,7 +224,7 @@ class Checkpointer:
         if writing is None:
             return
         began = time.perf_counter()
-        parallel.wait_for_threads(writing, _device())
+        agreement.wait_for_threads(writing, _device())
         self._stalled += time.perf_counter() - began
         self.saved = writing.result()
 
@@ -291,7 +295,7 @@ class Checkpointer:
         self._read(checkpoint, randomness=same_layout)
         if options.save and checkpoint.run.resolve() == Path(options.save).resolve():
             self.saved = Path(options.save) / "checkpoints" / folder.name
-            for left in parallel.run_on_rank0(lambda: folders.rewind(folder), folder):
+            for left in agreement.run_on_rank0(lambda: folders.rewind(folder), folder):
                 self._log(f"{left} is later than the resumed step and is kept aside; delete it if unneeded")
         self._log(f"continuing from {folder} after {manifest.step} steps")
         return Position(manifest.step, manifest.consumed_samples, manifest.trainer_state)
@@ -410,7 +414,7 @@ def _random_states() -> dict[str, Tensor]:
 def _read_together(action: Callable[[], None]) -> None:
     """Run `action` in a thread of every process; if it fails in one, all raise."""
     reading = _in_thread("checkpoint reader", action)
-    parallel.wait_for_threads(reading, _device())
+    agreement.wait_for_threads(reading, _device())
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     together(reading.result)

@@ -1,9 +1,9 @@
 """Run one optimizer step over one global batch: forward and backward, update, result; also validation.
 
 `launch` does not synchronize with the device: sums, division, clipping and the loss are computed on the device and
-returned in one tensor, which the caller reads later. Exceptions: a process without trained tokens of its own checks
-whether others have some; a step that may be refused (`accepts`) is read before its update; the dispatcher of experts
-needs the number of tokens of each, and ranks that share experts the number of short contexts of the others. Two
+returned as tensors, which the caller reads later in one copy. Exceptions: a process without trained tokens of its own
+checks whether others have some; a step that may be refused (`accepts`) is read before its update; the dispatcher of
+experts needs the number of tokens of each, and ranks that share experts the number of short contexts of the others. Two
 synchronizations of Megatron are avoided: reading the gradient norm (engine/optimizer.py), and the pipeline's wait after
 each exchange (`batch_p2p_sync`).
 
@@ -15,8 +15,9 @@ Within `_forward_backward`, Megatron's schedule determines the order. It calls
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.device import AsyncHostCopy, to_device
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.optimizer import clip_and_update, squared_gradient_norm
@@ -41,6 +42,14 @@ from megatron_ext.loss import LossTerms, TokenLosses, loss_terms
 from megatron_ext.token_weighting.weigher import Weigher
 
 
+class Outcome(Enum):
+    """What a step did to the weights."""
+
+    UPDATED = auto()
+    NO_TOKENS = auto()  # unchanged: the global batch has no trained token
+    REFUSED = auto()  # unchanged: a process did not accept the step
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of one optimizer step, the same on every rank."""
@@ -50,14 +59,13 @@ class StepResult:
     grad_norm: float  # before clipping; 0 if there was nothing to train
     segments: int  # number in the global batch
     effective_context: float  # twice the mean number of keys that a token may see, over tokens and layers
-    skipped: bool  # whether no weight was changed
     score_seconds: float  # duration of the short-context pass
     weight_max: float  # largest weight of a token
     # load-balancing loss of experts, without its coefficient: the mean over rows, or over micro-batches, of its sum
     # over layers
     moe_aux_loss: float
+    outcome: Outcome = Outcome.UPDATED
     attention: AttentionHealth | None = None  # None if not measured
-    refused: bool = False  # skipped because the step was not accepted; otherwise there was no trained token
 
     @property
     def train_loss(self) -> float:
@@ -76,10 +84,6 @@ class StepResult:
         # rounding can make the variance of equal weights slightly negative
         return math.sqrt(max(self.terms.weight_square_sum / count - (self.terms.weight_sum / count) ** 2, 0.0))
 
-    @property
-    def without_tokens(self) -> bool:
-        return self.skipped and not self.refused
-
     def divergence(self) -> DivergedError | None:
         """Return the error for a loss or a gradient norm that is not finite; None if both are."""
         terms = self.terms
@@ -94,35 +98,32 @@ class StepResult:
 class PendingStep:
     """A step in flight: launched, results not yet read."""
 
-    values: Tensor  # float64 [V] on the device, the same on every process
+    values: Mapping[str, Tensor]  # on the device, the same on every process
     stepper: "Stepper"
     score_times: tuple[Any, Any]  # begin and end of the short-context pass, of `_now`
-    attention_values: int  # how many of the values, at the end, are attention statistics
-    skipped: bool = False
-    refused: bool = False
+    outcome: Outcome
 
-    def result(self, values: Sequence[float] | None = None) -> StepResult:
-        """Return the result of the step, given its values on the host; without them, wait for the device.
+    def result(self, values: Mapping[str, list[float]] | None = None) -> StepResult:
+        """Return the result of the step, given `values` on the host; without them, wait for the device.
 
         The weights have already been changed, whatever the loss: check `StepResult.divergence` before saving or
         validating.
         """
         values = AsyncHostCopy(self.values).values() if values is None else values
-        of_attention = len(values) - self.attention_values
-        *sums, balance, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
+        *sums, balance = values["sums"]
         terms: LossTerms[float] = LossTerms(*sums)
+        segments, context, tokens = values["facts"]
         begin, end = self.score_times
         return StepResult(
             terms=terms,
             denominator=terms.weight_sum if self.stepper.by_weights else terms.token_count,
-            grad_norm=squared_norm**0.5,
+            grad_norm=values["squared_norm"][0] ** 0.5,
             segments=int(segments),
             effective_context=context / tokens,
-            skipped=self.skipped,
-            refused=self.refused,
+            outcome=self.outcome,
             score_seconds=end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3,
-            weight_max=weight_max,
-            attention=AttentionHealth.of(values[of_attention:]) if self.attention_values else None,
+            weight_max=values["weight_max"][0],
+            attention=AttentionHealth.of(values["attention"]) if "attention" in values else None,
             moe_aux_loss=balance / self.stepper.groups,
         )
 
@@ -190,20 +191,20 @@ class Stepper:
             self.balance.begin(facts[-1], self.groups)
         biases = [bias.clone() for bias in self.expert_biases]
         sums, largest = self._forward_backward(batches)
-        attention = torch.empty(0, dtype=torch.float64, device=device)
+        values = {"sums": sums, "facts": facts[:-1], "weight_max": largest}
         if step.attention_measured:
-            attention = of_layers(self._attention_by_head(batches[0].probe)).flatten()
+            values["attention"] = of_layers(self._attention_by_head(batches[0].probe))
         # without a trained token the gradient is zero, but momentum and weight decay would still change the weights
-        skipped = not trained and not facts[-1].item()
-        squared_norm = torch.zeros((), device=device) if skipped else squared_gradient_norm(self.optimizer, device)
-        values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
-        launched = PendingStep(values, self, score_times, len(attention), skipped)
-        if not skipped and accepts is not None:
+        outcome = Outcome.UPDATED if trained or facts[-1].item() else Outcome.NO_TOKENS
+        updates = outcome is Outcome.UPDATED
+        squared_norm = squared_gradient_norm(self.optimizer, device) if updates else torch.zeros((), device=device)
+        launched = PendingStep(values | {"squared_norm": squared_norm}, self, score_times, outcome)
+        if updates and accepts is not None:
             refusals = to_device([float(not accepts(launched.result()))], device)
             dist.all_reduce(refusals)
             if refusals.item():
-                launched = replace(launched, skipped=True, refused=True)
-        if not launched.skipped:
+                launched = replace(launched, outcome=Outcome.REFUSED)
+        if launched.outcome is Outcome.UPDATED:
             clip_and_update(self.optimizer, squared_norm)
         else:  # Megatron has already updated the biases
             for bias, before in zip(self.expert_biases, biases, strict=True):

@@ -8,10 +8,10 @@ A row of up to `SHORT` tokens is drawn token by token, as in the docstrings of `
     rank       0  0  0  0  0  0  1  1  1  1  1  1
     keys       1  2  3  1  1  2  3  4  1  2  1  2
 
-Of a longer row the documents are listed.
+For a longer row the documents are listed.
 
 The PNG has keys across and queries down. A pair has the color of the query's rank, and is pale if the key is fetched
-from another rank. Of a row of more than `CELLS` tokens, that many evenly spaced tokens are drawn.
+from another rank. For a row of more than `CELLS` tokens, that many evenly spaced tokens are drawn.
 """
 
 import textwrap

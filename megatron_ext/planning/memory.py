@@ -16,12 +16,12 @@ import torch
 
 from megatron_ext.arrays import Int64
 from megatron_ext.attention.backends import BACKENDS, by_keys, suited
-from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.attention.interface import Scheme
-from megatron_ext.batch import ContextOptions, context_options
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.context_parallel import CPPlan
+from megatron_ext.context_parallel.choice import ContextOptions, context_options
+from megatron_ext.context_parallel.exchange import Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.loss import adding_bytes
 from megatron_ext.masks import AttentionMask, MaskOptions
 

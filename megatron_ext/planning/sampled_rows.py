@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ext.arrays import Float64
-from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.batch import context_options
 from megatron_ext.config import Config
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.context_parallel.choice import context_options
+from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.data.row import TokenRow
 
 MOST_ROWS, TOKENS = 256, 2**24  # rows read, and their total tokens; at least the rows of two batches
 SHARED_TOKENS = 2**20  # tokens of the rows that are planned for each number of ranks; at least two rows

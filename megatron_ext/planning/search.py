@@ -178,8 +178,8 @@ def candidates(config: Config, machine: Machine, refused: Counter[str] | None = 
 def with_less_kept(config: Config) -> Iterator[Config]:
     """Yield variants of a layout that keep less.
 
-    Of one that keeps all activations: with partial or full recomputation, or the MLP in blocks. Of one that recomputes
-    all layers: with their inputs on the host.
+    A layout that keeps all activations is varied with partial or full recomputation, or the MLP in blocks; one that
+    recomputes all layers, with their inputs on the host.
     """
     parallel, fp8 = config.parallel, config.training.fp8_format is not None
     choices: list[dict[str, Any]] = []

@@ -4,7 +4,6 @@ samples of the step -> rows -> tokens end to end, masks -> scores (weighted runs
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,26 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention.health import sample_queries
-from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
+from megatron_ext.batch import PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
+from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.data.row import TokenRow
 from megatron_ext.data.rows.balance import assign_rows
-from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.run.inputs import RowAt
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.exposure import exposure_rows
 from megatron_ext.token_weighting.short_pass import Division, short_pass, sliding_evaluation
-
-
-def division(config: Config, ranks: Ranks, tokens: int) -> Division:
-    """Return how a short-context pass is divided into micro-batches of about a given number of tokens each."""
-    interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
-    return Division(
-        capacity=tokens,
-        unit=math.lcm(ranks.tensor_size, config.training.fp8_multiple) * ranks.context_size,
-        multiple=ranks.pipeline_size if interleaved else 1,
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +75,7 @@ class BatchMaker:
         else:
             sliding = ShortContext(length, min(training.eval_stride, length), every_token=True)
             masks = [self._masks(group, data.seq_length, options) for group in rows]
-            cut = division(self.config, self.ranks, len(tokens[0].tokens))
+            cut = Division.of(self.config, len(tokens[0].tokens))
             batches = sliding_evaluation(tokens, masks, sliding, cut, self.context)
         return self._with_base(batches, window)
 
@@ -128,7 +118,7 @@ class BatchMaker:
             assert self.short_losses is not None
             short = [torch.from_numpy(np.concatenate([self.short_losses(s) for s in group])) for group in samples]
         elif weighting.needs_short_losses:
-            cut = division(self.config, self.ranks, len(tokens[0].tokens))
+            cut = Division.of(self.config, len(tokens[0].tokens))
             work = short_pass(tokens, masks, weighting.short(), cut, self.context, bos_id=self.bos_id)
             batches = work.batches
             # tokens that the pass does not score have the same context in both passes: their score is 0

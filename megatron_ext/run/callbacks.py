@@ -1,11 +1,9 @@
-"""Act on the results of each step: records, loss spikes, validation.
+"""Act on the results of each step: records, loss spikes.
 
 RunRecords    metrics of each step and validation, config.yaml, history.jsonl, and the progress line
 Incidents     loss spikes and non-finite values: whether a step changes the weights, and whether the run goes on
-Validation    when, on which rows, and at which context lengths; early stopping
 """
 
-import itertools
 import math
 import time
 from collections import deque
@@ -15,23 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from megatron_ext import heartbeat
 from megatron_ext.attention.health import AttentionHealth
-from megatron_ext.config import Config, TrainingConfig
+from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, to_dict
-from megatron_ext.data.rows.dataset import RowSource
-from megatron_ext.engine.step import Stepper, StepResult
+from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError
-from megatron_ext.evaluation.by_position import BINS, losses_by_position, mean_loss
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, MetricsWriter, note_history, read_by_step
+from megatron_ext.monitoring.metrics import MetricsWriter, note_history
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.planning.flops import step_flops, utilisation
-from megatron_ext.run.batches import BatchMaker
-from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
 RESULTS = ("lm_loss", "train_loss", "segments", "effective_context", "grad_norm", "denominator")  # of each step
 SPIKE = "loss spike"
@@ -72,7 +63,19 @@ class StepRecord:
     source_rows: Mapping[str, int] | None = None  # its rows from each dataset of a mixture; None for a single dataset
 
 
-class RunRecords:
+class Callback:
+    """Acts on the results of each step. Every process calls it, in the order of the steps."""
+
+    def after_step(self, done: StepRecord) -> None:
+        """Act on the results of a step, which may be known only after later steps were launched.
+
+        Raises:
+            DivergedError: the run cannot continue.
+        """
+        raise NotImplementedError
+
+
+class RunRecords(Callback):
     """Shows progress on process 0 (`first`) after `step` completed steps and, after `open`, writes the metrics."""
 
     def __init__(self, config: Config, info: RunInfo, step: int, *, first: bool) -> None:
@@ -108,7 +111,7 @@ class RunRecords:
             "time": time.time(),
             "consumed_tokens": done.consumed_samples * self.config.data.seq_length,
             **{name: getattr(result, name) for name in RESULTS},
-            "skipped": int(result.skipped),
+            "skipped": int(result.outcome is not Outcome.UPDATED),
             "tokens_per_s": self.tokens_per_step / done.step_time_s,
             "flops": step_flops(*work),
         }
@@ -131,7 +134,7 @@ class RunRecords:
         if self.config.training.moe_aux_loss_coeff:
             record["moe_aux_loss"] = result.moe_aux_loss
         self.progress.update(record)
-        if result.without_tokens:
+        if result.outcome is Outcome.NO_TOKENS:
             nothing = f"step {done.step} has no trained token: no weight changed (logged once; see `skipped`)"
             self.note(nothing, once="skipped")
         if self.metrics is not None:
@@ -203,7 +206,7 @@ def spike_bound(losses: Sequence[float], window: int, deviations: float) -> floa
     return mean + deviations * max(float(last.std()), _ROUNDING * abs(mean))
 
 
-class Incidents:
+class Incidents(Callback):
     """Checks each step of a run, the same on every process, and applies the configured reaction.
 
     With `--on-spike skip` or `--on-non-finite skip` such a step leaves the weights and the optimizer's state unchanged:
@@ -225,9 +228,9 @@ class Incidents:
         """Check a step, mark a loss spike, and record any incident; raise DivergedError if the run ends with it."""
         result = done.result
         incident, action = self._check(result)
-        if not result.without_tokens and math.isfinite(result.lm_loss):
+        if result.outcome is not Outcome.NO_TOKENS and math.isfinite(result.lm_loss):
             self.losses.append(result.lm_loss)
-        self._skips = self._skips + 1 if result.refused else 0
+        self._skips = self._skips + 1 if result.outcome is Outcome.REFUSED else 0
         if incident is None:
             return
         if action == "skip" and self._skips >= self.options.skip_limit:
@@ -237,7 +240,7 @@ class Incidents:
             f"{_CONSEQUENCES[action]}"
         )
         done.spike = int(incident.what == SPIKE)
-        if action == "stop" and result.refused:
+        if action == "stop" and result.outcome is Outcome.REFUSED:
             needs = f"{incident.needs} in one of skip_limit {self.options.skip_limit} steps, which were skipped"
             raise DivergedError(incident.what, incident.value, needs)
         if action == "stop":
@@ -250,7 +253,7 @@ class Incidents:
     def _check(self, result: StepResult) -> tuple[DivergedError | None, str]:
         """Return the non-finite value or the spike of a step, if any, and what to do."""
         options = self.options
-        if result.without_tokens:
+        if result.outcome is Outcome.NO_TOKENS:
             return None, "continue"
         if (divergence := result.divergence()) is not None:
             return divergence, options.on_non_finite
@@ -258,95 +261,3 @@ class Incidents:
         if bound is not None and result.lm_loss > bound:
             return DivergedError(SPIKE, result.lm_loss, f"at most {bound:.4f}"), options.on_spike
         return None, "continue"
-
-
-def read_losses(run: Path | str | None, step: int) -> Losses:
-    """Read the losses of a run's validations after at most `step` steps; {} without a folder.
-
-    They are not in a checkpoint, which is saved before the validation of the same step.
-    """
-    records = {} if run is None else read_by_step(Path(run) / EVALUATION_FILE)
-    return {after: record["valid_loss"] for after, record in records.items() if after <= step}
-
-
-def stop_reason(losses: Losses, training: TrainingConfig) -> str | None:
-    """Return why a run stops early: its last `early_stopping_patience` losses have not improved; None if it continues.
-
-        delta 0.1    loss      4.0   3.5   3.45  3.6   3.3
-                     lowest    4.0   3.5   3.5   3.5   3.3    3.45 is not lower by more than delta
-                     without    0     0     1     2     0
-
-    A loss improves on the lowest one if it is lower by more than `early_stopping_delta`, in nats. A patience of 0
-    disables early stopping.
-    """
-    lowest, at, without = math.inf, 0, 0
-    for step, loss in losses.items():
-        if loss is not None and loss < lowest - training.early_stopping_delta:
-            lowest, at, without = loss, step, 0
-        elif loss is not None:
-            without += 1
-    if not training.early_stopping_patience or without < training.early_stopping_patience:
-        return None
-    return (
-        f"stopped early: the validation loss was lowest after {at} steps, {lowest:.4f}, and the "
-        f"{without} validations since were not lower by more than {training.early_stopping_delta:g}"
-    )
-
-
-@dataclass
-class Validation:
-    """Runs validations when due; every process calls every method.
-
-    SkyLadder measures perplexity on validation documents in a sliding window (`--eval-stride`), with the same mask for
-    all compared runs: independent of the training mask, only --eval-document-mask keeps attention inside documents.
-    """
-
-    config: Config
-    stepper: Stepper
-    batches: BatchMaker
-    rows: RowSource | None  # None if the run never validates
-    records: RunRecords
-    losses: Losses  # of the validations so far, also those before the run was resumed
-
-    @property
-    def stop_reason(self) -> str | None:
-        return stop_reason(self.losses, self.config.training)
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a run validates after this many steps."""
-        training = self.config.training
-        return training.eval_interval > 0 and (step % training.eval_interval == 0 or step == training.train_iters)
-
-    def after_step(self, step: int, request: StopRequest | None) -> int:
-        """Validate if it is due after `step` completed steps, until a signal interrupts it; None: signals are deferred.
-
-        Returns:
-            The signal that interrupted the validation, which then has no record; 0 otherwise.
-
-        Raises:
-            DivergedError: a loss is not finite; raised on all processes, without a record.
-        """
-        if not self.is_due(step) or step in self.losses:
-            return 0
-        assert self.rows is not None
-        training, data = self.config.training, self.config.data
-        lengths = sorted(training.eval_lengths or (data.seq_length,))
-        trained_window = self.config.window_schedule().window_at(max(step - 1, 0))
-        sums = {length: torch.zeros(2, BINS, dtype=torch.float64) for length in lengths}
-        for length, number in itertools.product(lengths, range(training.eval_iters)):
-            heartbeat.beat(f"validating after {step} steps")
-            if request is not None:
-                # a signal may reach only one process, but all must leave this loop together
-                received = torch.tensor(request.signal, device=self.stepper.platform.device)
-                dist.all_reduce(received, dist.ReduceOp.MAX)
-                if received:
-                    return int(received)
-            batches = self.batches.evaluate(self.rows.row, number * data.global_batch_size, length, trained_window)
-            sums[length] += self.stepper.evaluate(batches)
-        losses = {length: mean_loss(at) for length, at in sums.items()}
-        for loss in losses.values():
-            if loss is not None and not math.isfinite(loss):
-                raise DivergedError(VALIDATION_LOSS, loss)
-        self.records.evaluation(step, losses, losses_by_position(sums[lengths[-1]]))
-        self.losses[step] = losses[lengths[-1]]
-        return 0

@@ -8,10 +8,10 @@ from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import RowDataset
-from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows, vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe
+from megatron_ext.run.identity import checked_vocab_size, open_scores
 from megatron_ext.run.inputs import TRAINING, VALIDATION, first_weights, open_part, open_split
 
 MISSING = "missing          "
@@ -41,7 +41,7 @@ def look_at_inputs(stage: Stage, vocab_size: int) -> Iterator[str]:
     if tokenizer not in (None, "bytes") and not Path(tokenizer).exists():
         yield f"{MISSING}tokenizer_model: {tokenizer} does not exist"
     elif tokenizer is not None and not finished:
-        vocabulary(config)
+        checked_vocab_size(config)
         yield from (f"tokenizer        {line}" for line in ids_without_rows(Tokenizer(tokenizer), vocab_size))
     if store is not None and not Path(store).exists():
         yield f"{MISSING}score_store: {store} does not exist; make it with {program('score')}"

@@ -10,14 +10,16 @@ from pathlib import Path
 from megatron_ext.checkpoint.folders import Checkpoint, end_of_samples, find_checkpoint
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
+from megatron_ext.config.mixture import MixturePart, split_documents
 from megatron_ext.data.indexed import IndexedSource
-from megatron_ext.data.packing.plan import PackedRows, PlanKey, load_plan
+from megatron_ext.data.packing.plan import PlanKey, load_plan
 from megatron_ext.data.packing.policies import plan_key
+from megatron_ext.data.row import RowSource, TokenRow
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
-from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow
-from megatron_ext.data.rows.identity import bos_of, open_scores, vocabulary
-from megatron_ext.data.rows.mixture import MixturePart, split_documents
+from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
+from megatron_ext.run.identity import bos_of, checked_vocab_size, open_scores
 from megatron_ext.token_weighting.store import ScoreStore
 
 RowAt = Callable[[int], TokenRow]
@@ -44,7 +46,7 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
         UserError: an input that the configuration cannot use.
     """
     checkpoint = find_checkpoint(config)
-    vocab_size = vocabulary(config)
+    vocab_size = checked_vocab_size(config)
     return Inputs(
         checkpoint=checkpoint,
         vocab_size=vocab_size,

@@ -15,16 +15,16 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage
-from megatron_ext.data.rows.identity import vocabulary
-from megatron_ext.engine import parallel
+from megatron_ext.engine import agreement, parallel
 from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.lock import lock
 from megatron_ext.launch import report_to_torchrun
-from megatron_ext.run.callbacks import read_losses, stop_reason
+from megatron_ext.run.identity import checked_vocab_size
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
+from megatron_ext.run.validation import read_losses, stop_reason
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
             unmark(run)
 
         if run is not None:
-            parallel.run_on_rank0(partial(claim, run), run)
+            agreement.run_on_rank0(partial(claim, run), run)
         ending = Ending(0, 0, None)
         for number, stage in enumerate(stages):
             if _has_ended(stage):
@@ -89,9 +89,9 @@ def _check_all(stages: Sequence[Stage]) -> None:
             continue
         if stage.before is not None:  # its weights do not exist yet, but their shapes are known
             before = stage.before.config
-            model = replace(before.model, vocab_size=vocabulary(before))
+            model = replace(before.model, vocab_size=checked_vocab_size(before))
             coming = Pretrained(Path(before.checkpoint.save or ""), model)
-            coming.check_shapes(stage.config.model, vocabulary(stage.config))
+            coming.check_shapes(stage.config.model, checked_vocab_size(stage.config))
         open_inputs(stage.config, pretrained=stage.before is None)
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,32 +23,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext import heartbeat
-from megatron_ext.batch import StepBatches, context_options
+from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.checks import WARNINGS, broken
+from megatron_ext.context_parallel.choice import context_options
 from megatron_ext.data.rows.blend import BlendedRows
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.text.tokenizer import Tokenizer, ids_without_rows
 from megatron_ext.device import AsyncHostCopy, to_device
-from megatron_ext.engine import environment, parallel
+from megatron_ext.engine import agreement, environment, parallel
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set_learning_rate, sync_params, wrap
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.engine.state import Checkpointer, Position, agree, load_weights
-from megatron_ext.engine.step import Stepper
+from megatron_ext.engine.step import PendingStep, Stepper
 from megatron_ext.engine.transformer import fusions_here
 from megatron_ext.engine.weights import initialise
 from megatron_ext.errors import DivergedError
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker
-from megatron_ext.run.callbacks import Incidents, Losses, RunInfo, RunRecords, StepRecord, Validation, read_losses
+from megatron_ext.run.callbacks import Callback, Incidents, Losses, RunInfo, RunRecords, StepRecord
+from megatron_ext.run.identity import data_fingerprints
 from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.signals import Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
+from megatron_ext.run.validation import Validation, read_losses
 from megatron_ext.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -160,6 +163,20 @@ def describe_run(config: Config, built: Built) -> RunInfo:
     return RunInfo(count_active_parameters(config.model, inputs.vocab_size), peak_flops, facts)
 
 
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """A step that is launched, whose results are on their way to the host."""
+
+    step: int
+    pending: PendingStep
+    results: AsyncHostCopy
+    learning_rate: float
+    waiting_since: float  # when the host began to wait for its batches, by `time.perf_counter`
+    data_wait_s: float
+    save_stall_s: float
+    checkpoints: int  # `Checkpointer.threads` at its launch
+
+
 class Trainer:
     """Trains one rank's part of a model; after construction the model is at the run's start or resumed position.
 
@@ -180,27 +197,28 @@ class Trainer:
         )
         short_losses = inputs.scores.read if inputs.scores is not None else None
         self.batches = BatchMaker(config, ranks, context_options(config, context), short_losses, inputs.bos_id)
-        self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
-        self.began = self._restore()
-        self.step, first = self.began.step, ranks.world == 0
+        # read now, because the files may have changed or be gone when the first checkpoint is written
+        data = agreement.run_on_rank0(lambda: data_fingerprints(config), Path())
+        self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks, data)
+        self.start = self._restore()
+        self.step, first = self.start.step, ranks.world == 0
         self.records = RunRecords(config, info, self.step, first=first)
         if (folder := self.folder) is not None:
-            parallel.run_on_rank0(lambda: self.records.open(folder), folder)
-        self.incidents = Incidents(config, self.records, self.began.trainer_state)
+            agreement.run_on_rank0(lambda: self.records.open(folder), folder)
+        self.incidents = Incidents(config, self.records, self.start.trainer_state)
         # the folder, if the run resumes from a checkpoint inside it
         source = inputs.checkpoint
         self.continued = folder if source and folder and source.run.resolve() == folder.resolve() else None
         losses: Losses = {}
         if (own := self.continued) is not None:
-            losses = parallel.run_on_rank0(lambda: read_losses(own, self.began.step), own, reads=True)
+            losses = agreement.run_on_rank0(lambda: read_losses(own, self.start.step), own, reads=True)
         self.validation = Validation(config, self.stepper, self.batches, inputs.valid, self.records, losses)
-        self.callbacks: list[Incidents | RunRecords | Trajectory] = [self.incidents, self.records]  # in this order
+        self.callbacks: list[Callback] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
             self.trajectory = Trajectory(config, chunks, ranks, inputs, self.stepper.weigher, self.step)
             self.callbacks.append(self.trajectory)
-        # steps in flight, the oldest first; each waits for the results of its step
-        self.pending: deque[Callable[[], StepRecord]] = deque()
+        self.in_flight: deque[InFlight] = deque()  # the oldest first
         self._collected = 0.0  # when the results of the last step arrived
         # the same on all ranks, as of the steps that `collect_results` has just collected:
         self.stopped_by = 0  # a signal that any rank has received
@@ -242,16 +260,16 @@ class Trainer:
         """Train until the last step, a signal, or early stopping."""
         last, validation = self.config.training.train_iters, self.validation
         if self.step == 0:  # signals are deferred: there is no checkpoint to continue from
-            validation.after_step(0, None)
+            validation.run_if_due(0, None)
         elif self.continued is not None:  # perhaps stopped before the validation of this step
-            self.stopped_by = validation.after_step(self.step, self.request)
+            self.stopped_by = validation.run_if_due(self.step, self.request)
         batches = prefetch.submit(self.make_batches, self.step) if self.step < last else None
         while batches is not None and not self.stopped_by and validation.stop_reason is None:
             heartbeat.beat(f"step {self.step}")
-            began = time.perf_counter()
+            waiting_since = time.perf_counter()
             batch = batches.result()
             batches = prefetch.submit(self.make_batches, self.step + 1) if self.step + 1 < last else None
-            self.launch(batch, began)
+            self.launch(batch, waiting_since)
             step = self.step
             # a validation, a trajectory and a decision to skip a step need the results of all steps before
             waits = validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
@@ -261,7 +279,7 @@ class Trainer:
                 self.collect_results()
                 self._save()
             if not self.stopped_by:
-                self.stopped_by = validation.after_step(step, self.request)
+                self.stopped_by = validation.run_if_due(step, self.request)
                 if (self.stopped_by or validation.stop_reason is not None) and not due:
                     self._save()
 
@@ -272,59 +290,64 @@ class Trainer:
 
     def consumed_samples(self, step: int) -> int:
         """Return the number of rows before a step: they are consecutive, also if a resumed run has a larger batch."""
-        return self.began.consumed_samples + (step - self.began.step) * self.config.data.global_batch_size
+        return self.start.consumed_samples + (step - self.start.step) * self.config.data.global_batch_size
 
-    def launch(self, batches: StepBatches, began: float) -> None:
-        """Launch the next step on the device: forward, backward and update. The host does not wait.
-
-        `began` is when the host began to wait for the batches, by `time.perf_counter`.
-        """
-        waited, step = time.perf_counter() - began, self.step
-        learning_rate = self.learning_rate.at(step)
+    def launch(self, batches: StepBatches, waiting_since: float) -> None:
+        """Launch the next step on the device: forward, backward and update. The host does not wait."""
+        waited, learning_rate = time.perf_counter() - waiting_since, self.learning_rate.at(self.step)
         set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
         self.context.take_sent_bytes()  # exclude those of validations
-        result = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
-        results = AsyncHostCopy(torch.cat([result.values, self._of_all_ranks()]))
-        save_stall, threads = self.checkpointer.take_stall(), self.checkpointer.threads
-
-        def finish() -> StepRecord:
-            *values, stop_signal, writing, by_clock, peak_memory, cp_bytes = results.values()
-            self.stopped_by = self.stopped_by or int(stop_signal)
-            # the status is outdated if the step was launched before the last result began to be published
-            self.writing = bool(writing) or threads != self.checkpointer.threads
-            self.save_by_clock = bool(by_clock)
-            now, rows = time.perf_counter(), self.inputs.train
-            first, consumed = self.consumed_samples(step), self.consumed_samples(step + 1)
-            samples = range(self.config.data.first_sample + first, self.config.data.first_sample + consumed)
-            record = StepRecord(
-                step=step,
-                samples=samples,
-                source_rows=rows.rows_of(samples) if isinstance(rows, BlendedRows) and self.ranks.world == 0 else None,
-                consumed_samples=consumed,
-                window=self.window.window_at(step),
+        pending = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
+        self.in_flight.append(
+            InFlight(
+                step=self.step,
+                pending=pending,
+                results=AsyncHostCopy({**pending.values, **self._of_all_ranks()}),
                 learning_rate=learning_rate,
-                result=result.result(values),
-                cp_bytes=int(cp_bytes),
-                peak_memory_bytes=int(peak_memory),
-                step_time_s=now - max(began, self._collected),
+                waiting_since=waiting_since,
                 data_wait_s=waited,
-                save_stall_s=save_stall,
+                save_stall_s=self.checkpointer.take_stall(),
+                checkpoints=self.checkpointer.threads,
             )
-            self._collected = now
-            return record
-
-        self.pending.append(finish)
+        )
         self.step += 1
 
+    def _collect(self, launched: InFlight) -> StepRecord:
+        """Wait for the results of a step; note what its ranks said about signals and checkpoints."""
+        values, step = launched.results.values(), launched.step
+        stop_signal, writing, by_clock, peak_memory = values["largest"]
+        self.stopped_by = self.stopped_by or int(stop_signal)
+        # the status is outdated if the step was launched before the last result began to be published
+        self.writing = bool(writing) or launched.checkpoints != self.checkpointer.threads
+        self.save_by_clock = bool(by_clock)
+        since, self._collected = max(launched.waiting_since, self._collected), time.perf_counter()
+        rows, consumed = self.inputs.train, self.consumed_samples(step + 1)
+        first_sample = self.config.data.first_sample
+        samples = range(first_sample + self.consumed_samples(step), first_sample + consumed)
+        return StepRecord(
+            step=step,
+            samples=samples,
+            source_rows=rows.rows_of(samples) if isinstance(rows, BlendedRows) and self.ranks.world == 0 else None,
+            consumed_samples=consumed,
+            window=self.window.window_at(step),
+            learning_rate=launched.learning_rate,
+            result=launched.pending.result(values),
+            cp_bytes=int(values["cp_bytes"][0]),
+            peak_memory_bytes=int(peak_memory),
+            step_time_s=self._collected - since,
+            data_wait_s=launched.data_wait_s,
+            save_stall_s=launched.save_stall_s,
+        )
+
     def collect_results(self, keep: int = 0) -> None:
-        """Wait for the results of all pending steps except the last `keep`, and call the callbacks.
+        """Wait for the results of all steps in flight except the last `keep`, and call the callbacks.
 
         Raises:
             DivergedError: the run cannot continue after a step; `self.step` is then this one.
         """
         self.writing, self.save_by_clock = True, False
-        while len(self.pending) > keep:
-            record = self.pending.popleft()()
+        while len(self.in_flight) > keep:
+            record = self._collect(self.in_flight.popleft())
             try:
                 for callback in self.callbacks:
                     callback.after_step(record)
@@ -332,8 +355,8 @@ class Trainer:
                 self.step = record.step
                 raise
 
-    def _of_all_ranks(self) -> Tensor:
-        """Reduce the signal, the saving status, the peak memory (maximum) and the sent bytes (sum); float64 [5]."""
+    def _of_all_ranks(self) -> dict[str, Tensor]:
+        """Reduce the signal, the saving status, the peak memory (maximum) and the sent bytes (sum)."""
         on_cuda = self.platform.device.type == "cuda"
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if on_cuda else host_peak
@@ -342,7 +365,7 @@ class Trainer:
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)
         of_all = torch.stack(everyone)
-        return torch.cat([of_all[:, :-1].amax(dim=0), of_all[:, -1:].sum(dim=0)])
+        return {"largest": of_all[:, :-1].amax(dim=0), "cp_bytes": of_all[:, -1].sum()}
 
     def _save(self) -> None:
         """Start saving a checkpoint of the current position and, of one rank, passage.json; if the run has a folder."""
@@ -371,7 +394,7 @@ class Trainer:
         elif ending.signal:
             resume = as_flag("load", run)
             note(f"stopped by a signal; saved after {step} steps in {saved}; {resume} continues from there")
-        elif self.began.step == step and not has_next_stage:
+        elif self.start.step == step and not has_next_stage:
             done, option = f"all {step:,} steps were done", "train-iters"
             if early is not None:
                 done, option = "the run stopped early", "early-stopping-patience"

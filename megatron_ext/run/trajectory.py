@@ -27,10 +27,11 @@ from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.checkpoint.hf.folder import save_tensors
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
+from megatron_ext.engine.agreement import run_on_rank0
 from megatron_ext.engine.model import PackedGPT
-from megatron_ext.engine.parallel import Ranks, run_on_rank0
+from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.weights import gather
-from megatron_ext.run.callbacks import StepRecord
+from megatron_ext.run.callbacks import Callback, StepRecord
 from megatron_ext.run.inputs import Inputs
 from megatron_ext.token_weighting.exposure import exposure_rows
 from megatron_ext.token_weighting.weigher import Weigher
@@ -38,7 +39,7 @@ from megatron_ext.token_weighting.weigher import Weigher
 OPTIONS = ("model", "data", "window", "optimizer", "training")  # sections of the configuration in optimizer.json
 
 
-class Trajectory:
+class Trajectory(Callback):
     """Writes one run's trajectory to `--dump-trajectory`, a folder that is created if missing.
 
     The initial weights are written here, unless the run resumes after `step` steps and an earlier start wrote them.

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.config import Config
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 
 LOWEST_TAIL = 8  # the first bucket, 0 .. 7, is never in the tail
 

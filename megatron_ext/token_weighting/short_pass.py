@@ -1,5 +1,6 @@
 """Split rows into chunks and lay them out as micro-batches: for short contexts and sliding evaluations."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,9 @@ import numpy as np
 import torch
 
 from megatron_ext.arrays import Bool, Int64
-from megatron_ext.batch import ContextOptions, PackedBatch, Tokens, assemble
+from megatron_ext.batch import PackedBatch, Tokens, assemble
+from megatron_ext.config import Config
+from megatron_ext.context_parallel.choice import ContextOptions
 from megatron_ext.layout import concatenate
 from megatron_ext.masks import AttentionMask, LayerMasks
 from megatron_ext.short_context import Chunks, ShortContext, distribute, short_chunks
@@ -28,6 +31,18 @@ class Division:
     capacity: int  # approximate tokens of a micro-batch
     unit: int = 1  # a micro-batch's length is a multiple of this (the ranks that share it)
     multiple: int = 1  # the number of micro-batches is a multiple of this (for the interleaved pipeline)
+
+    @classmethod
+    def of(cls, config: Config, tokens: int) -> "Division":
+        """Return the division into micro-batches of about `tokens` tokens under a run's parallel layout."""
+        parallel = config.parallel
+        interleaved = parallel.num_layers_per_virtual_pipeline_stage is not None
+        return cls(
+            capacity=tokens,
+            unit=math.lcm(parallel.tensor_model_parallel_size, config.training.fp8_multiple)
+            * parallel.context_parallel_size,
+            multiple=parallel.pipeline_model_parallel_size if interleaved else 1,
+        )
 
 
 def short_pass(

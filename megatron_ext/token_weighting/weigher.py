@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.data.text.tokenizer import Tokenizer, token_texts
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting.passage import Passage

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 ARCH = sys.argv[1]
 os.environ |= {"FLASH_ATTENTION_ARCH": f"sm_{ARCH}", "CUTE_DSL_ARCH": f"sm_{ARCH}a"}
 
-from megatron_ext.run.rehearsal.process import load_mock
+from megatron_ext.rehearsal.process import load_mock
 
 load_mock()
 
@@ -26,9 +26,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.attention.backends import select
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.run.rehearsal import cuda_mock
+from megatron_ext.context_parallel.exchange import QKV
+from megatron_ext.rehearsal import cuda_mock
 
 cuda_mock.install()
 torch.cuda.get_device_capability = lambda *_: divmod(int(ARCH), 10)
@@ -53,10 +53,10 @@ def compile_call(attend: Attend, case: benchmark.Case) -> None:
     value_size = case.value_size or case.head_size
     key, value = (rows(case.cu_seqlens_kv, case.groups, size) for size in (case.head_size, value_size))
     borders = tuple(torch.empty(len(case.cu_seqlens_q), dtype=torch.int32, device=CUDA) for _ in range(2))
-    call = replace(AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), borders=borders)
+    call = replace(AttentionCall.of(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), borders=borders)
     part = query.chunk(2, dim=1)[1] if case.strided else query
     sink = torch.empty(case.heads, dtype=torch.bfloat16, device=CUDA, requires_grad=True) if case.sinks else None
-    out = attend(Inputs(part, key, value, sink), call, case.head_size**-0.5)
+    out = attend(QKV(part, key, value, sink), call, case.head_size**-0.5)
     assert (out.shape, out.dtype) == ((*part.shape[:2], value_size), torch.bfloat16)
     leaves = [x for x in (query, key, value, sink) if x is not None]
     gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention import reference
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.context_parallel.exchange import QKV
 
 CPU = torch.device("cpu")
 Lengths = Sequence[tuple[int, int]]  # queries and keys of each segment
@@ -17,7 +17,7 @@ Lengths = Sequence[tuple[int, int]]  # queries and keys of each segment
 def call_of(lengths: Lengths, left_window: int | None = None) -> AttentionCall:
     """Make the call of these segments, on the CPU."""
     cu_q, cu_kv = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32).T
-    return AttentionCall(np.ascontiguousarray(cu_q), np.ascontiguousarray(cu_kv), left_window)
+    return AttentionCall.of(np.ascontiguousarray(cu_q), np.ascontiguousarray(cu_kv), left_window)
 
 
 def inputs_of(
@@ -33,7 +33,7 @@ def inputs_of(
 def results(attend: Attend, inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
     """The output and the gradients of queries, keys and values, and of the sinks if there is a fifth input."""
     leaves = [x.detach().requires_grad_() for x in (*inputs[:3], *inputs[4:])]
-    out = attend(Inputs(*leaves), call, inputs[0].shape[2] ** -0.5)
+    out = attend(QKV(*leaves), call, inputs[0].shape[2] ** -0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
 

@@ -15,8 +15,8 @@ from torch.nn.attention import varlen
 
 from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import adapters, backends, reference
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.context_parallel.exchange import QKV
 
 CUDA = torch.device("cuda")
 
@@ -26,8 +26,8 @@ def packed(
 ) -> Tensor:
     """What such a kernel computes with a window of (left, 0)."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
-    call = AttentionCall(cu_q.numpy(), cu_k.numpy(), None if left == -1 else left)
-    return reference.attend(Inputs(query, key, value, sink), call, scale)
+    call = AttentionCall.of(cu_q.numpy(), cu_k.numpy(), None if left == -1 else left)
+    return reference.attend(QKV(query, key, value, sink), call, scale)
 
 
 # varlen_attn with the signatures of torch 2.10, 2.11, and 2.12 and 2.13
@@ -193,9 +193,9 @@ def test_te_may_not_fall_back(users: dict[str, str], monkeypatch: pytest.MonkeyP
     before = dict(os.environ)
     call = call_of([(3, 3), (2, 5)])
     inputs = inputs_of(call)[:3]
-    adapters.te_thd(Inputs(*inputs), call, 1.0)
+    adapters.te_thd(QKV(*inputs), call, 1.0)
     with pytest.raises(RuntimeError):  # of other widths
-        adapters.te_thd(Inputs(inputs[0][..., :8], *inputs[1:]), call, 1.0)
+        adapters.te_thd(QKV(inputs[0][..., :8], *inputs[1:]), call, 1.0)
     assert Dense.seen == [{"NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V4": "0"}] * 2
     assert dict(os.environ) == before
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import reference
 from megatron_ext.attention.backends import BACKENDS, Backend, PerCall, select
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -22,8 +22,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_the_choice_on_a_cpu_attends(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(n, heads, 4, generator=generator) for n, heads in ((3, 4), (7, 2), (7, 2)))
-    call = AttentionCall(np.array([0, 2, 2, 3], dtype=np.int32), np.array([0, 4, 6, 7], dtype=np.int32))
-    inputs = Inputs(query, key, value)
+    call = AttentionCall.of(np.array([0, 2, 2, 3], dtype=np.int32), np.array([0, 4, 6, 7], dtype=np.int32))
+    inputs = QKV(query, key, value)
     out = select(name, CPU, torch.float32, 4)(inputs, call, 0.3)
     wanted = reference.attend(inputs, call, 0.3)
     torch.testing.assert_close(out, wanted, rtol=0, atol=0)
@@ -184,7 +184,7 @@ def test_kernels_for_equal_sizes_get_the_smaller_heads_padded(
     query, key, value, grad = inputs_of(call)
     sizes = []
 
-    def kernel(inputs: Inputs, *rest: Any) -> Tensor:
+    def kernel(inputs: QKV, *rest: Any) -> Tensor:
         assert inputs.query_tNH.shape[-1] == inputs.key_uGH.shape[-1]
         sizes.append((inputs.key_uGH.shape[-1], inputs.value_uGW.shape[-1]))
         return reference.attend(inputs, *rest)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import SINK, AttentionHealth, Probe, by_head, find, of_layers, sample_queries
 from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.masks import LayerMasks, MaskOptions
 
 LENGTH, HEADS, GROUPS, SIZE = 24, 4, 2, 8

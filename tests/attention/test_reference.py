@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_ext.attention import reference
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.layout import build_layout
 
 QUIET = [HealthCheck.too_slow]
@@ -70,7 +70,7 @@ def test_equal_segments_in_place_equal_those_taken_out(count: int, queries: int,
     for empty in (0, 1):
         leaves = [each.clone().requires_grad_() for each in drawn]
         ends = (np.minimum(np.arange(count + 1 + empty), count) * length for length in (queries, keys))
-        out = attend(Inputs(*leaves), AttentionCall(*(each.astype(np.int32) for each in ends)), scale=0.3)
+        out = attend(QKV(*leaves), AttentionCall.of(*(each.astype(np.int32) for each in ends)), scale=0.3)
         out.backward(grad)
         found.append((out, *(leaf.grad for leaf in leaves)))
     for one, other in zip(*found, strict=True):
@@ -116,7 +116,7 @@ def assert_equals_dense(
     left_window: int | None = None,
 ) -> None:
     ours, exact = inputs.leaves(dtype), inputs.leaves(torch.float64)
-    out = attend(Inputs(*ours), AttentionCall(cu_q, cu_kv, left_window), inputs.scale)
+    out = attend(QKV(*ours), AttentionCall.of(cu_q, cu_kv, left_window), inputs.scale)
     wanted = dense_attention(*exact, mask, inputs.scale)
     assert out.dtype == dtype
     assert out.shape == inputs.query.shape
@@ -180,7 +180,7 @@ def test_nan_stays_in_its_segment() -> None:
     inputs = fixed_inputs(10)
     inputs.key[5], inputs.value[5], inputs.query[5] = torch.nan, torch.nan, torch.nan
     borders = np.array([0, 4, 7, 10], dtype=np.int32)
-    out = attend(Inputs(inputs.query, inputs.key, inputs.value), AttentionCall(borders, borders), inputs.scale)
+    out = attend(QKV(inputs.query, inputs.key, inputs.value), AttentionCall.of(borders, borders), inputs.scale)
     assert torch.isfinite(out[:4]).all()
     assert torch.isnan(out[5:7]).all()
     assert torch.isfinite(out[7:]).all()
@@ -195,6 +195,6 @@ def test_bf16_error_is_at_most_twice_a_dense_bf16_softmax() -> None:
     )
     low = [x.bfloat16() for x in (inputs.query, inputs.key, inputs.value)]
     plain = dense_attention(*low, mask, inputs.scale)
-    out = attend(Inputs(*low), AttentionCall(borders, borders), inputs.scale)
+    out = attend(QKV(*low), AttentionCall.of(borders, borders), inputs.scale)
     assert out.dtype == torch.bfloat16
     assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max()

@@ -18,10 +18,11 @@ from attention.kernels import CPU, assert_right, call_of, inputs_of, results
 from attention.test_reference import bottom_right_mask
 from megatron_ext.attention import adapters, reference, triton_packed
 from megatron_ext.attention.backends import BACKENDS, select, suited
-from megatron_ext.attention.exchange import ContextGroup, Inputs
-from megatron_ext.attention.interface import AttentionCall, Scheme
+from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.triton_packed import Tile, Tiles
 from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.exchange import QKV, Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import PackedLayout, build_layout
 
 SINKS = torch.tensor([-9.0, -0.5, 0.7, 6.0])
@@ -34,7 +35,7 @@ def visible(call: AttentionCall) -> Tensor:
     return bottom_right_mask(list(lengths), call.left_window)
 
 
-def dense(inputs: Inputs, call: AttentionCall, scale: float) -> Tensor:
+def dense(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     query, key, value, sink_N = inputs
     assert sink_N is not None
     share = query.shape[1] // key.shape[1]
@@ -93,7 +94,7 @@ def test_torch_varlen(monkeypatch: pytest.MonkeyPatch, left_window: int | None) 
     call = call_of(LENGTHS, left_window)
 
     def attend(query, key, value, *borders, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False):  # type: ignore[no-untyped-def]
-        out = reference.attend(Inputs(query, key, value), call, scale)
+        out = reference.attend(QKV(query, key, value), call, scale)
         return (out, flash(query, key, call, scale)[1]) if return_aux and return_aux.lse else out
 
     def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng_state, scale, window):  # type: ignore[no-untyped-def]
@@ -153,7 +154,7 @@ def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatc
     cute = ModuleType("flash_attn.cute")
 
     def attend(q, k, v, *, softmax_scale, learnable_sink, **options):  # type: ignore[no-untyped-def]
-        return reference.attend(Inputs(q, k, v, learnable_sink), call, softmax_scale), None
+        return reference.attend(QKV(q, k, v, learnable_sink), call, softmax_scale), None
 
     cute.flash_attn_varlen_func = attend  # type: ignore[attr-defined]
     for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
@@ -185,7 +186,7 @@ def of_rank(rank: int, layout: PackedLayout, schemes: list[Scheme], parts: int) 
         call = AttentionCall.of_plan(share, context, scheme)
         *inputs, sinks = with_sinks(call_of([(24, 24)]))
         leaves = [x[share.rows[rank]].requires_grad_() for x in inputs[:3]] + [sinks.requires_grad_()]
-        out = call.run(reference.attend, Inputs(*leaves), 0.25)
+        out = call.run(reference.attend, QKV(*leaves), 0.25)
         gradients = torch.autograd.grad(out, leaves, inputs[3][share.rows[rank]])
         found.append([share.rows[rank], *(x.detach().numpy() for x in (out, *gradients))])
     return found

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention.kernels import assert_right, call_of, exact, inputs_of, results
 from megatron_ext.attention import reference, triton_packed
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.triton_packed import Tile, Tiles, ranges
+from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.layout import build_layout
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
@@ -65,7 +65,7 @@ def test_output_and_gradients(
 def test_its_own_tiles(size: int, window: int) -> None:
     """Several tiles and a bit, with and without some whose queries see all keys; heads of one part and of two."""
     borders = build_layout(270, [20, 31, 260], window).cu_seqlens
-    call = AttentionCall(borders, borders)
+    call = AttentionCall.of(borders, borders)
     assert_right(triton_packed.attend, inputs_of(call, 2, 1, size), call, 2e-5)
 
 
@@ -113,7 +113,7 @@ def test_places_beyond_two_to_the_31(axis: int) -> None:
 def test_no_queries() -> None:
     call = call_of([(0, 3)])
     query, key, value, _ = (x.requires_grad_() for x in inputs_of(call))
-    out = triton_packed.attend(Inputs(query, key, value), call, 1.0)
+    out = triton_packed.attend(QKV(query, key, value), call, 1.0)
     assert out.shape == (0, 4, 16)
     out.sum().backward()
     assert key.grad is not None
@@ -161,11 +161,11 @@ def test_it_runs_with_fake_tensors() -> None:
     borders = build_layout(4096, [100], 32).cu_seqlens
     with FakeTensorMode():
         cu = torch.empty(len(borders), dtype=torch.int32)
-        call = replace(AttentionCall(borders, borders), borders=(cu, cu))
+        call = replace(AttentionCall.of(borders, borders), borders=(cu, cu))
         query, key, value = (
             torch.empty(4096, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
         )
-        out = triton_packed.attend(Inputs(query, key, value), call, 1.0)
+        out = triton_packed.attend(QKV(query, key, value), call, 1.0)
         assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
         out.sum().backward()
         assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]  # type: ignore[union-attr]

@@ -8,8 +8,6 @@ import numpy as np
 from launcher import call
 from runs import weight_error
 
-from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.batch import ContextOptions
 from megatron_ext.config import (
     Config,
     DataConfig,
@@ -21,7 +19,9 @@ from megatron_ext.config import (
     WindowConfig,
 )
 from megatron_ext.context_parallel import CPPlan, plan
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import LayerMasks
 
 VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6

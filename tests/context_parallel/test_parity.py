@@ -28,10 +28,10 @@ from context_parallel.cases import (
     errors,
     run,
 )
-from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.attention.interface import Scheme
-from megatron_ext.batch import ContextOptions
 from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.exchange import Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import build_layout
 
 TOLERANCE = 1e-5

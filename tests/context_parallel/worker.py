@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from context_parallel.cases import STEPS, VALIDATION, VOCABULARY, Case, Outcome, Parallel, Probe, ProbeOutcome, Weighed
-from megatron_ext.batch import context_options
 from megatron_ext.config.checks import check
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.context_parallel.choice import context_options
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, sync_params, unwrap, wrap

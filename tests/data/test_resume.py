@@ -16,9 +16,9 @@ import pytest
 from faults.test_run_folder import holding
 from launcher import wait_until
 
-from megatron_ext.data.build.encode import Report, finish_part, usable
-from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess, work_folder
 from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.preprocess.encode import Report, finish_part, usable
+from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess, work_folder
 from megatron_ext.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,7 +182,7 @@ def test_killed_again_and_again(options: PreprocessOptions, kills: int, concat_b
 
 KILLED_AT_RENAME = """
 import os, pathlib, signal, sys
-from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 if __name__ == "__main__":
     corpus, prefix = sys.argv[1:]
     rename, moves = pathlib.Path.replace, 0

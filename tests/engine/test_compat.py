@@ -18,7 +18,6 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from needed import needed
 from runs import attempt
 
@@ -60,27 +59,6 @@ def test_a_transformer_engine_that_megatron_did_not_find_is_refused(monkeypatch:
         platform.choose("auto")
 
 
-def norm_config(sequence_parallel: bool) -> TransformerConfig:
-    tp = 2 if sequence_parallel else 1
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        normalization="RMSNorm",
-        sequence_parallel=sequence_parallel,
-        tensor_model_parallel_size=tp,
-        persist_layer_norm=False,
-    )
-
-
-@needed("norms")
-def test_upstream_norm_still_refuses_sequence_parallel() -> None:
-    """Where this fails, see whether WrappedTorchNorm marks its weight too: then remove compat.RMSNorm."""
-    assert isinstance(WrappedTorchNorm(norm_config(False), 8), torch.nn.RMSNorm)
-    with pytest.raises(AssertionError, match="sequence parallel not supported by torch LayerNorm"):
-        WrappedTorchNorm(norm_config(True), 8)
-
-
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
@@ -91,44 +69,6 @@ def test_a_model_does_not_set_how_transformer_engine_attends(monkeypatch: pytest
     cpu = platform.Platform(torch.device("cpu"), "gloo", transformer_engine=False)
     GPTModel._set_attention_backend(SimpleNamespace(config=transformer_config(Config(), cpu)))
     assert not set(ATTENTION) & set(os.environ)
-
-
-def parameters(seed: int) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((7, 5), (5,), (3,))]
-
-
-def groups(params: list[torch.nn.Parameter]) -> list[dict[str, object]]:
-    return [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_fused_adam_equals_torch_adamw(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Both implementations: torch has the kernel that is used on CUDA for a CPU too."""
-    if kind == "cuda":
-        monkeypatch.setattr(compat.FusedAdam, "_update", compat.FusedAdam._update_on_cuda)
-    ours, theirs = parameters(0), parameters(0)
-    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
-    mine, reference = compat.FusedAdam(groups(ours), **settings), torch.optim.AdamW(groups(theirs), **settings)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(10):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn(a.shape, generator=generator) * 10.0 ** (-step)
-            b.grad = a.grad.clone()
-        for optimizer in (mine, reference):
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-2 * (step + 1)
-            optimizer.step()
-    before = [param.detach().clone() for param in ours]
-    ours[0].grad = ours[1].grad = None
-    mine.step()
-    assert torch.equal(ours[0], before[0])  # no gradient, no step: the count is kept for each group
-    assert [group["step"] for group in mine.param_groups] == [10, 11]
-    ours[2].data.copy_(before[2])
-    for a, b, start in zip(ours, theirs, parameters(0), strict=True):
-        assert ((a - b).abs().max() / b.abs().max()).item() <= 1e-6
-        assert (a - start).abs().min() > 1e-3
-        assert set(mine.state[a]) == {"exp_avg", "exp_avg_sq"}
 
 
 @needed("an extension for a layer that is not run")
@@ -196,7 +136,7 @@ def test_megatron_still_compiles_to_recompute_a_norm(monkeypatch: pytest.MonkeyP
 def test_a_loaded_state_still_has_no_step_for_torchs_adamw(
     small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where this fails, a run can continue with torch's AdamW: remove compat.FusedAdam."""
+    """Where this fails, a run can continue with torch's AdamW: remove engine/adam.py."""
     monkeypatch.setenv("WITHOUT", "optimizer")
     run = tmp_path / "run"
     flags = ["--train-iters", "4", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]

@@ -14,7 +14,7 @@ from one_process import build_models, one_process
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
 
 LENGTH, VOCABULARY, LAYERS = 24, 64, 3

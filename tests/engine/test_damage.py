@@ -9,7 +9,7 @@ from checkpoint.test_folders import write
 from launcher import call
 
 from megatron_ext.checkpoint.folders import read_checkpoint
-from megatron_ext.engine.parallel import together
+from megatron_ext.engine.agreement import together
 from megatron_ext.engine.state import agree, undamaged
 from megatron_ext.errors import UserError
 

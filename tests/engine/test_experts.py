@@ -16,12 +16,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megatron_ext.batch import StepBatches, assemble, lay_end_to_end
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.experts import balance_losses
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import unwrap
-from megatron_ext.engine.step import Stepper, StepResult
+from megatron_ext.engine.step import Outcome, Stepper, StepResult
 
 LENGTH, EXPERTS, CHOICES = 16, 5, 2
 
@@ -234,14 +234,14 @@ def test_the_bias_follows_the_counts_of_accepted_steps(
     expected = torch.zeros(8)
     for seed in range(3):
         counts.zero_()
-        assert not stepper.launch(batches_of(config, seed=seed)).result().skipped
+        assert stepper.launch(batches_of(config, seed=seed)).result().outcome is Outcome.UPDATED
         expected += 2.0**-7 * torch.sign(counts.mean() - counts)
         assert torch.equal(router.expert_bias, expected)
         assert counts.sum() == 4 * LENGTH * 4
 
         stepper.evaluate(batches_of(config).train)
-        assert stepper.launch(batches_of(config), accepts=lambda result: False).refused
-        assert stepper.launch(batches_of(config, trained=0.0)).result().without_tokens
+        assert stepper.launch(batches_of(config), accepts=lambda result: False).outcome is Outcome.REFUSED
+        assert stepper.launch(batches_of(config, trained=0.0)).result().outcome is Outcome.NO_TOKENS
         assert torch.equal(router.expert_bias, expected)
     assert len(expected.unique()) > 1
 

@@ -16,16 +16,16 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from megatron_ext import rope
-from megatron_ext.attention.cache import KeyValueCache
-from megatron_ext.attention.exchange import Inputs
-from megatron_ext.attention.interface import Scheme
-from megatron_ext.batch import ContextOptions, pack
+from megatron_ext.batch import pack
 from megatron_ext.config import Config, ModelConfig, ParallelConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.exchange import QKV, Scheme
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.blocks import layer_specs
 from megatron_ext.engine.model import PackedAttention, PackedCall
 from megatron_ext.engine.transformer import transformer_config
+from megatron_ext.inference.cache import KeyValueCache
 from megatron_ext.masks import MaskOptions
 
 T, D, N, LATENT, QUERY_LATENT, PLAIN, ROTATED, VALUE = 24, 20, 6, 10, 14, 8, 4, 6
@@ -216,7 +216,7 @@ def test_generation_and_probes_get_keys_of_all_heads() -> None:
         attention = build(Layout()).eval()
         backend, seen, observed = attention.core_attention.backend, [], []
 
-        def noted(inputs: Inputs, *rest: Any) -> Tensor:
+        def noted(inputs: QKV, *rest: Any) -> Tensor:
             seen.append(inputs.key_uGH)
             return backend(inputs, *rest)
 
@@ -231,7 +231,7 @@ def test_generation_and_probes_get_keys_of_all_heads() -> None:
                 attention(
                     drawn("hidden", T, 1, D)[first : first + count],
                     rotary_pos_emb=angles(torch.from_numpy(appended.positions)),
-                    packed_seq_params=PackedCall(batch, appended),
+                    packed_seq_params=PackedCall(batch, appended.extend),
                 )[0]
             )
     torch.testing.assert_close(torch.cat(outputs), whole["out"][: ENDS[0]], rtol=0, atol=1e-12)

@@ -11,7 +11,7 @@ from one_process import build_models, one_process
 
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
 
 LENGTH, VOCABULARY, ROWS = 24, 64, 2

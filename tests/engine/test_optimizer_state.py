@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import compat, model, parallel, platform, transformer
 from megatron_ext.engine.optimizer import (
     build_optimizer,

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from one_process import one_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.attention.exchange import Inputs
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, WeightingConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.context_parallel.exchange import QKV
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import (
@@ -29,7 +29,7 @@ from megatron_ext.engine.optimizer import (
     unwrap,
     wrap,
 )
-from megatron_ext.engine.step import Pipeline, Stepper, StepResult
+from megatron_ext.engine.step import Outcome, Pipeline, Stepper, StepResult
 from megatron_ext.engine.weights import initialise
 from megatron_ext.evaluation.by_position import mean_loss
 from megatron_ext.loss import TokenLosses
@@ -114,7 +114,7 @@ def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
     for layer in next(unwrap(process.model)).decoder.layers:
         attention = layer.self_attention.core_attention
 
-        def recorded(inputs: Inputs, *rest: Any, attend: Any = attention.backend) -> Any:
+        def recorded(inputs: QKV, *rest: Any, attend: Any = attention.backend) -> Any:
             given.append((inputs.query_tNH.detach().double(), inputs.key_uGH.detach().double()))
             return attend(inputs, *rest)
 
@@ -146,7 +146,7 @@ def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProces
     before, state = process.weights(), copy.deepcopy(process.stepper.optimizer.state_dict())
     launched = process.stepper.launch(StepBatches([batch(row(1))]), refuse)
     result = launched.result()
-    assert (result.skipped, result.refused, result.without_tokens) == (True, True, False)
+    assert result.outcome is Outcome.REFUSED
     assert norms == [result.grad_norm]
     assert result.lm_loss > 0
     assert torch.equal(process.weights(), before)
@@ -164,10 +164,10 @@ def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> 
     process.stepper.launch(StepBatches([batch(row(0))])).result()
     before = process.weights()
     skipped = process.stepper.launch(StepBatches([batch(row(1, trained=0))])).result()
-    assert skipped.skipped
+    assert skipped.outcome is Outcome.NO_TOKENS
     assert (skipped.grad_norm, skipped.train_loss, skipped.lm_loss) == (0.0, 0.0, 0.0)
     assert torch.equal(process.weights(), before)
-    assert not process.stepper.launch(StepBatches([batch(row(1, trained=1))])).result().skipped
+    assert process.stepper.launch(StepBatches([batch(row(1, trained=1))])).result().outcome is Outcome.UPDATED
     assert not torch.equal(process.weights(), before)
 
 

@@ -18,7 +18,7 @@ from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.options import PRESETS
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel
 from megatron_ext.engine import transformer as choice
 from megatron_ext.engine.platform import Platform

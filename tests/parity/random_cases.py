@@ -27,12 +27,12 @@ from megatron_ext.config import (
     WindowConfig,
 )
 from megatron_ext.config.checks import mistakes
+from megatron_ext.config.mixture import MixturePart
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.data.indexed import MASK
 from megatron_ext.data.packing.plan import plan_folder, save_plan
 from megatron_ext.data.packing.policies import build_plan
-from megatron_ext.data.rows.identity import row_identity
-from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.run.identity import row_identity
 from megatron_ext.run.inputs import splits
 from megatron_ext.schedule import ScheduleKind
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
+from megatron_ext.data.row import TokenRow
 from megatron_ext.data.rows.balance import assign_rows
-from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.planning.sampled_rows import BATCHES, SampledRows
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig, WeightingConfig, WindowConfig
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.run.batches import BatchMaker, row_seed
 

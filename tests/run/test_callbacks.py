@@ -1,4 +1,4 @@
-"""A run's records: a line for each step, and messages that are logged once; which losses are spikes; validations."""
+"""A run's records: a line for each step, and messages that are logged once; which losses are spikes."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config, DataConfig, LoggingConfig, TrainingConfig, WeightingConfig
-from megatron_ext.engine.step import StepResult
+from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError
 from megatron_ext.loss import LossTerms
 from megatron_ext.monitoring.metrics import read_history, read_jsonl
@@ -21,10 +21,7 @@ from megatron_ext.run.callbacks import (
     RunInfo,
     RunRecords,
     StepRecord,
-    Validation,
-    read_losses,
     spike_bound,
-    stop_reason,
 )
 
 TERMS = LossTerms(
@@ -42,7 +39,6 @@ RESULT = StepResult(
     grad_norm=1.0,
     segments=3,
     effective_context=7.0,
-    skipped=False,
     score_seconds=0.5,
     weight_max=2.0,
     moe_aux_loss=2.5,
@@ -57,14 +53,14 @@ def test_the_losses_of_a_step_are_means() -> None:
     assert (empty.train_loss, empty.lm_loss, empty.weight_std) == (0.0, 0.0, 0.0)
 
 
-def finished(step: int, skipped: bool = False) -> StepRecord:
+def finished(step: int, outcome: Outcome = Outcome.UPDATED) -> StepRecord:
     return StepRecord(
         step=step,
         samples=range(8),
         consumed_samples=8 * (step + 1),
         window=16,
         learning_rate=1e-3,
-        result=replace(RESULT, skipped=skipped),
+        result=replace(RESULT, outcome=outcome),
         cp_bytes=0,
         peak_memory_bytes=1,
         step_time_s=2.0,
@@ -124,52 +120,13 @@ def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
 def test_repeated_events_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = records(tmp_path)
     for step in range(3):
-        made.after_step(finished(step, skipped=True))
+        made.after_step(finished(step, Outcome.NO_TOKENS))
         made.evaluation(step + 1, {16: None}, {})
     made.close(4, "done")
     logged = capsys.readouterr().err
     assert logged.count("has no trained token") == logged.count("its loss is null") == 1
     assert [line["skipped"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
     assert [line["valid_loss"] for line in read_jsonl(tmp_path / "evaluation.jsonl")] == [None] * 3
-
-
-def test_validation_is_due_at_multiples_and_at_the_end() -> None:
-    def due(interval: int) -> list[int]:
-        config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
-        validation = Validation(config, stepper=None, batches=None, rows=None, records=None, losses={})  # type: ignore[arg-type]
-        return [step for step in range(8) if validation.is_due(step)]
-
-    assert due(3) == [0, 3, 6, 7]
-    assert due(0) == []
-
-
-def stops_at(losses: list[float | None], patience: int, delta: float) -> int | None:
-    """The number of the loss after which a run stops."""
-    training = TrainingConfig(early_stopping_patience=patience, early_stopping_delta=delta)
-    stops = (n for n in range(len(losses)) if stop_reason(dict(enumerate(losses[: n + 1])), training) is not None)
-    return next(stops, None)
-
-
-def test_early_stopping_by_the_example_of_the_docstring() -> None:
-    drawn = [4.0, 3.5, 3.45, 3.6, 3.3]
-    assert stops_at(drawn[:4], 2, 0.1) == 3
-    assert stops_at(drawn, 3, 0.1) is None
-    assert stops_at(drawn, 2, 0.0) is None
-    assert stops_at(drawn, 1, 0.04) == 3
-    assert stops_at([3.0] * 5, 2, 0.0) == 2  # an equal loss is not an improvement
-    assert stops_at([3.0, None, None, 3.0, 2.0], 1, 0.0) == 3  # validations without trained tokens are not counted
-    assert stops_at([3.0] * 50, 0, 0.0) is None
-
-
-def test_a_resumed_run_reads_the_validations_up_to_its_step(tmp_path: Path) -> None:
-    assert read_losses(tmp_path, 20) == {}
-    lines = [f'{{"step": {10 * n}, "valid_loss": {loss}}}\n' for n, loss in enumerate((2.0, 3.0, "null", 1.0))]
-    (tmp_path / "evaluation.jsonl").write_text("".join(lines))
-    assert read_losses(tmp_path, 20) == read_losses(tmp_path, 25) == {0: 2.0, 10: 3.0, 20: None}
-    assert stop_reason(read_losses(tmp_path, 10), TrainingConfig(early_stopping_patience=1)) == (
-        "stopped early: the validation loss was lowest after 0 steps, 2.0000, and the 1 validations since were not "
-        "lower by more than 0"
-    )
 
 
 def test_a_warning_when_s_max_exceeds_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,8 +153,8 @@ BAD = replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan)
 NOTHING = replace(TERMS, loss_sum=0.0, weighted_sum=0.0, token_count=0.0)
 STEPS: dict[str, StepResult] = {
     "well": RESULT,
-    "refused": replace(RESULT, terms=BAD, skipped=True, refused=True),
-    "without tokens": replace(RESULT, terms=NOTHING, denominator=0.0, skipped=True),
+    "refused": replace(RESULT, terms=BAD, outcome=Outcome.REFUSED),
+    "without tokens": replace(RESULT, terms=NOTHING, denominator=0.0, outcome=Outcome.NO_TOKENS),
 }
 LOSSES = [3.0, 2.5, 2.75, 2.25]
 

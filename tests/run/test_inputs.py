@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig, WindowConfig
+from megatron_ext.config.mixture import MixturePart
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import save_plan
 from megatron_ext.data.packing.policies import build_plan
-from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.errors import UserError
 from megatron_ext.run.inputs import VALIDATION, first_weights, open_rows
 from tests.theirs import write_theirs

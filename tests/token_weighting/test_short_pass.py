@@ -7,9 +7,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.attention.interface import Scheme
-from megatron_ext.batch import ContextOptions, PackedBatch, Tokens
+from megatron_ext.batch import PackedBatch, Tokens
+from megatron_ext.context_parallel.choice import ContextOptions
+from megatron_ext.context_parallel.exchange import Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.short_context import ShortContext

@@ -133,7 +133,7 @@ def test_two_models_are_compared_question_by_question(alone: Commands, stories_m
 
 def test_long_prompts_lose_their_middle() -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
-    from megatron_ext.run.lm_eval_model import TrainedModel
+    from megatron_ext.inference.lm_eval_model import TrainedModel
 
     sent: list[list[int]] = []
 

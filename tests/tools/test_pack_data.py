@@ -13,10 +13,10 @@ from launcher import Commands, Done
 from runs import CONFIG, read_jsonl
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.data.packing.gain import document_gains
-from megatron_ext.data.packing.plan import PackedRows
-from megatron_ext.data.rows.identity import row_identity, vocabulary
+from megatron_ext.data.rows.packed import PackedRows
+from megatron_ext.run.identity import checked_vocab_size, row_identity
 from megatron_ext.run.inputs import open_split, splits
+from megatron_ext.token_weighting.gain import document_gains
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 
 SCRIPT, TOOL = "pretrain_skyladder.py", "tools/pack_data.py"
@@ -84,7 +84,7 @@ def test_documents_are_kept_by_their_gain(
     flags = [*copied(small_data, tmp_path), "--packing", "best_fit"]
     assert pack(*flags).status == 0
     config = parse([str(flag) for flag in flags])
-    vocab_size = vocabulary(config)
+    vocab_size = checked_vocab_size(config)
     identity: dict[str, Any] = row_identity(config, vocab_size)
     (split,) = splits(config, vocab_size, 0)
     rows = open_split(split, config)

@@ -1,1 +1,1 @@
-"""Assignment of pieces of documents to rows: policies create plans offline, `PackedRows` reads them."""
+"""Assignment of pieces of documents to rows: policies create plans offline, `data/rows/packed.py` reads them."""

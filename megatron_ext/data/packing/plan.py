@@ -17,7 +17,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ import numpy as np
 from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
 from megatron_ext.data.indexed import IndexedSource
-from megatron_ext.data.rows.dataset import EPOCHS_KEPT, Purpose, TokenRow, permutation
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
 
@@ -118,67 +116,3 @@ def load_plan(prefix: str | Path, key: PlanKey) -> PackingPlan:
     except Exception as error:  # numpy parses the header as Python literals
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); build it again") from None
     return PackingPlan(key, offsets, pieces)
-
-
-class PackedRows:
-    """The rows of a plan, repeated endlessly.
-
-    Each epoch has all rows, in an order drawn from (seed, epoch), or in the plan's own order.
-
-        pieces            a a a EOD | b b b | c c EOD      L = 12; b is cut before and after, c is no whole document
-        tokens            a a a EOD   b b b   c c EOD 0 0  0        the last one is only a label
-        document_ends             4       7        10
-        trained           1 1 1 0     1 1 0   1 1 0   0 0
-
-    - A piece that ends inside the row ends a document there, even if it is cut, because what follows is unrelated. One
-      that ends with the row has an end only if its document ends there. If the plan joins documents, none ends inside.
-    - A label is trained if it is the next token of the same document, even if the plan has it in another row or in
-      none. The first token of a document is trained after the last one of another, with `mask_eod` only if the plan
-      joins documents. If the data set has a mask, it must select the label too.
-    - Padding is `pad_id`, never trained, and a separate document, so no other token attends to it. The last label is
-      `pad_id`, not trained, if the row's last piece ends its document.
-
-    `plan` is of any policy but `random`, whose rows are read by `RowDataset`.
-    """
-
-    def __init__(
-        self, source: IndexedSource, plan: PackingPlan, seed: int, *, mask_eod: bool = False, pad_id: int = 0
-    ) -> None:
-        self.source, self.plan, self.seed = source, plan, int(seed)
-        self.mask_eod, self.pad_id = mask_eod, pad_id
-        self.row_length, self.row_tokens = plan.row_length, plan.tokens / plan.rows
-        self._order = lru_cache(EPOCHS_KEPT)(lambda epoch: permutation(plan.rows, self.seed, epoch, Purpose.ROWS))
-
-    def row(self, sample: int) -> TokenRow:
-        """Return the row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
-        return self.plan_row(self.row_index(sample))
-
-    def row_index(self, sample: int) -> int:
-        """Return the plan's row for `sample`; each row occurs once in every `plan.rows` samples."""
-        assert sample >= 0, sample
-        epoch, number = divmod(sample, self.plan.rows)
-        is_curriculum = self.plan.key.policy == "decomposition"
-        return number if is_curriculum else int(self._order(epoch)[number])
-
-    def plan_row(self, row: int) -> TokenRow:
-        length, source, joined = self.row_length, self.source, self.plan.joined
-        tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
-        trained = np.zeros(length, dtype=np.bool_)
-        mask = np.ones(length + 1, dtype=np.bool_)
-        ends: list[int] = []
-        filled, after_end = 0, False
-        for document, start, count in self.plan.row_pieces(row).tolist():
-            if filled:  # the label after the previous piece
-                trained[filled - 1] = after_end and start == 0 and (joined or not self.mask_eod)
-            tokens[filled : filled + count] = source.read(document, start, count)
-            mask[filled : filled + count] = source.read_mask(document, start, count)
-            trained[filled : filled + count - 1] = True
-            filled += count
-            after_end = start + count == source.document_lengths[document]
-            if after_end if filled == length else not joined:
-                ends.append(filled)
-        if filled == length and not after_end:  # the last label is the document's next token
-            tokens[length:] = source.read(document, start + count, 1)
-            mask[length:] = source.read_mask(document, start + count, 1)
-            trained[length - 1] = True
-        return TokenRow(tokens, np.array(ends, dtype=np.int64), trained & mask[1:])

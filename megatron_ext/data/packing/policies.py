@@ -21,11 +21,11 @@ from pydantic import Field
 
 from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
-from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.indexed import Documents, IndexedSource, nonempty
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share, full_pieces
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, fingerprint
-from megatron_ext.data.rows.dataset import Documents, Purpose, nonempty, permutation, random_words
+from megatron_ext.data.row import Purpose, permutation, random_words
 from megatron_ext.errors import UserError, missing_package
 from megatron_ext.files.reading import typed
 
@@ -67,7 +67,7 @@ class Corpus:
 class Policy:
     """A way to create rows from documents; the fields are its options."""
 
-    # the share of documents that packing/gain.py kept; None: all, and no option
+    # the share of documents that token_weighting/gain.py keeps; None: all, and no option
     filter_by_gain: Annotated[float, Field(gt=0, le=1)] | None = field(default=None, kw_only=True)
 
     @property

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.indexed import Documents, IndexedSource, nonempty
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.rows.dataset import Documents, nonempty
 from megatron_ext.layout import segment_pairs
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ext.data.rows.dataset import RowSource, TokenRow
-from megatron_ext.data.rows.mixture import scaled
+from megatron_ext.data.row import RowSource, TokenRow
 
 
 class BlendedRows:
@@ -91,3 +90,10 @@ class LaidSequences:
         ends = np.concatenate([row.document_ends + number * length for number, row in enumerate(rows)])
         weights = [row.weights for row in rows if row.weights is not None]
         return TokenRow(tokens, np.union1d(ends, borders), trained, np.concatenate(weights) if weights else None)
+
+
+def scaled(weights: Sequence[float]) -> tuple[float, ...]:
+    """Scale positive weights to a sum of 1."""
+    largest = max(weights)  # dividing by it first keeps the sum finite
+    total = math.fsum(weight / largest for weight in weights)
+    return tuple(weight / largest / total for weight in weights)

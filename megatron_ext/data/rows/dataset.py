@@ -8,67 +8,13 @@ Workers have no counters, and only the order of the current epoch is precomputed
 size or another number of ranks reads exactly the same rows.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
-from megatron_ext.data.indexed import IndexedSource
-from megatron_ext.errors import UserError
-
-Documents = Sequence[int] | np.ndarray  # indices into an `IndexedSource`
-EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders are cached
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """A training row of L inputs and L labels.
-
-    tokens          a a EOD b b b EOD | c        L = 7, and one more token: the last label
-    document_ends         3         7            a document ends *after* its EOD
-    trained         1 1  1  1 1 1  1             with mask_eod: 1 1 0 1 1 1 0
-    of a chat       0 1  0  1 1 1  0             the second a and all b are the assistant's
-    """
-
-    tokens: np.ndarray  # int64 [L+1]; tokens[:-1] are inputs, tokens[1:] labels
-    document_ends: np.ndarray  # int64 [n], strictly increasing, in 1..L: tokens[e-1] is a document's last token
-    trained: np.ndarray  # bool [L], whether the label at this position counts in the loss
-    weights: np.ndarray | None = None  # float32 [L], factors of the losses, if the data set has them
-
-
-class RowSource(Protocol):
-    """An endless sequence of rows of one length, each a pure function of its sample index."""
-
-    row_length: int  # L, in tokens
-    row_tokens: float  # mean number of tokens of a row, without padding
-
-    def row(self, sample: int) -> TokenRow:
-        """Return the row of sample 0, 1, 2, ..."""
-        ...
-
-
-class Purpose(IntEnum):
-    """Purposes of random permutations, which must differ for the same seed and epoch."""
-
-    DOCUMENTS = 0
-    ROWS = 1
-
-
-def permutation(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
-    """Return a random permutation int64 [count] for (seed, epoch, purpose), the same with every numpy version.
-
-    It uses Philox's raw words, which its definition fixes, unlike the methods of `Generator`.
-    """
-    return np.argsort(random_words(count, seed, epoch, purpose), kind="stable")
-
-
-def random_words(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
-    """Return random uint64 [count] for (seed, epoch, purpose)."""
-    key = np.array([seed, epoch * len(Purpose) + purpose], dtype=np.uint64)
-    return np.random.Philox(key=key).random_raw(count)
+from megatron_ext.data.indexed import Documents, IndexedSource, nonempty
+from megatron_ext.data.row import EPOCHS_KEPT, Purpose, TokenRow, permutation
 
 
 class RowDataset:
@@ -145,15 +91,3 @@ class RowDataset:
         """Return the documents of an epoch, in order, and its tokens up to the end of each."""
         order = permutation(len(self._documents), self.seed, epoch, Purpose.DOCUMENTS)
         return self._documents[order], np.cumsum(self._lengths[order])
-
-
-def nonempty(source: IndexedSource, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents with tokens, and their lengths, both int64 [n]; raise UserError if there is no token."""
-    chosen = np.asarray(documents, dtype=np.int64)
-    lengths = np.asarray(source.document_lengths, dtype=np.int64)[chosen]
-    if not lengths.any():
-        raise UserError(
-            f"documents: this split has no tokens ({chosen.size} documents); "
-            "give it a share in --split, or use a larger data set"
-        )
-    return chosen[lengths > 0], lengths[lengths > 0]

@@ -23,7 +23,7 @@ from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from tests.chats import END, PLAIN, conversations, put_chats, put_tokenizer

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.data.row import TokenRow
 
 Piece = tuple[int, int, int]  # document, start, length
 STRIDE = 1000  # token p of document d is d * STRIDE + p

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing.decomposition import curriculum
-from megatron_ext.data.packing.plan import PackedRows
 from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.packing.report import report
+from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import STRIDE, ListedSource, Piece, rows_of, seeds, some_lengths
 

@@ -9,9 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
-from megatron_ext.data.packing.plan import PackedRows, PackingPlan
+from megatron_ext.data.packing.plan import PackingPlan
 from megatron_ext.data.packing.policies import POLICIES, build_plan
 from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import (
     PAD,

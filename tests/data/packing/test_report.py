@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.data.packing.plan import PackedRows, PackingPlan
+from megatron_ext.data.packing.plan import PackingPlan
 from megatron_ext.data.packing.policies import POLICIES, build_plan
 from megatron_ext.data.packing.report import report
-from megatron_ext.data.rows.dataset import RowDataset, TokenRow
+from megatron_ext.data.row import TokenRow
+from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
 from tests.data.packing.sources import (

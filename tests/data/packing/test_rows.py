@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.packing.plan import PackedRows, PackingPlan
+from megatron_ext.data.packing.plan import PackingPlan
 from megatron_ext.data.packing.policies import build_plan
-from megatron_ext.data.rows.dataset import RowDataset, TokenRow
+from megatron_ext.data.row import TokenRow
+from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.data.rows.packed import PackedRows
 from tests.data.packing.sources import (
     PAD,
     STRIDE,

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.data.row import TokenRow
 from megatron_ext.data.rows.blend import BlendedRows
-from megatron_ext.data.rows.dataset import RowDataset, TokenRow
+from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import STRIDE, ListedSource, MaskedSource, assert_same, seeds
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megatron_ext.data.build.encode import assistant_mask
-from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.preprocess.encode import assistant_mask
+from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError

@@ -1,0 +1,67 @@
+"""Choose how the rows of a micro-batch are split over context-parallel ranks, and how these share attention."""
+
+from dataclasses import dataclass
+
+from megatron_ext.config import Config
+from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
+from megatron_ext.context_parallel.exchange import Scheme
+from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.masks import LayerMasks
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """Describes how rows are split over context-parallel ranks."""
+
+    group: ContextGroup  # at least two ranks
+    policy: str  # a name of `context_parallel.Policy`
+    scheme: Scheme | None  # how keys and values are exchanged; None selects the scheme that moves fewer bytes
+    heads: int  # of one tensor-parallel rank, as `key_heads`
+    key_heads: int
+    exchanged_heads: float | None = None  # key heads that an exchanged row is as wide as; None: `key_heads`
+    row_cost: float = PAIRS_PER_ROW  # cost of moving a row of keys and values, in attention pairs
+
+    def plans(self, masks: LayerMasks) -> list[CPPlan]:
+        """Return one plan per mask, with the same token assignment: the cheapest for all layers together.
+
+        A token is on the same rank in every layer. Each mask in turn decides the assignment and the others follow it.
+        """
+        layers, of_layers = zip(*masks.by_layers(), strict=True)
+        choices = []
+        for leading in of_layers:
+            first = plan(
+                leading.layout, self.group.size, self.policy, left_window=leading.left_window, row_cost=self.row_cost
+            )
+            choices.append(
+                [first if mask is leading else first.under(mask.layout, mask.left_window) for mask in of_layers]
+            )
+        return min(choices, key=lambda plans: sum(n * p.cost for n, p in zip(layers, plans, strict=True)))
+
+    def choose(self, plan: CPPlan) -> Scheme:
+        """Return the scheme for this plan, the same on every rank."""
+        if self.scheme is not None:
+            return self.scheme
+        size = self.group.size
+        if self.heads % size or self.key_heads % size:
+            return Scheme.EXCHANGE
+        # Rows per head that leave a rank: queries, keys, values and outputs (Ulysses), or keys and values (exchange).
+        ulysses = plan.layout.tokens * (size - 1) / size * 2 * (self.heads + self.key_heads)
+        exchanged_heads = self.key_heads if self.exchanged_heads is None else self.exchanged_heads
+        exchange = int(plan.rows_moved.sum()) * 2 * exchanged_heads
+        return Scheme.ULYSSES if ulysses < exchange else Scheme.EXCHANGE
+
+
+def context_options(config: Config, group: ContextGroup) -> ContextOptions | None:
+    """Return how rows are split over the ranks of a group; None if each process holds whole rows."""
+    if group.size == 1:
+        return None
+    model, parallel, tp = config.model, config.parallel, config.parallel.tensor_model_parallel_size
+    return ContextOptions(
+        group=group,
+        policy=parallel.cp_policy,
+        scheme=None if parallel.cp_scheme == "auto" else Scheme(parallel.cp_scheme),
+        heads=model.num_attention_heads // tp,
+        key_heads=model.num_query_groups // tp,
+        exchanged_heads=model.exchanged_width(tp) / model.key_value_size,
+        row_cost=parallel.cp_row_cost,
+    )

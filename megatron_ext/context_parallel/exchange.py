@@ -1,0 +1,280 @@
+"""Exchange keys and values between context-parallel ranks: one collective per layer.
+
+The plan lists the rows that each rank needs; an uneven all-to-all moves them, and its backward returns their gradients.
+If no rank needs anything, there is no collective.
+
+    rank 0 holds  a0 a1 b0        its queries need  a0 a1 | b0
+    rank 1 holds  a2 b1 b2 c0     its queries need  a0 a1 a2 | b0 b1 b2 | c0     so it receives a0 a1 b0
+
+A piece that needs only keys of its own rank (a0 a1 and b0; c0) is *local*, the others are *remote*. Attention of local
+pieces runs while rows are in transit, then that of remote pieces. The heads can be split into parts, so that one part
+is in transit while another is computed. Backward runs in reverse: gradients are sent once the remote pieces are
+done, and the local pieces are computed while they travel.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_ext.arrays import Int64
+from megatron_ext.context_parallel import RankPlan
+from megatron_ext.context_parallel.group import ContextGroup
+
+
+class Scheme(StrEnum):
+    """Ways in which context-parallel ranks share attention; the values of `--cp-scheme`."""
+
+    EXCHANGE = "exchange"
+    ULYSSES = "ulysses"
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values of packed rows; G divides N."""
+
+    query_tNH: Tensor
+    key_uGH: Tensor
+    value_uGW: Tensor  # `PerCall` makes W and H equal for kernels that need it
+    # for each query head, the logit of one more softmax entry, which adds nothing to the output; None for a plain
+    # softmax
+    sink_N: Tensor | None = None
+
+
+LocalAttention = Callable[[QKV], Tensor]  # returns [t, N, W], on this rank alone
+
+
+class AsyncAllToAll:
+    """A differentiable all-to-all of rows, ordered by rank; it is in progress until `wait`.
+
+    Start and wait are two autograd functions, so that the computation between them overlaps with communication in both
+    directions: backward starts sending gradients at `wait` and waits for them at `start`.
+    """
+
+    def __init__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup) -> None:
+        self.send_counts, self.receive_counts, self.context = send_counts, receive_counts, context
+        self.work: dist.Work | None = None
+        self.gradients: Tensor | None = None
+        self.received: Tensor | None = _Start.apply(rows, self)
+
+    def wait(self) -> Tensor:
+        """Wait for and return the received rows, [sum of receive_counts, ...]."""
+        # drop the reference: the graph of the received rows refers to this object, a cycle that only the GC would free
+        started, self.received = self.received, None
+        received: Tensor = _Wait.apply(started, self)
+        return received
+
+    def move(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        """Start the collective; its result is valid after `finish`."""
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        context = self.context
+        self.work = dist.all_to_all_single(
+            received, rows.contiguous(), receive_counts, send_counts, group=context.group, async_op=True
+        )
+        to_others = len(rows) - send_counts[context.rank]
+        context.sent_bytes += to_others * rows[:1].numel() * rows.element_size() if to_others else 0
+        return received
+
+    def finish(self) -> None:
+        """Wait for the collective started last."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+
+
+@dataclass(frozen=True, eq=False)
+class RowPicks:
+    """A gather of rows, possibly with repeats, whose backward adds gradients in a fixed order."""
+
+    rows_u: Tensor  # int64 [u], the rows to gather
+    order_u: Tensor  # int64 [u], a stable argsort of `rows_u`
+    distinct_d: Tensor  # int64 [d], the distinct rows, ascending
+    times_d: Tensor  # int64 [d], how often each occurs
+    most: int  # the largest of these; more than two gradients are added in fp32
+
+    @classmethod
+    def of(cls, rows: Int64) -> "RowPicks":
+        order = np.argsort(rows, kind="stable")
+        first = np.flatnonzero(np.diff(rows[order], prepend=-1))  # of each distinct row in the sorted ones
+        times = np.diff(first, append=len(rows))
+        rows_u, order_u, distinct_d, times_d = map(torch.from_numpy, (rows, order, rows[order][first], times))
+        return cls(rows_u, order_u, distinct_d, times_d, int(times.max(initial=0)))
+
+    def inverse(self) -> "RowPicks":
+        """Return the inverse of a permutation."""
+        return replace(self, rows_u=self.order_u, order_u=self.rows_u)
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Return the gathered rows, [u, ...]; differentiable."""
+        picked: Tensor = _Pick.apply(rows, self)
+        return picked
+
+
+@dataclass(frozen=True, eq=False)
+class KeyExchange:
+    """One rank's part in exchanging the keys and values of a micro-batch."""
+
+    sends: RowPicks  # own rows to send, ordered by destination rank
+    send_counts: list[int]  # rows to each rank
+    receive_counts: list[int]  # rows from each rank
+    kept_rows: Tensor  # int64, own rows that remote pieces see, ascending
+    kv_picks: RowPicks  # for each key row of the remote pieces, its index in (kept rows, received rows)
+    # lengths of the alternating runs of local and remote own rows, starting with local; the first and the last may be 0
+    runs: list[int]
+    context: ContextGroup
+
+    @classmethod
+    def of_rank(cls, mine: RankPlan, context: ContextGroup) -> "KeyExchange":
+        local, own = mine.is_local, int(mine.cu_seqlens_q[-1])
+        changes = np.flatnonzero(np.diff(local, prepend=True, append=not local[-1]))
+        runs = np.diff(mine.cu_seqlens_q[changes], prepend=0).tolist()
+        remote_rows = mine.kv_rows[np.repeat(~local, np.diff(mine.cu_seqlens_kv))]
+        kept = np.unique(remote_rows[remote_rows < own])
+        received = remote_rows - own + len(kept)
+        places = np.where(remote_rows < own, np.searchsorted(kept, remote_rows), received)
+        return cls(
+            sends=RowPicks.of(np.concatenate(mine.send)),
+            send_counts=[len(rows) for rows in mine.send],
+            receive_counts=[len(rows) for rows in mine.receive],
+            kept_rows=torch.from_numpy(kept),
+            kv_picks=RowPicks.of(places),
+            runs=runs + [0] * (len(runs) % 2),
+            context=context,
+        )
+
+    def attend(self, inputs: QKV, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
+        """Return the attention output of this rank's queries, [t, N, W], from that of local and of remote pieces."""
+        query_tNH, key_tGH, value_tGW, sink_N = inputs
+        parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
+        # keys and values are sent as one tensor; all parts are started before anything is computed
+        owns = torch.cat([key_tGH, value_tGW], dim=-1).chunk(parts, dim=1)
+        counts = self.send_counts, self.receive_counts
+        transfers = [AsyncAllToAll(self.sends.of_rows(own), *counts, self.context) for own in owns]
+        query, key, value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGW))
+        local = attend_local(QKV(query, key, value, sink_N)) if len(query) else None
+        outputs, sizes = [], (key_tGH.shape[-1], value_tGW.shape[-1])
+        queries = self._runs_of(query_tNH, 1).chunk(parts, dim=1)
+        sinks: Sequence[Tensor | None] = [None] * parts if sink_N is None else sink_N.chunk(parts)
+        for query, own, transfer, sink in zip(queries, owns, transfers, sinks, strict=True):
+            kept = own if len(self.kept_rows) == len(own) else own.index_select(0, self.kept_rows)
+            kept_and_received = torch.cat([kept, transfer.wait()])
+            if len(query):
+                key_u, value_u = self.kv_picks.of_rows(kept_and_received).split(sizes, dim=-1)
+                outputs.append(attend_remote(QKV(query, key_u, value_u, sink)))
+            else:  # nothing was received, but backward must still receive the gradients of the rows sent
+                assert local is not None
+                outputs.append(kept_and_received.reshape(*query.shape[:2], local.shape[-1]))
+        remote = outputs[0] if parts == 1 else torch.cat(outputs, dim=1)
+        if local is None:
+            return remote
+        pairs = zip(local.split(self.runs[::2]), remote.split(self.runs[1::2]), strict=True)
+        return torch.cat([run for pair in pairs for run in pair])
+
+    def _runs_of(self, x_t: Tensor, first: int) -> Tensor:
+        """Return the local (first 0) or remote (first 1) rows, without a copy if they are one run."""
+        runs = x_t.split(self.runs)[first::2]
+        filled = [run for run in runs if len(run)] or [runs[0]]
+        return filled[0] if len(filled) == 1 else torch.cat(filled)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadExchange:
+    """Ulysses (arXiv 2309.14509): every rank attends over all tokens with its share of the heads."""
+
+    order: RowPicks  # the tokens of rank 0, then of rank 1, ..., a permutation of all T
+    context: ContextGroup
+
+    def attend(self, inputs: QKV, attend: LocalAttention) -> Tensor:
+        """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""
+        sink_N = inputs.sink_N
+        sink = None if sink_N is None else sink_N.chunk(self.context.size)[self.context.rank]
+        query, key, value = map(self._all_tokens, inputs[:3])
+        return self._own_tokens(attend(QKV(query, key, value, sink)))
+
+    def _all_tokens(self, x_tNH: Tensor) -> Tensor:
+        """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""
+        size, t = self.context.size, len(x_tNH)
+        by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
+        received = AsyncAllToAll(by_rank, [t] * size, [t] * size, self.context).wait()
+        return self.order.inverse().of_rows(received)
+
+    def _own_tokens(self, x_TNH: Tensor) -> Tensor:
+        """Exchange back: [T, N/cp, H] -> [t, N, H]."""
+        size, t = self.context.size, len(x_TNH) // self.context.size
+        by_rank = AsyncAllToAll(self.order.of_rows(x_TNH), [t] * size, [t] * size, self.context).wait()
+        return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)
+
+
+class _Start(torch.autograd.Function):
+    """Starts the all-to-all in forward; waits for the gradients in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.move(rows, transfer.send_counts, transfer.receive_counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        transfer: AsyncAllToAll = ctx.transfer
+        transfer.finish()
+        gradients, transfer.gradients = transfer.gradients, None
+        return gradients, None
+
+
+class _Wait(torch.autograd.Function):
+    """Waits for the rows in forward; starts sending their gradients back in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        transfer.finish()
+        return received.view_as(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        transfer: AsyncAllToAll = ctx.transfer
+        transfer.gradients = transfer.move(grads[0], transfer.receive_counts, transfer.send_counts)
+        return grads[0], None  # only the shape matters; `_Start` returns the gradients received
+
+
+class _Pick(torch.autograd.Function):
+    """Implements `RowPicks.of_rows` with a deterministic backward.
+
+    The backward of torch's `index_select` adds gradients with atomics, in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, picks: RowPicks) -> Tensor:
+        ctx.picks, ctx.count = picks, len(rows)
+        return rows.index_select(0, picks.rows_u)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_u,) = grads
+        picks: RowPicks = ctx.picks
+        if picks.most == 1 and len(grad_u) == ctx.count:  # a permutation
+            return grad_u.index_select(0, picks.order_u), None
+        gradient = grad_u.new_zeros((ctx.count, *grad_u.shape[1:]))
+        if not len(grad_u):
+            return gradient, None
+        # The sum of two is rounded once in any precision. For more, the two halves of each row are added one after the
+        # other, which halves the memory of their copies in fp32.
+        wide = picks.most > 2 and grad_u.element_size() < 4
+        halves = (x.flatten(1).chunk(2 if wide else 1, dim=1) for x in (gradient, grad_u))
+        for sums, part_u in zip(*halves, strict=True):
+            ordered_u = part_u.index_select(0, picks.order_u)
+            # unsafe=True: torch does not copy the lengths to the host to check their sum
+            sums_d = torch.segment_reduce(
+                ordered_u.float() if wide else ordered_u, "sum", lengths=picks.times_d, unsafe=True
+            )
+            sums.index_copy_(0, picks.distinct_d, sums_d.to(gradient.dtype))
+        return gradient, None

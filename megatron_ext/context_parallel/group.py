@@ -1,0 +1,35 @@
+"""The process group that shares the tokens of a row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class ContextGroup:
+    """The ranks that share the tokens of a row."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None  # None if the size is 1
+    parts: int = 1  # key heads are exchanged in up to this many parts, to overlap with attention
+    sent_bytes: int = 0  # by this process, since `take_sent_bytes` was last called
+
+    def take_sent_bytes(self) -> int:
+        sent, self.sent_bytes = self.sent_bytes, 0
+        return sent
+
+    def gather(self, values_t: Tensor, counts: Sequence[int]) -> Tensor:
+        """Gather the values of all ranks in rank order; rank r has counts[r]. Not differentiable."""
+        if self.size == 1:
+            return values_t
+        longest = max(counts)  # all_gather needs equal shapes
+        mine = values_t.new_zeros(longest)
+        mine[: len(values_t)] = values_t
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        self.sent_bytes += (self.size - 1) * longest * values_t.element_size()
+        return torch.cat([values[:count] for values, count in zip(everyone, counts, strict=True)])

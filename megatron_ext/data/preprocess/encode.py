@@ -1,0 +1,277 @@
+"""Create the part of a shard in a worker process.
+
+Shard --read--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
+
+In the code a part is the path of its files, without a suffix: .bin has its content (token ids, or texts to be grouped),
+.npz the index of the content and its report; it is written last.
+"""
+
+import json
+import logging
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_ext.data.indexed import dtype_of
+from megatron_ext.data.preprocess.shards import FileShard, Shard, write_texts
+from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
+from megatron_ext.data.text.documents import BLOCK, MAX_DOCUMENT_BYTES, Document, Fields, stop
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError, missing_package
+from megatron_ext.files.atomic import atomic_write
+
+logger = logging.getLogger(__name__)
+PROBLEMS_KEPT = 10
+
+
+@dataclass
+class Report:
+    """Counts of what was written and omitted, for one part or for all."""
+
+    documents: int = 0
+    sequences: int = 0  # sequences of the format: sentences, or whole documents
+    tokens: int = 0
+    empty: int = 0  # documents omitted because they have no token, or no message
+    skipped: int = 0  # bad documents omitted
+    problems: list[str] = field(default_factory=list)  # descriptions of the first of them
+    too_short: int = 0  # documents omitted because of `min_tokens`
+    too_long: int = 0  # documents omitted because of `max_tokens`
+    unanswered: int = 0  # conversations omitted because they have no assistant's token
+    trained: int = 0  # number of the assistant's tokens
+    reused: int = 0  # number of parts that an interrupted run had finished
+
+    def add(self, other: "Report") -> None:
+        for name, number in asdict(other).items():
+            setattr(self, name, getattr(self, name) + number)
+        del self.problems[PROBLEMS_KEPT:]
+
+    def skip(self, problem: str) -> None:
+        self.add(Report(skipped=1, problems=[problem]))
+
+
+def finish_part(part: Path, arrays: Mapping[str, np.ndarray], report: Report, limit: int) -> None:
+    """Write the index and the report of a part; `limit` is the maximum length of a document, in bytes."""
+    about = json.dumps({"limit": limit, "report": asdict(report)})
+    with atomic_write(part.with_suffix(".npz")) as partial, partial.open("wb") as file:
+        np.savez(file, about=np.array(about), **arrays)  # type: ignore[arg-type]
+
+
+def read_report(part: Path) -> tuple[Report, int]:
+    """Read the report of a finished part, and its limit."""
+    with np.load(part.with_suffix(".npz")) as arrays:
+        about = json.loads(arrays["about"].item())
+    return Report(**about["report"]), about["limit"]
+
+
+def usable(part: Path, limit: int, skip: bool) -> bool:
+    """Return whether the part is finished and would be the same with these options for bad documents."""
+    if not part.with_suffix(".npz").is_file():
+        return False
+    report, made_with = read_report(part)
+    # a document that was omitted as too long may be accepted with another limit
+    return skip and limit == made_with if report.skipped else limit >= made_with
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """The flags of tools/preprocess_data.py, whose --help describes them.
+
+    `append_eod` None: for texts, not for conversations; `shard_bytes` None: it depends on the size of the inputs.
+    """
+
+    inputs: Sequence[str]
+    output_prefix: str
+    tokenizer: str
+    text_field: str = "text"
+    workers: int = 1
+    messages_field: str | None = None
+    append_eod: bool | None = None
+    eod_token: str | None = None
+    prepend_bos: bool = False
+    bos_token: str | None = None
+    source_field: str | None = None
+    skip_bad_lines: bool = False
+    overwrite: bool = False
+    concat_by: str | None = None
+    split_sentences: bool = False
+    language: str = "english"
+    min_tokens: int = 1
+    max_tokens: int | None = None
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    shard_bytes: int | None = None
+    resume: bool = False
+
+    @property
+    def fields(self) -> Fields:
+        """The fields of a document; the chat template is added by `Encoder`."""
+        text = self.messages_field or self.text_field
+        return Fields(text, self.concat_by, self.max_document_bytes, source=self.source_field)
+
+    def check(self) -> None:
+        """Raise UserError if options exclude each other."""
+        if self.messages_field is not None:
+            for name in ("concat_by", "source_field", "split_sentences"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"{name}: is for texts, not for the conversations of messages_field; use one of them"
+                    )
+        if self.bos_token is not None and not self.prepend_bos:
+            raise UserError(f"bos_token: got {self.bos_token!r} without prepend_bos, which uses it; add --prepend-bos")
+        if self.split_sentences:
+            _sentence_splitter(self.language)
+
+
+class Encoder:
+    """Converts documents to token ids, according to the options."""
+
+    def __init__(self, options: PreprocessOptions) -> None:
+        self.options = options
+        self.tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
+        chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
+        self.fields = replace(options.fields, chat=chat)
+        append_eod = chat is None if options.append_eod is None else options.append_eod
+        self.eod_id = self.tokenizer.eod_id if append_eod else None
+        self.bos_id = self.tokenizer.bos_id if options.prepend_bos else None
+        self.dtype = dtype_of(self.tokenizer.vocab_size)
+
+    def turn_end(self) -> int | None:
+        """Return the special token that ends the assistant's turns, if these are chats; warn if there is none."""
+        if self.fields.chat is None:
+            return None
+        with suppress(ChatError):  # the template needs more than a question and an answer
+            if end := self.fields.chat.turn_end:
+                return self.tokenizer.encode_spelled(end)[0][-1]
+        logger.warning(
+            "messages_field: the chat template of %s trains no special token at the end of the assistant's turns, so a "
+            "model does not learn to end them; add one, inside {%% generation %%} if used", self.options.tokenizer,
+        )  # fmt: skip
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """Return all that determines the content of a data set, apart from its inputs and the limit of a document."""
+        options, chat = self.options, self.fields.chat
+        return {
+            "tokenizer_fingerprint": self.tokenizer.fingerprint,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eod_id": self.eod_id,
+            "text_field": self.fields.text,
+            "concat_by": options.concat_by,
+            "sentences": options.language if options.split_sentences else None,
+            "min_tokens": options.min_tokens,
+            "max_tokens": options.max_tokens,
+            "chat_template": None if chat is None else chat.fingerprint,
+            "bos_id": self.bos_id,
+            "source_field": options.source_field,
+        }
+
+    def write_tokens(self, documents: Iterator[Document], file: BinaryIO, report: Report) -> dict[str, np.ndarray]:
+        """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
+        least, most = self.options.min_tokens, self.options.max_tokens
+        lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
+        masks = [np.zeros(0, np.uint8)]
+        names: dict[str, int] = {}  # of sources, numbered in order of appearance
+        for document in documents:
+            sequences, mask = self._encode(document)
+            if not sequences:
+                report.empty += 1
+                continue
+            if mask is not None and not mask.any():
+                report.unanswered += 1
+                continue
+            if self.bos_id is not None and sequences[0][0] != self.bos_id:  # a template may add it
+                sequences[0].insert(0, self.bos_id)
+                mask = None if mask is None else np.insert(mask, 0, np.uint8(0))
+            if self.eod_id is not None:
+                sequences[-1].append(self.eod_id)
+                mask = None if mask is None else np.append(mask, np.uint8(0))
+            total = sum(map(len, sequences))
+            if total < least:
+                report.too_short += 1
+                continue
+            if most is not None and total > most:
+                report.too_long += 1
+                continue
+            ids = np.array(list(chain.from_iterable(sequences)) if len(sequences) > 1 else sequences[0], np.int32)
+            assert 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size
+            file.write(ids.astype(self.dtype).tobytes())
+            lengths.extend(map(len, sequences))
+            counts.append(len(sequences))
+            if document.source_name is not None:
+                sources.append(names.setdefault(document.source_name, len(names)))
+            report.tokens += total
+            if mask is not None:
+                masks.append(mask)
+                report.trained += int(mask.sum())
+        report.documents, report.sequences = len(counts), len(lengths)
+        numbers = {"lengths": lengths, "counts": counts, "sources": sources}
+        arrays = {name: np.array(values, np.int32) for name, values in numbers.items()}
+        return arrays | {"mask": np.concatenate(masks), "source_names": np.array(list(names), np.str_)}
+
+    def _encode(self, document: Document) -> tuple[list[list[int]], np.ndarray | None]:
+        """Return the ids of each sequence and, for a conversation, uint8 [tokens], 1 for the assistant's tokens."""
+        if self.fields.chat is not None:
+            ids, offsets = self.tokenizer.encode_spelled(document.text)
+            return [ids] if ids else [], assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
+        text, options = document.text, self.options
+        sentences = split_sentences(text, options.language) if options.split_sentences else [text]
+        return [ids for sentence in sentences if (ids := self.tokenizer.encode(sentence))], None
+
+
+encoder = lru_cache(maxsize=1)(Encoder)  # once per process
+
+
+def make_part(part: Path, options: PreprocessOptions, shard: Shard) -> None:
+    """Create the part of a shard: token ids, or with `concat_by` the texts of files, to be grouped.
+
+    `part` is a path without a suffix; `options` are hashable, without the inputs.
+    """
+    report = Report()
+    refuse = report.skip if options.skip_bad_lines else stop
+    with atomic_write(part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
+        if options.concat_by is not None and isinstance(shard, FileShard):
+            arrays, report.empty = write_texts(shard.read(options.fields, refuse), file)
+        else:
+            own = encoder(options)
+            arrays = own.write_tokens(shard.read(own.fields, refuse), file, report)
+    finish_part(part, arrays, report, options.max_document_bytes)
+
+
+def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
+    """Return a mask, uint8 [n], that is 1 from the first to the last token that overlaps each span.
+
+    `offsets` are the characters [start, end) of each token, int64 [n, 2]; so are the spans.
+    """
+    mask = np.zeros(len(offsets), np.uint8)
+    for start, end in spans:
+        touched = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+        if touched.size:
+            mask[touched[0] : touched[-1] + 1] = 1
+    return mask
+
+
+def split_sentences(text: str, language: str) -> list[str]:
+    """Split a text into sentences whose concatenation is the text; a space between two belongs to the second."""
+    ends = [end for _, end in _sentence_splitter(language).span_tokenize(text)][:-1]
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@lru_cache(maxsize=1)
+def _sentence_splitter(language: str) -> Any:
+    try:
+        from nltk.tokenize.punkt import PunktTokenizer
+    except ImportError:
+        raise missing_package("split_sentences", "nltk") from None
+    try:
+        return PunktTokenizer(language)
+    except (LookupError, ValueError):
+        raise UserError(
+            f"split_sentences: nltk's punkt_tab data for {language!r} is not on this machine; "
+            "run: python -m nltk.downloader punkt_tab (NLTK_DATA may name the folder that holds it)"
+        ) from None

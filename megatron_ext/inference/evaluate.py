@@ -1,0 +1,313 @@
+"""Evaluate one or several trained models on the same items: what `tools/evaluate.py` runs.
+
+Perplexity is computed under any parallel layout, in windows of L tokens that start S tokens apart along a stream. The
+first window scores all of its labels, a later one its last S, each with at least L - S tokens before it
+(short_context.py draws them).
+
+With the document mask each document is a stream. Without it the documents of a source form one stream, an end token
+after each, and a token sees all tokens before it in its window.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_ext.arrays import Float64, Int64
+from megatron_ext.batch import PackedBatch, Tokens
+from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.config import ParallelConfig
+from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.text.documents import read_documents
+from megatron_ext.errors import UserError, missing_package
+from megatron_ext.evaluation.by_position import BINS, bin_of, losses_by_position, mean_loss
+from megatron_ext.evaluation.model_text import ModelText
+from megatron_ext.evaluation.probe import NEW_TOKENS, make_samples
+from megatron_ext.evaluation.report import Key, compare
+from megatron_ext.inference.generate import Prompt, open_generator
+from megatron_ext.inference.model import ChunkScorer, InferenceModel, open_model
+from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions, RecallOptions
+from megatron_ext.rope import dynamic_base
+from megatron_ext.short_context import Chunks, ShortContext, short_chunks
+from megatron_ext.token_weighting.short_pass import chunk_batches
+
+CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
+Models = Mapping[str, ModelText]
+Options = PerplexityOptions | RecallOptions | LmEvalOptions
+Result = dict[str, Any]
+
+
+def evaluate_models(options: Options, processes: ParallelConfig) -> tuple[Result, dict[str, list[Result]]]:
+    """Run the command of `tools/evaluate.py`. Collective.
+
+    Returns:
+        The record (see `evaluation/report.py`), and every answer of each model; without results except on process 0.
+
+    Raises:
+        UserError: a model or data that cannot be read, models that cannot be compared, or an option that does not fit.
+    """
+    models = _find_models(options)
+    items: dict[str, list[Result]] = {}
+    match options:
+        case PerplexityOptions():
+            found = _perplexity(options, processes, models, _lengths(options.lengths, models))
+        case RecallOptions():
+            found, items = _recall(options, processes, models)
+        case LmEvalOptions():
+            if find_spec("lm_eval") is None:
+                raise missing_package("lm-eval", "lm-eval[hf]")
+            from megatron_ext.inference.lm_eval_model import evaluate
+
+            found, items = evaluate(options, processes, models)
+    dist.destroy_process_group()
+    folders = {
+        name: {"folder": str(text.pretrained.folder), "trained_length": text.pretrained.length}
+        for name, text in models.items()
+    }
+    return {"kind": options.command, "models": folders, **found}, items
+
+
+def _find_models(options: Options) -> Models:
+    """Find the models and their tokenizers, by name, before any is loaded."""
+    lm_eval = isinstance(options, LmEvalOptions)
+    models: dict[str, ModelText] = {}
+    for path in options.models:
+        model = Pretrained.find(path)
+        name = str(path) if path.resolve().name in models else path.resolve().name
+        if name in models:
+            raise UserError(f"models: got {path} twice; name each once")
+        chat = isinstance(options, LmEvalOptions) and options.chat
+        models[name] = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=chat)
+    if len({text.tokenizer.fingerprint for text in models.values()}) > 1 and not lm_eval:
+        raise UserError(
+            "models: their tokenizers differ, so they would not get the same items; evaluate them one by one, or "
+            "give one --tokenizer for all"
+        )
+    return models
+
+
+def _lengths(given: Sequence[int] | None, models: Models) -> list[int]:
+    trained = [text.pretrained.length for text in models.values() if text.pretrained.length is not None]
+    if given is None and not trained:
+        raise UserError("lengths: the model does not say its trained length; give --lengths")
+    return sorted(set(given or [min(trained)]))
+
+
+def _recall(
+    options: RecallOptions, processes: ParallelConfig, models: Models
+) -> tuple[Result, dict[str, list[Result]]]:
+    """Answer the samples of the probe greedily, and score them."""
+    haystack = None
+    if options.haystack is not None:
+        haystack = "\n".join(document.text for document in read_documents(options.haystack, options.json_key))
+    encode = next(iter(models.values())).encode  # their tokenizers are the same
+    tasks, lengths = list(dict.fromkeys(options.tasks)), _lengths(options.lengths, models)
+    samples = list(make_samples(tasks, lengths, encode, options.samples, options.seed, haystack))
+    results: list[Result] = []
+    items: dict[str, list[Result]] = {}
+    scores: dict[str, dict[Key, Float64]] = {}
+    for name, text in models.items():
+        prompts = [Prompt(text.encode(sample.prompt), NEW_TOKENS, (sample.answer,)) for sample in samples]
+        with open_generator(text, processes, max(lengths), dtype=options.dtype, slots=options.batch_size) as generator:
+            answers = generator.answer(prompts)
+        items[name] = [
+            {
+                "task": sample.task,
+                "length": sample.length,
+                "expected": sample.answer,
+                "prompt_tokens": len(prompt.tokens),
+                "tokens": tokens,
+                "text": text.answer(prompt.tokens, tokens),
+                "score": float(sample.answer in text.answer(prompt.tokens, tokens)),
+            }
+            for sample, prompt, tokens in zip(samples, prompts, answers, strict=True)
+        ]
+        by_task = np.array([item["score"] for item in items[name]]).reshape(len(tasks), len(lengths), -1)
+        scores[name] = {
+            (task, "score", length): by_task[i, j] for i, task in enumerate(tasks) for j, length in enumerate(lengths)
+        }
+        results += [
+            {"model": name, "task": task, "metric": metric, "length": length, "value": own.mean(), "count": len(own)}
+            for (task, metric, length), own in scores[name].items()
+        ]
+    settings = {"samples": options.samples, "seed": options.seed, "haystack": options.haystack}
+    return {"settings": settings, "results": results, "differences": list(compare(scores))}, items
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """A text to score: its file or domain, and its tokens, int64 [n], n >= 2, end token included."""
+
+    source: str
+    tokens: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Tokens along which windows slide, int64 [n+1], and the number of each label's document, int64 [n]."""
+
+    tokens: Int64
+    document: Int64
+
+
+def _perplexity(
+    options: PerplexityOptions, processes: ParallelConfig, models: Models, lengths: Sequence[int]
+) -> Result:
+    """Score documents with windows of several lengths; return a part of the record. Collective."""
+    windows = []
+    for length in lengths:
+        stride = options.stride if options.stride is not None else max(length // 2, 1)
+        if stride > length:
+            raise UserError(f"stride: got {stride}, needs at most the window's {length}; lower it")
+        windows.append(ShortContext(length, stride, every_token=True))
+    # their tokenizers are the same, but not the rows of their embeddings
+    text = min(models.values(), key=lambda text: text.pretrained.model.vocab_size or 0)
+    found = file_documents(options, text) if options.input is not None else dataset_documents(options, text)
+    documents = list(itertools.islice(found, options.documents))
+    if not documents:
+        raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
+    chosen = {"all": list(range(len(documents)))}
+    for number, document in enumerate(documents):
+        chosen.setdefault(document.source, []).append(number)
+    streams = list(make_streams(documents, document_mask=options.document_mask))
+    results: list[Result] = []
+    losses: dict[str, dict[Key, Float64]] = {}
+    for name, text in models.items():
+        losses[name] = {}
+        with open_model(text.pretrained, processes, max(lengths), options.dtype) as model:
+            for window in windows:
+                sums = window_losses(model, window, streams, len(documents), options.batch_tokens)
+                losses[name]["all", "loss", window.length] = sums[0].sum(dim=1).numpy()
+                for task, own in chosen.items():
+                    at = {"model": name, "task": task, "length": window.length}
+                    results += [at | result for result in results_of(sums[:, own])]
+    counts = dict.fromkeys(losses[name], sums[1].sum(dim=1).numpy())  # the same for all models and lengths
+    settings = {
+        "document_mask": options.document_mask,
+        "stride": {str(window.length): window.stride for window in windows},
+        "documents": len(documents),
+        "tokens": sum(len(document.tokens) for document in documents),
+    }
+    return {"settings": settings, "results": results, "differences": list(compare(losses, counts))}
+
+
+def file_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
+    """Tokenize the texts of `--input`, each with an end-of-document token if there is one."""
+    end = [] if text.end is None else [text.end]
+    taken: Counter[str] = Counter()
+    for one in read_documents(options.input or (), options.json_key, key_field=options.source_key):
+        source = str(one.source) if one.key is None else one.key
+        if taken[source] == options.documents_per_source:
+            continue
+        tokens = text.known(text.encode(one.text) + end)
+        if len(tokens) >= options.min_tokens:
+            taken[source] += 1
+            yield Document(source, np.array(tokens[: options.max_tokens], dtype=np.int64))
+
+
+def dataset_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
+    """Read documents of the .bin/.idx datasets of `--data-path`."""
+    for prefix in options.data_path or ():
+        source = IndexedSource(prefix, text.pretrained.model.vocab_size)
+        lengths = source.document_lengths
+        for number in np.flatnonzero(lengths >= options.min_tokens)[: options.documents_per_source].tolist():
+            yield Document(prefix, source.read(number, 0, int(lengths[number]))[: options.max_tokens])
+
+
+def make_streams(documents: Sequence[Document], *, document_mask: bool) -> Iterator[Stream]:
+    """Yield one stream per document, or one per source from all of its documents."""
+    numbers: dict[Any, list[int]] = {}
+    for number, document in enumerate(documents):
+        numbers.setdefault(number if document_mask else document.source, []).append(number)
+    for joined in numbers.values():
+        tokens = [documents[number].tokens for number in joined]
+        yield Stream(np.concatenate(tokens), np.repeat(joined, list(map(len, tokens)))[1:])
+
+
+def results_of(sums: Tensor) -> Iterator[Result]:
+    """Yield the loss of documents, overall and by position in the window; float64 [2, documents, BINS]."""
+    total = sums.sum(dim=1)
+    loss = mean_loss(total)
+    assert loss is not None  # a document has at least 2 tokens
+    counts = {"count": int(total[1].sum()), "documents": sums.shape[1]}
+    yield {**counts, "metric": "loss", "value": loss}
+    yield {**counts, "metric": "perplexity", "value": math.exp(min(loss, 700.0))}  # avoid float overflow
+    for position, mean in losses_by_position(total).items():
+        yield {"metric": "loss", "position": position, "value": mean}
+
+
+def window_losses(
+    model: InferenceModel, window: ShortContext, streams: Sequence[Stream], documents: int, batch_tokens: int
+) -> Tensor:
+    """Score streams with windows of one length, in micro-batches of about `batch_tokens` tokens. Collective.
+
+    Returns:
+        float64 [2, documents, BINS], on the host of every process: for each document what `sums_by_position` returns;
+        positions count from the window's start.
+    """
+    ranks, device = model.ranks, model.platform.device
+    scorer = ChunkScorer(model, max(batch_tokens, window.length))
+    sums = np.zeros((2, documents, BINS))
+    ends = np.cumsum([len(stream.document) for stream in streams])
+    label = f"windows of {window.length}"
+    with tqdm(total=int(ends[-1]), unit="token", unit_scale=True, desc=label, disable=ranks.world != 0) as bar:
+        for _, numbers in itertools.groupby(range(len(streams)), lambda number: ends[number] // CHUNK_TOKENS):
+            some = [streams[number] for number in numbers]
+            document = np.concatenate([stream.document for stream in some])
+            for chunks, batches in _batches(scorer, window, some):
+                loss_T = scorer.losses(batches, len(document))
+                if loss_T is None:
+                    continue
+                scored = chunks.scored_tokens()
+                position = scored - np.repeat(chunks.start, chunks.end - chunks.scored)
+                place = document[scored], bin_of(torch.from_numpy(position)).numpy()
+                np.add.at(sums[0], place, loss_T.cpu().double().numpy()[scored])
+                np.add.at(sums[1], place, 1.0)
+            bar.update(len(document))
+    everyones = torch.from_numpy(sums * (ranks.reports_loss and ranks.context == 0)).to(device)
+    dist.all_reduce(everyones)
+    return everyones.cpu()
+
+
+def _batches(
+    scorer: ChunkScorer, window: ShortContext, streams: Sequence[Stream]
+) -> Iterator[tuple[Chunks, list[PackedBatch]]]:
+    """Yield this data-parallel rank's windows with their micro-batches.
+
+    All windows come together, or each alone if RoPE depends on its length.
+    """
+    model = scorer.model
+    borders = np.cumsum([0, *(len(stream.document) for stream in streams)])
+    total = int(borders[-1])
+    tokens = Tokens(
+        tokens=np.concatenate([stream.tokens[:-1] for stream in streams]),
+        labels=np.concatenate([stream.tokens[1:] for stream in streams]),
+        trained=np.zeros(total, dtype=np.bool_),
+    )
+    windows = [short_chunks(length, np.zeros(length, dtype=np.int64), window) for length in np.diff(borders).tolist()]
+    start, end, scored = (
+        np.concatenate([getattr(part, name) + first for part, first in zip(windows, borders, strict=False)])
+        for name in ("start", "end", "scored")
+    )
+    mine = np.arange(model.ranks.data, len(start), model.ranks.data_size)
+    if not len(mine):
+        return
+    chunks = Chunks(start, end, scored).chosen(mine)
+    masks = model.config.mask_options().at(total, [borders[1:]], total)
+    if not model.follows_text:
+        yield chunks, chunk_batches(tokens, masks, chunks, scorer.division, scorer.context)
+        return
+    for number, length in enumerate(chunks.lengths.tolist()):
+        alone = chunks.chosen(np.array([number]))
+        batches = chunk_batches(tokens, masks, alone, replace(scorer.division, capacity=length), scorer.context)
+        base = dynamic_base(model.pretrained.model, length)
+        yield alone, [replace(batch, rotary_base=base) for batch in batches]

@@ -1,0 +1,277 @@
+"""Run lm-eval on a trained model under any parallel layout, without exporting it.
+
+Process 0 runs lm-eval and sends its requests to the others; all processes compute them.
+"""
+
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+import torch.distributed as dist
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron_ext.arrays import Float64
+from megatron_ext.config import ParallelConfig
+from megatron_ext.errors import UserError, first_line
+from megatron_ext.evaluation.model_text import ModelText
+from megatron_ext.evaluation.report import Key, compare
+from megatron_ext.inference.generate import Choice, Generator, Prompt, open_generator
+from megatron_ext.inference.options import LmEvalOptions
+from megatron_ext.inference.sampling import Sampling
+
+MAIN = ("acc_norm", "acc", "exact_match", "em", "f1")  # main metrics for comparing models: the first that a task has
+
+
+class Requests:
+    """Sends process 0's requests to all processes, which compute them together."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        # lm-eval may prepare data for a long time between two requests
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.failed = False
+
+    def compute(self, method: str, *args: Any) -> Any:
+        """Call a collective method of the generator on all processes."""
+        self.failed = True  # until it returns
+        self._broadcast((method, args))
+        answers = getattr(self.generator, method)(*args)
+        self.failed = False
+        return answers
+
+    def serve(self) -> None:
+        """Compute requests of process 0 until it finishes; raise its error, if any, as a UserError."""
+        while isinstance(request := self._broadcast(None), tuple):
+            getattr(self.generator, request[0])(*request[1])
+        if request is not None:
+            raise UserError(request)
+
+    def finish(self, error: str | None = None) -> None:
+        """Release the other processes, or make them raise a UserError; after a failed request they have left."""
+        if not self.failed:
+            self._broadcast(error)
+
+    def _broadcast(self, request: Any) -> Any:
+        box = [request]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+class TrainedModel(TemplateLM):
+    """The model interface of lm-eval for a trained model, on process 0.
+
+    Contexts of texts of more than `max_length` tokens are truncated on the left, as in lm-eval's `hf` model; with
+    `cut_middle`, prompts of generated answers are truncated in the middle, as in LongBench's own code.
+    """
+
+    def __init__(self, requests: Requests, max_length: int, *, cut_middle: bool = False) -> None:
+        super().__init__()
+        self.requests, self.max_length, self.cut_middle = requests, max_length, cut_middle
+        self.text = requests.generator.text
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.text.known([min(self.text.stop) if self.text.end is None else self.text.end])[0]
+
+    @cached_property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context: the tokenizer's BOS, or else its end token."""
+        try:
+            return self.text.known([self.text.tokenizer.bos_id])[0]
+        except UserError:
+            return self.eot_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+        """Encode a text, after a BOS if the command has --bos; a chat template spells its own special tokens."""
+        return self.text.encode(string, begin=add_special_tokens is not False)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        template = self.text.template
+        assert template is not None
+        return template.prompt(chat_history) if add_generation_prompt else template.render(chat_history).text
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return None if self.text.template is None else self.text.template.source
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.text.tokenizer.fingerprint
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **unused: Any
+    ) -> list[tuple[float, bool]]:
+        """Score continuations; those with the same context are scored together."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        continuations = [continuation[-self.max_length :] for _, _, continuation in requests]
+        for number, (_, context, _) in enumerate(requests):
+            kept = context[-(self.max_length + 1 - len(continuations[number])) :]
+            groups.setdefault(tuple(kept), []).append(number)
+        choices = [Choice(context, [continuations[n] for n in numbers]) for context, numbers in groups.items()]
+        scores = itertools.chain.from_iterable(self.requests.compute("likelihoods", choices))
+        found = dict(zip(itertools.chain.from_iterable(groups.values()), scores, strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        windows: list[tuple[Any, list[int], list[int]]] = []
+        ends = [0]
+        for request in requests:
+            tokens = self.tok_encode(request.args[0])
+            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            windows += [(None, *make_disjoint_window(pair)) for pair in rolling]
+            ends.append(len(windows))
+        found = self._loglikelihood_tokens(windows)
+        return [sum(score for score, _ in found[start:end]) for start, end in itertools.pairwise(ends)]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continue texts; those with the same options are generated together."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        answers = [""] * len(requests)
+        for options, numbers in groups.items():
+            wanted = normalize_gen_kwargs(json.loads(options))
+            until, new_tokens = [stop for stop in wanted["until"] if stop], wanted["max_gen_toks"]
+            if new_tokens >= self.max_length:
+                raise UserError(f"max_length: got {self.max_length}, needs more than the {new_tokens} of an answer")
+            sampling = Sampling()
+            if wanted["do_sample"]:
+                sampling = Sampling(wanted["temperature"], wanted.get("top_k") or None, wanted.get("top_p"))
+            prompts = []
+            for number in numbers:
+                tokens, limit = self.tok_encode(requests[number].args[0]), self.max_length - new_tokens
+                start = limit // 2 if self.cut_middle and len(tokens) > limit else 0
+                tokens = tokens[:start] + tokens[-(limit - start) :]
+                prompts.append(Prompt(tokens or [self.prefix_token_id], new_tokens, tuple(until)))
+            for number, tokens in zip(numbers, self.requests.compute("answer", prompts, sampling), strict=True):
+                answers[number] = postprocess_generated_text(self.text.answer([], tokens), until, None)
+        return answers
+
+
+def evaluate(
+    options: LmEvalOptions, processes: ParallelConfig, models: Mapping[str, ModelText]
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """Run lm-eval on trained models; return a part of the record, and every answer of each model. Collective."""
+    results: list[dict[str, Any]] = []
+    items, samples = {}, {}
+    for name, text in models.items():
+        length = options.max_length or text.pretrained.length
+        if length is None:
+            raise UserError(f"max_length: {text.pretrained.folder} does not say its trained length; give --max-length")
+        with open_generator(text, processes, length, dtype=options.dtype, slots=options.batch_size) as generator:
+            requests = Requests(generator)
+            if generator.model.ranks.world:
+                requests.serve()
+                continue
+            try:
+                found = _run_lm_eval(TrainedModel(requests, length, cut_middle=options.cut_middle), options)
+            except UserError as error:
+                requests.finish(str(error))
+                raise
+            requests.finish()
+        own = list(results_of(found))
+        if options.split_length is not None:
+            own += results_by_prompt_length(found, text.encode, options.split_length)
+        results += [{"model": name, **result} for result in own]
+        items[name] = items_of(found)
+        samples[name] = [{"task": task, **one} for task, answers in found["samples"].items() for one in answers]
+    settings = {name: getattr(options, name) for name in ("tasks", "shots", "limit", "lengths", "chat", "cut_middle")}
+    return {"settings": settings, "results": results, "differences": list(compare(items)) if items else []}, samples
+
+
+def _run_lm_eval(model: TrainedModel, options: LmEvalOptions) -> Mapping[str, Any]:
+    """Run lm-eval on process 0; return its results."""
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
+        # RULER opens the tokenizer with trust_remote_code: give it only the vocabulary
+        file = model.text.tokenizer.file
+        metadata: dict[str, Any] = {"max_seq_lengths": options.lengths} if options.lengths else {}
+        if file.name == "tokenizer.json":
+            (Path(folder) / file.name).write_bytes(file.read_bytes())
+            (Path(folder) / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+            metadata |= {"tokenizer": folder}
+        include = None if options.include_path is None else str(options.include_path)
+        try:
+            found = lm_eval.simple_evaluate(
+                model=model,
+                tasks=options.tasks,
+                num_fewshot=options.shots,
+                limit=options.limit,
+                task_manager=TaskManager(include_path=include, metadata=metadata),
+                apply_chat_template=options.chat,
+                fewshot_as_multiturn=options.chat,
+            )
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"lm-eval: {', '.join(options.tasks)} cannot be run ({first_line(error)[:200]}); `lm-eval ls tasks` "
+                "lists the tasks; offline, their data must be in Hugging Face's cache or in files of --include-path"
+            ) from None
+    assert found is not None
+    return found
+
+
+def results_of(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return the metrics of tasks and groups. RULER names its metrics by length; -1 means no samples."""
+    for task, metrics in (found["results"] | found.get("groups", {})).items():
+        for key, value in metrics.items():
+            metric, comma, kind = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            result = {"task": task, "metric": metric if kind == "none" else key, "value": float(value)}
+            if metric.isdigit():
+                result |= {"metric": "score", "length": int(metric)}
+            if not (metric.isdigit() and value == -1):
+                yield result
+
+
+def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
+    """Return the main score of each question of each task, by the task's first filter; for RULER, by length."""
+    items: dict[Key, Float64] = {}
+    for task, own in _answers(found):
+        if not own:
+            continue
+        known = dict.fromkeys((*MAIN, *own[0].get("metrics", ())))
+        names = [name for name in known if isinstance(own[0].get(name), (int, float))]
+        lengths = [name for name in names if name.isdigit()]
+        for name in lengths or names[:1]:
+            scores = np.array([float(answer[name]) for answer in own])
+            if not lengths:
+                items[task, name, None] = scores
+            elif (scores != -1).any():
+                items[task, "score", int(name)] = scores[scores != -1]
+    return items
+
+
+def results_by_prompt_length(
+    found: Mapping[str, Any], encode: Callable[[str], Sequence[int]], length: int
+) -> Iterator[dict[str, Any]]:
+    """Return the mean main score of prompts of at most `length` tokens and of longer ones, by task and over tasks."""
+    prompts = {task: np.array([len(encode(one["arguments"][0][0])) for one in own]) for task, own in _answers(found)}
+    for sign, chosen in ("<=", np.less_equal), (">", np.greater):
+        means = []
+        for (task, metric, ruler_length), scores in items_of(found).items():
+            own = scores[chosen(prompts[task], length)] if ruler_length is None else scores[:0]
+            if len(own):
+                means.append(float(own.mean()))
+                name = f"{metric}, prompts {sign} {length}"
+                yield {"task": task, "metric": name, "value": means[-1], "count": len(own)}
+        if means:
+            name = f"mean of tasks, prompts {sign} {length}"
+            yield {"task": "all", "metric": name, "value": float(np.mean(means)), "count": len(means)}
+
+
+def _answers(found: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield each task's answers in the order of its questions, as its first filter reads them."""
+    for task, answers in found["samples"].items():
+        own = [answer for answer in answers if answer.get("filter") == answers[0].get("filter")]
+        yield task, sorted(own, key=lambda answer: int(answer["doc_id"]))

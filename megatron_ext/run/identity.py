@@ -1,0 +1,97 @@
+"""Read from a run's data sets the vocabulary, the BOS token, and what identifies its rows."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import Config
+from megatron_ext.config.effective import effective
+from megatron_ext.data.indexed import SOURCES, read_metadata
+from megatron_ext.data.text.tokenizer import Tokenizer, vocabulary_size
+from megatron_ext.errors import UserError
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.token_weighting.store import ScoreStore
+
+_EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
+
+
+def checked_vocab_size(config: Config) -> int:
+    """Return V; raise UserError unless all data sets were created with the run's tokenizer, by their metadata."""
+    given, path = config.model.vocab_size, config.data.tokenizer_model
+    if path is None:
+        return vocabulary_size(given, None)
+    tokenizer = Tokenizer(path)
+    for prefix in dict.fromkeys(part.prefix for part in (*config.data.parts, *config.data.valid_parts)):
+        metadata = read_metadata(prefix)
+        if metadata.get("tokenizer_fingerprint") not in (None, tokenizer.fingerprint):
+            raise UserError(
+                f"{prefix} was made with another tokenizer ({metadata.get('tokenizer')}, fingerprint "
+                f"{metadata['tokenizer_fingerprint'][:12]}) than {path} (fingerprint {tokenizer.fingerprint[:12]}); "
+                "use the one it was made with, or make the dataset again"
+            )
+    return tokenizer.vocab_size if given is None else given
+
+
+def bos_of(config: Config) -> int | None:
+    """Return the token (BOS) that documents begin with, by the metadata; None if no data set has one."""
+    prefixes = [part.prefix for part in config.data.parts]
+    found = {bos: prefix for prefix in prefixes if (bos := read_metadata(prefix).get("bos_id")) is not None}
+    if len(found) > 1:
+        listed = ", ".join(f"{prefix} with {bos}" for bos, prefix in found.items())
+        raise UserError(
+            f"data: documents begin with different tokens ({listed}); make the data sets with one --bos-token"
+        )
+    return next(iter(found), None)
+
+
+def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
+    """Return the fields of `StoreIdentity` that identify a run's rows: training must read the same rows as scoring.
+
+    Weights and shares are the effective ones, as when a run resumes: 1 a 1 b packs like 2 a 2 b.
+    """
+    data = effective(config).data
+    content: list[str | bytes | Path] = []
+    for part in data.mixture:
+        # the index, and size and both ends of the tokens; reading terabytes would add little
+        content += [Path(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")]
+        sources = Path(f"{part.prefix}{SOURCES}")  # used by upsampling
+        content += [sources] if sources.is_file() else []
+    packing = (
+        f"{' '.join((repr(part.weight), 'x', part.packing, *part.packing_options))} of {part.length}"
+        for part in data.mixture
+    )
+    mask = "inside documents" if config.window.document_mask else "across documents"
+    return {
+        "row_length": data.seq_length,
+        "seed": config.training.seed,
+        "vocab_size": vocab_size,
+        "data": fingerprint(*content),
+        "packing": f"{', '.join(packing)}, split {data.split}, {mask}",
+        "tokenizer": Tokenizer(data.tokenizer_model).fingerprint if data.tokenizer_model else "none",
+    }
+
+
+def open_scores(config: Config, vocab_size: int, end: int | None = None) -> ScoreStore | None:
+    """Open the store of a frozen scorer, if the run uses one; `end` is the sample after its last."""
+    path = config.weighting.score_store
+    if path is None:
+        return None
+    first, end = config.data.first_sample, config.samples if end is None else end
+    identity: dict[str, Any] = row_identity(config, vocab_size)
+    return ScoreStore.open(path, first=first, rows=end, **identity)
+
+
+def data_fingerprints(config: Config) -> list[str]:
+    """Return a fingerprint of each of `config.data.parts`, in order, from the sizes and both ends of its files."""
+    return [fingerprint(*_ends(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")) for part in config.data.parts]
+
+
+def _ends(name: str) -> list[str | bytes]:
+    try:
+        with Path(name).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            head = file.read(_EDGE)
+            file.seek(max(size - _EDGE, 0))
+            return [str(size), head, file.read()]
+    except FileNotFoundError as error:  # other errors may be transient
+        raise UserError(f"data: {name} cannot be read ({error.strerror}); check the path") from None

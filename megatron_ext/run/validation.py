@@ -1,0 +1,112 @@
+"""Validate: when, on which rows, and at which context lengths; early stopping."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext import heartbeat
+from megatron_ext.config import Config, TrainingConfig
+from megatron_ext.data.row import RowSource
+from megatron_ext.engine.step import Stepper
+from megatron_ext.errors import DivergedError
+from megatron_ext.evaluation.by_position import BINS, losses_by_position, mean_loss
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
+from megatron_ext.run.batches import BatchMaker
+from megatron_ext.run.callbacks import Losses, RunRecords
+from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
+
+
+@dataclass
+class Validation:
+    """Runs validations when due; every process calls every method.
+
+    SkyLadder measures perplexity on validation documents in a sliding window (`--eval-stride`), with the same mask for
+    all compared runs: independent of the training mask, only --eval-document-mask keeps attention inside documents.
+    """
+
+    config: Config
+    stepper: Stepper
+    batches: BatchMaker
+    rows: RowSource | None  # None if the run never validates
+    records: RunRecords
+    losses: Losses  # of the validations so far, also those before the run was resumed
+
+    @property
+    def stop_reason(self) -> str | None:
+        return stop_reason(self.losses, self.config.training)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a run validates after this many steps."""
+        training = self.config.training
+        return training.eval_interval > 0 and (step % training.eval_interval == 0 or step == training.train_iters)
+
+    def run_if_due(self, step: int, request: StopRequest | None) -> int:
+        """Validate if it is due after `step` completed steps, until a signal interrupts it; None: signals are deferred.
+
+        Returns:
+            The signal that interrupted the validation, which then has no record; 0 otherwise.
+
+        Raises:
+            DivergedError: a loss is not finite; raised on all processes, without a record.
+        """
+        if not self.is_due(step) or step in self.losses:
+            return 0
+        assert self.rows is not None
+        training, data = self.config.training, self.config.data
+        lengths = sorted(training.eval_lengths or (data.seq_length,))
+        trained_window = self.config.window_schedule().window_at(max(step - 1, 0))
+        sums = {length: torch.zeros(2, BINS, dtype=torch.float64) for length in lengths}
+        for length, number in itertools.product(lengths, range(training.eval_iters)):
+            heartbeat.beat(f"validating after {step} steps")
+            if request is not None:
+                # a signal may reach only one process, but all must leave this loop together
+                received = torch.tensor(request.signal, device=self.stepper.platform.device)
+                dist.all_reduce(received, dist.ReduceOp.MAX)
+                if received:
+                    return int(received)
+            batches = self.batches.evaluate(self.rows.row, number * data.global_batch_size, length, trained_window)
+            sums[length] += self.stepper.evaluate(batches)
+        losses = {length: mean_loss(at) for length, at in sums.items()}
+        for loss in losses.values():
+            if loss is not None and not math.isfinite(loss):
+                raise DivergedError(VALIDATION_LOSS, loss)
+        self.records.evaluation(step, losses, losses_by_position(sums[lengths[-1]]))
+        self.losses[step] = losses[lengths[-1]]
+        return 0
+
+
+def read_losses(run: Path | str | None, step: int) -> Losses:
+    """Read the losses of a run's validations after at most `step` steps; {} without a folder.
+
+    They are not in a checkpoint, which is saved before the validation of the same step.
+    """
+    records = {} if run is None else read_by_step(Path(run) / EVALUATION_FILE)
+    return {after: record["valid_loss"] for after, record in records.items() if after <= step}
+
+
+def stop_reason(losses: Losses, training: TrainingConfig) -> str | None:
+    """Return why a run stops early: its last `early_stopping_patience` losses have not improved; None if it continues.
+
+        delta 0.1    loss      4.0   3.5   3.45  3.6   3.3
+                     lowest    4.0   3.5   3.5   3.5   3.3    3.45 is not lower by more than delta
+                     without    0     0     1     2     0
+
+    A loss improves on the lowest one if it is lower by more than `early_stopping_delta`, in nats. A patience of 0
+    disables early stopping.
+    """
+    lowest, at, without = math.inf, 0, 0
+    for step, loss in losses.items():
+        if loss is not None and loss < lowest - training.early_stopping_delta:
+            lowest, at, without = loss, step, 0
+        elif loss is not None:
+            without += 1
+    if not training.early_stopping_patience or without < training.early_stopping_patience:
+        return None
+    return (
+        f"stopped early: the validation loss was lowest after {at} steps, {lowest:.4f}, and the "
+        f"{without} validations since were not lower by more than {training.early_stopping_delta:g}"
+    )

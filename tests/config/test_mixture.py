@@ -1,0 +1,142 @@
+"""Mixtures: files within files, parts of --data-path; documents divided by --split."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.config.arguments import dump_yaml, parse
+from megatron_ext.config.checks import mistakes
+from megatron_ext.config.mixture import MixturePart, parts_of_data_path, split_documents
+from megatron_ext.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(folder: Path, name: str, parts: object) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(parts))
+    return path
+
+
+def test_a_part_may_be_a_file_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "deep/short.yaml", [{"prefix": "wiki", "weight": 1}, {"prefix": "web", "weight": 3}])
+    parts = [{"prefix": "books", "weight": 60}, {"weight": 40, "mixture": "deep/short.yaml", "length": 16}]
+    in_a_file = parse(["--mixture", str(write(tmp_path, "all.yaml", parts))])
+    monkeypatch.chdir(tmp_path)
+    in_a_list = parse(["--config", str(write(tmp_path, "run.yaml", {"data": {"mixture": parts}}))])
+    for config in (in_a_file, in_a_list):
+        found = [(part.prefix, part.weight, part.length) for part in config.data.mixture]
+        assert found == [("books", 60, None), ("wiki", 10, 16), ("web", 30, 16)]
+
+
+def test_a_mixture_is_a_file_or_a_list_in_the_configuration(tmp_path: Path) -> None:
+    parts = [{"prefix": "a", "weight": 0.5, "packing": "bm25", "packing_options": ["first_tokens=8"]}, {"prefix": "b"}]
+    path = write(tmp_path, "mixture.yaml", parts)
+    by_flag = parse(["--mixture", str(path)])
+    inside, named = tmp_path / "inside.yaml", tmp_path / "named.yaml"
+    inside.write_text(yaml.safe_dump({"data": {"mixture": parts}}))
+    named.write_text(yaml.safe_dump({"data": {"mixture": str(path)}}))
+    assert by_flag == parse(["--config", str(inside)]) == parse(["--config", str(named)])
+    assert by_flag.data.mixture[0].options == {"first_tokens": 8}
+    inside.write_text(dump_yaml(by_flag))
+    assert parse(["--config", str(inside)]) == by_flag
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({}, "mixture: got {}, needs a valid list"),
+        ([], "holds no parts"),
+        (["a"], "mixture.0: got 'a', needs a valid dictionary"),
+        ([{"prefix": "a", "weight": 0}], "mixture.0.weight: got 0, needs more than 0"),
+        ([{"mixture": "none.yaml"}], "none.yaml, needs a readable YAML file"),
+        ([{"mixture": "other.yaml", "packing": "bm25"}], "packing beside `mixture`"),
+        ([{"mixture": "mixture.yaml"}], "includes itself"),
+        ([{"weight": 1}], "mixture.0.prefix"),
+        ([{"prefix": "a", "wieght": 1}], "mixture.0.wieght"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, parts: object, said: str) -> None:
+    path = write(tmp_path, "mixture.yaml", parts)
+    with pytest.raises(UserError) as caught:
+        parse(["--mixture", str(path)])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (MixturePart("d/a", length=48), "mixture: a: got length 48, needs a divisor of seq_length 64"),
+        (MixturePart("d/a", weight=float("nan")), "mixture: a: got weight nan"),
+        (MixturePart("a", packing="bm25", packing_options=("x",)), "packing_options: got 'x', needs NAME=NUMBER"),
+        (MixturePart("a", packing_options=("x=1",)), "mixture: a: packing: random has no option 'x'; it takes none"),
+        (MixturePart("a", packing="whole_document", packing_options=("below=64",)), "needs more than the 64 tokens"),
+    ],
+)
+def test_mistakes_in_a_part(part: MixturePart, said: str) -> None:
+    assert any(said in line for line in part.mistakes(64))
+
+
+def test_the_ready_mixtures_are_complete() -> None:
+    for path in (ROOT / "examples" / "mixtures").glob("*.yaml"):
+        config = parse(["--mixture", str(path), "--seq-length", "524288", "--vocab-size", "64"])
+        assert not list(mistakes(config, 1))
+        assert sum(part.weight for part in config.data.mixture) == pytest.approx(100)
+
+
+def test_weights_and_prefixes_of_data_path() -> None:
+    assert parts_of_data_path(["data/a"]) == (MixturePart("data/a", 1.0),)
+    assert parts_of_data_path(["0.3", "A", "7e-1", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
+    assert parts_of_data_path(["1", "A"]) == (MixturePart("A", 1.0),)
+    packed = {"packing": "upsample_long", "packing_options": ("factor=2",)}
+    assert parts_of_data_path(["A"], **packed) == (MixturePart("A", 1.0, **packed),)
+
+
+@pytest.mark.parametrize("data_path", [[], ["A", "B"], ["1", "A", "B"], ["A", "1"]])
+def test_a_bad_data_path_is_refused(data_path: list[str]) -> None:
+    with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
+        parts_of_data_path(data_path)
+
+
+@given(
+    documents=st.integers(3, 500),
+    shares=st.lists(st.sampled_from([0, 0.001, 0.5, 1, 2, 98, 969]), min_size=1, max_size=3).filter(any),
+)
+def test_splits_are_contiguous_and_proportional(documents: int, shares: list[float]) -> None:
+    parts = split_documents(documents, ",".join(map(str, shares)))
+    assert [i for part in parts for i in part] == list(range(documents))
+    for part, share in itertools.zip_longest(parts, shares, fillvalue=0):
+        assert isinstance(part, range)
+        assert bool(part) == (share > 0)
+        assert abs(len(part) - documents * share / sum(shares)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "borders"),
+    [
+        (100, "98,2,0", (0, 98, 100, 100)),
+        (5, "99,1", (0, 4, 5, 5)),
+        (2, "0,0.5,0.5", (0, 0, 1, 2)),
+        (3, "1,1000,1", (0, 1, 2, 3)),
+    ],
+)
+def test_split_examples(documents: int, split: str, borders: tuple[int, ...]) -> None:
+    assert split_documents(documents, split) == tuple(map(range, borders, borders[1:]))
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1", "1e999999999,1"])
+def test_bad_splits_are_refused(split: str) -> None:
+    with pytest.raises(UserError, match="one to three shares"):
+        split_documents(10, split)
+
+
+def test_a_split_of_too_few_documents_is_refused() -> None:
+    with pytest.raises(UserError, match=r"asks for 2 parts, but the data set has 1 documents"):
+        split_documents(1, "98,2,0")
+    assert split_documents(2, "98,2,0") == (range(1), range(1, 2), range(2, 2))

@@ -1,0 +1,101 @@
+"""The exchange of keys and values: when it sends, and the sums of its gradients; values are in test_shared_rows.py."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import call
+from torch import Tensor
+
+from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention.reference import attend
+from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.exchange import QKV, AsyncAllToAll, RowPicks, Scheme
+from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.layout import build_layout
+
+HEAD_SIZE = 6
+SCALE = 0.5
+
+
+def test_without_moved_rows_no_process_group_is_needed() -> None:
+    """Without any process group a collective would raise."""
+    assert not dist.is_initialized()
+    share = plan(build_layout(12, [3], 6), 2, "contiguous")
+    assert not share.rows_moved.any()
+    for rank in range(2):
+        query, key = torch.randn(6, 2, HEAD_SIZE), torch.randn(6, 1, HEAD_SIZE)
+        call = AttentionCall.of_plan(share, ContextGroup(rank, 2, None), Scheme.EXCHANGE)
+        assert call.exchange is None
+        inputs = QKV(query, key, key)
+        out = call.run(attend, inputs, SCALE)
+        assert torch.equal(out, attend(inputs, call, SCALE))
+
+
+def events_of(rank: int) -> list[str]:
+    """What one of two ranks does in turn, forward and backward, with the key heads in two parts."""
+    seen: list[str] = []
+    move, land = AsyncAllToAll.move, AsyncAllToAll.finish
+
+    def moving(transfer: AsyncAllToAll, *args: Any) -> Tensor:
+        seen.append("send")
+        return move(transfer, *args)
+
+    def landing(transfer: AsyncAllToAll) -> None:
+        seen.append("receive")
+        land(transfer)
+
+    AsyncAllToAll.move, AsyncAllToAll.finish = moving, landing  # type: ignore[method-assign]
+    share = plan(build_layout(24, [1, 5, 6, 20, 24], 24), 2, "contiguous")
+    call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, parts=2), Scheme.EXCHANGE)
+
+    def logged_attend(inputs: QKV, part: AttentionCall, scale: float) -> Tensor:
+        seen.append(f"attend {len(inputs.query_tNH)}")
+        out = attend(inputs, part, scale)
+        out.register_hook(lambda grad: seen.append(f"back {len(grad)}"))
+        return out
+
+    shapes = [(12, heads, HEAD_SIZE) for heads in (8, 4, 4)]
+    query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    call.run(logged_attend, QKV(query, key, value), SCALE).sum().backward()
+    return seen
+
+
+def test_local_pieces_are_computed_while_rows_travel() -> None:
+    """Rank 0 holds documents of 1, 4, 1 and 6 tokens; rank 1 the other 8 of the last one, and one of 4."""
+    local_only, both = call(events_of, 2)
+    assert local_only == [
+        *("send", "send", "attend 12", "receive", "receive"),
+        *("send", "send", "back 12", "receive", "receive"),
+    ]
+    assert both == [
+        *("send", "send", "attend 4", "receive", "attend 8", "receive", "attend 8"),
+        *("back 8", "send", "back 8", "send", "back 4", "receive", "receive"),
+    ]
+
+
+@pytest.mark.parametrize("picked", [[], [2], [0, 1, 2, 3], [3, 1, 1, 0, 3, 3]])
+def test_gradients_of_rows_picked_several_times_add_up(picked: list[int]) -> None:
+    rows = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    picks = RowPicks.of(np.array(picked, dtype=np.int64))
+    theirs = rows[picked] if picked else rows[:0]
+    ours = picks.of_rows(rows)
+    assert torch.equal(ours, theirs)
+    grad = torch.randn(theirs.shape, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(theirs, rows, grad)
+    torch.testing.assert_close(torch.autograd.grad(ours, rows, grad)[0], expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("receivers", [2, 3, 8])
+def test_gradients_of_many_receivers_are_rounded_once(receivers: int) -> None:
+    """The rms error of bf16 gradients against float64 is that of one rounding."""
+    rows = torch.randn(512, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    picks = RowPicks.of(np.tile(np.arange(512), receivers))
+    grad = torch.randn(receivers * 512, 2, 8, dtype=torch.bfloat16)
+    (got,) = torch.autograd.grad(picks.of_rows(rows), rows, grad)
+    exact = grad.double().unflatten(0, (receivers, 512)).sum(0)
+    error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (got, exact.bfloat16()))
+    assert got.dtype == torch.bfloat16
+    assert error <= 1.001 * rounding

@@ -1,0 +1,28 @@
+"""Megatron's own norm for local layers; ours are tested in tests/parity/."""
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from needed import needed
+
+
+def norm_config(sequence_parallel: bool) -> TransformerConfig:
+    tp = 2 if sequence_parallel else 1
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        normalization="RMSNorm",
+        sequence_parallel=sequence_parallel,
+        tensor_model_parallel_size=tp,
+        persist_layer_norm=False,
+    )
+
+
+@needed("norms")
+def test_upstream_norm_still_refuses_sequence_parallel() -> None:
+    """Where this fails, see whether WrappedTorchNorm marks its weight too: then remove `_MarkedNorm`."""
+    assert isinstance(WrappedTorchNorm(norm_config(False), 8), torch.nn.RMSNorm)
+    with pytest.raises(AssertionError, match="sequence parallel not supported by torch LayerNorm"):
+        WrappedTorchNorm(norm_config(True), 8)

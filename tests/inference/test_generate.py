@@ -1,0 +1,111 @@
+"""Generation and scoring with a cache of keys and values: what a forward pass holds, and likelihoods in any layout."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from checkpoint.models import write_model
+from evaluation.plain import greedy_texts
+from launcher import call
+from tokenizers.decoders import ByteFallback
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM
+
+from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.config import ParallelConfig
+from megatron_ext.data.text.tokenizer import TextStream, Tokenizer
+from megatron_ext.inference import generate
+from megatron_ext.inference.cache import KeyValueCache
+from megatron_ext.inference.generate import Choice, Generator, Likelihood, Prompt, open_generator
+
+PASS = 7
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(5, 200), k=count)
+
+
+PROMPTS = [Prompt(tokens(count, count), 5) for count in (20, 1, 3, 16, 2)]
+CHOICES = [
+    Choice(tokens(30, 1), [tokens(1, 2), tokens(9, 3), tokens(20, 4)]),
+    Choice(tokens(1, 5), [tokens(2, 6)]),
+    Choice(tokens(4, 7), [tokens(3, 8), tokens(1, 9)]),
+]
+
+
+def asked(rank: int, model: Path, layout: ParallelConfig) -> tuple[list[list[int]], list[list[Likelihood]], int]:
+    """Answers, likelihoods, and the most tokens of a forward pass."""
+    largest = 0
+    plain = KeyValueCache.append
+
+    def append(self: KeyValueCache, slots: list[int], counts: list[int]) -> object:
+        nonlocal largest
+        largest = max(largest, sum(counts))
+        return plain(self, slots, counts)
+
+    KeyValueCache.append = append  # type: ignore[assignment, method-assign]
+    generate.PASS_TOKENS, generate.PASS_LOGITS = PASS, PASS * 300
+    text = SimpleNamespace(pretrained=Pretrained.find(model), stop=[], tokenizer=None)
+    with open_generator(text, layout, 64, dtype="auto", slots=4) as generator:
+        return generator.answer(PROMPTS), generator.likelihoods(CHOICES), largest
+
+
+def test_a_stop_text_ends_generation_where_each_token_is_a_byte(tmp_path: Path) -> None:
+    """As soon as its last byte is there; also if the tokens before begin inside a character."""
+    pieces = {f"<0x{value:02X}>": value for value in range(256)}
+    tokenizer = tokenizers.Tokenizer(BPE(pieces, [], byte_fallback=True))
+    tokenizer.decoder = ByteFallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opened = Tokenizer(tmp_path)
+    prompt = Prompt(opened.encode("漢"), 20, ("止ま",))
+    text = generate._Text(0, prompt, np.random.default_rng(), [], TextStream(opened, prompt.tokens))
+    stops = []
+    for token in opened.encode("字を止まる"):
+        text.answer.append(token)
+        stops.append(Generator._stops(SimpleNamespace(text=None), text))  # type: ignore[arg-type]
+    assert stops.index(True) == len("字を止ま".encode()) - 1
+
+
+@torch.no_grad()
+def plain_likelihoods(model: Path, choice: Choice) -> list[tuple[float, bool]]:
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found = []
+    for option in choice.options:
+        logits = plain(torch.tensor([[*choice.tokens, *option]])).logits[0, len(choice.tokens) - 1 : -1]
+        labels = torch.tensor(option)
+        score = logits.log_softmax(-1).gather(1, labels[:, None]).sum().item()
+        found.append((score, bool((logits.argmax(-1) == labels).all())))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [
+        ("gemma3", {}),
+        pytest.param("olmo3", {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "llama", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, marks=pytest.mark.slow
+        ),
+        ("llama", {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+    ],
+    ids=["one", "olmo3-tp2", "deepseek_v3", "tp2-pp2", "vpp"],
+)
+def test_texts_and_likelihoods_are_those_of_transformers_in_small_passes(
+    tmp_path: Path, architecture: str, layout: dict[str, int]
+) -> None:
+    model = write_model(tmp_path / "model", architecture)
+    config = ParallelConfig(**layout)
+    answers = call(asked, config.model_parallel_size, model, config, group=False)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    texts = greedy_texts(plain, [prompt.tokens for prompt in PROMPTS], 5, [])
+    for texts_here, likelihoods, largest in answers:
+        assert texts_here == texts
+        assert largest <= PASS
+        for choice, found in zip(CHOICES, likelihoods, strict=True):
+            for ours, (score, greedy) in zip(found, plain_likelihoods(model, choice), strict=True):
+                assert ours == (pytest.approx(score, abs=1e-3), greedy)

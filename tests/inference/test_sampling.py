@@ -1,0 +1,54 @@
+"""How the next token is chosen, against transformers' own processors and against counted draws."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from megatron_ext.errors import UserError
+from megatron_ext.inference.sampling import Sampling, choose, probabilities
+
+
+@pytest.mark.parametrize("temperature", [0.3, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 7, 500])
+@pytest.mark.parametrize("top_p", [None, 0.05, 0.6, 1.0])
+def test_probabilities_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k is not None:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1:
+        processors.append(TopPLogitsWarper(top_p))
+    theirs = processors(torch.zeros(5, 1, dtype=torch.long), logits).softmax(dim=-1)
+    ours, tokens = probabilities(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(ours, theirs.gather(1, tokens))
+
+
+def test_draws_come_as_often_as_they_are_likely() -> None:
+    logits = torch.tensor([[0.0, 1.0, -1.0, float("-inf")]])
+    sampling = Sampling(1.0, seed=5)
+    draws = [sampling.draws(0)]
+    counts = torch.bincount(torch.cat([choose(logits, sampling, draws) for _ in range(4000)]), minlength=4)
+    expected = logits.softmax(dim=-1)[0]
+    assert counts[3] == 0
+    assert torch.allclose(counts / 4000, expected, atol=0.03)  # four standard deviations
+
+
+def test_a_text_draws_the_same_in_any_batch() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    sampling = Sampling(1.0, seed=9)
+    together = choose(logits, sampling, [sampling.draws(text) for text in range(3)])
+    alone = [choose(logits[text : text + 1], sampling, [sampling.draws(text)]) for text in range(3)]
+    assert together.tolist() == torch.cat(alone).tolist()
+    others = [choose(logits[:1], sampling, [sampling.draws(text)]).item() for text in range(40)]
+    assert len(set(others)) > 5
+
+
+def test_without_options_the_likeliest_is_taken() -> None:
+    logits = torch.randn(4, 9)
+    assert choose(logits, Sampling(), []).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("options", [{"temperature": float("nan")}, {"temperature": 1.0, "top_p": 0.0}])
+def test_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=f"{list(options)[-1]}: got"):
+        Sampling(**options)  # type: ignore[arg-type]

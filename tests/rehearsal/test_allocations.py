@@ -1,0 +1,63 @@
+"""Tracked storages, on real tensors: allocated, freed, resized and kept."""
+
+import gc
+
+import torch
+
+from megatron_ext.rehearsal.memory import Part
+from megatron_ext.rehearsal.meter import Meter
+
+
+def meter() -> Meter:
+    return Meter("cpu", (1, 1, 1, 1))
+
+
+def test_bytes_and_peak_of_known_allocations() -> None:
+    with meter() as counted:
+        kept = torch.zeros(1000)
+        with_view = torch.ones(10, 10, dtype=torch.bfloat16)
+        view = with_view.T[2:]
+        total = 4000 + 200
+        assert counted.allocations.total == total
+        temporary = torch.zeros(500) + 1.0  # two of 2,000 bytes at once
+        del temporary, with_view
+        assert counted.allocations.total == total  # the view keeps the storage
+        assert counted.allocations.peak.total == total + 4000
+        del view
+        kept.add_(1.0)
+        assert counted.allocations.total == 4000
+    assert counted.allocations.peak.parts[Part.OTHER] == total + 4000
+
+
+def test_scratch_counts_for_the_peak_alone() -> None:
+    with meter() as counted:
+        x = torch.zeros(100)
+    counted.allocations.transient(1000, Part.OTHER, "a kernel")
+    assert counted.allocations.total == 400
+    assert counted.allocations.peak.total == 1400
+    assert counted.allocations.peak.site == "a kernel"
+    counted.allocations.reset_peak()
+    assert counted.allocations.peak.total == x.nbytes
+
+
+def test_a_storage_resized_in_place() -> None:
+    with meter() as counted:
+        x = torch.zeros(100)
+        x.untyped_storage().resize_(0)
+        assert counted.allocations.total == 0
+        x.untyped_storage().resize_(800)
+        assert counted.allocations.total == counted.allocations.peak.total == 800
+
+
+def test_circles_of_references_keep_their_storage() -> None:
+    gc.disable()
+    try:
+        with meter() as counted:
+            circle: list[object] = [torch.zeros(100)]
+            circle.append(circle)
+            del circle
+            assert counted.allocations.total == 400
+            gc.collect()
+            assert counted.allocations.total == 0
+    finally:
+        gc.enable()
