@@ -64,8 +64,7 @@ class MixturePart:
 
     def unfiltered(self) -> "MixturePart":
         """Return the part with all documents."""
-        options = tuple(text for text in self.packing_options if not text.strip().startswith("filter_by_gain"))
-        return replace(self, packing_options=options)
+        return replace(self, packing_options=tuple(o for o in self.packing_options if "filter_by_gain" not in o))
 
     def mistakes(self, row_length: int) -> Iterator[str]:
         """Yield a line for each value that is invalid for rows of this length."""

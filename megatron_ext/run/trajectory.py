@@ -32,7 +32,7 @@ from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.weights import gather
 from megatron_ext.run.callbacks import Callback, StepRecord
-from megatron_ext.run.inputs import Inputs
+from megatron_ext.run.inputs import Inputs, RowAt
 from megatron_ext.token_weighting.exposure import exposure_rows
 from megatron_ext.token_weighting.weigher import Weigher
 
@@ -50,7 +50,8 @@ class Trajectory(Callback):
     ) -> None:
         self.folder = Path(config.checkpoint.dump_trajectory or "")
         self.config, self.chunks, self.ranks, self.weigher = config, chunks, ranks, weigher
-        self.vocab_size, self.row_at = inputs.vocab_size, inputs.train.row
+        self.vocab_size = inputs.vocab_size
+        self.row_at: RowAt = inputs.train.row
         if not run_on_rank0(self._describe, self.folder) or step == 0:
             self.weights("initial")
 
@@ -98,7 +99,7 @@ class Trajectory(Callback):
         ranks, mine = self.ranks, self.weigher.take_rows()
         weighted, row_at = self.config.weighting.by_losses, self.row_at
         if self.config.weighting.by_exposure:
-            row_at = exposure_rows(self.row_at, done.samples, self.config)
+            row_at = exposure_rows(row_at, done.samples, self.config)
         parts: list[Any] | None = [None] * ranks.world_size if ranks.world == 0 else None
         if weighted:  # each row from one of the processes that have it
             dist.gather_object(mine if ranks.reports_loss and ranks.context == 0 else {}, parts, dst=0)

@@ -5,7 +5,6 @@ in a short context: the paper's estimate, token by token, of the divergence betw
 """
 
 import math
-from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -13,20 +12,6 @@ from megatron_ext.arrays import Float64, Int64
 from megatron_ext.data.indexed import Documents
 from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.token_weighting.store import ScoreStore
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """The documents that a filter keeps, indices into the data set, int64 [n] ascending; and what plan.json records."""
-
-    documents: Int64
-    record: dict[str, object]
-
-    def __str__(self) -> str:
-        text = (
-            "kept {kept:,} of the {with_scores:,} documents with scores, of {documents:,}; least gain {least_gain:.3g}"
-        )
-        return text.format(**self.record)
 
 
 def document_gains(rows: PackedRows, short: ScoreStore, long: ScoreStore, first: int) -> Float64:
@@ -48,17 +33,8 @@ def document_gains(rows: PackedRows, short: ScoreStore, long: ScoreStore, first:
     return np.where(counts > 0, gains, np.nan)
 
 
-def keep_by_gain(share: float, gains: Float64, documents: Documents, short: ScoreStore, long: ScoreStore) -> Kept:
-    """Keep a share of the documents with scores, rounded up: those of highest gain, of equal ones the first."""
-    chosen = np.asarray(documents, dtype=np.int64)
-    scored = chosen[np.isfinite(gains[chosen])]
-    order = np.argsort(-gains[scored], kind="stable")[: math.ceil(share * len(scored) * (1 - 1e-12))]
-    record = {
-        "documents": len(chosen),
-        "with_scores": len(scored),
-        "kept": len(order),
-        "least_gain": float(gains[scored[order[-1]]]) if len(order) else None,
-        "short": asdict(short.identity),
-        "long": asdict(long.identity),
-    }
-    return Kept(np.sort(scored[order]), record)
+def keep_by_gain(share: float, gains: Float64, documents: Documents) -> Int64:
+    """Return a share of the documents with scores, rounded up: those of highest gain, of equal ones the first."""
+    scored = np.asarray(documents, dtype=np.int64)[np.isfinite(gains[documents])]
+    order = np.argsort(-gains[scored], kind="stable")
+    return np.sort(scored[order[: math.ceil(share * len(scored) * (1 - 1e-12))]])

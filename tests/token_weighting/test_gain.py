@@ -66,13 +66,9 @@ def test_gains_are_those_of_every_token_by_itself(
 
 
 @pytest.mark.parametrize(("share", "kept"), [(1.0, [1, 2, 3, 5, 6]), (0.6, [2, 3, 5]), (0.41, [2, 3, 5]), (1e-9, [3])])
-def test_the_share_is_rounded_up_and_the_first_of_equals_is_kept(tmp_path: Path, share: float, kept: list[int]) -> None:
+def test_the_share_is_rounded_up_and_the_first_of_equals_is_kept(share: float, kept: list[int]) -> None:
     gains = np.array([9.0, -1.0, 0.5, 0.7, np.nan, 0.5, 0.5])
-    both = stores(tmp_path, 1, np.zeros((2, 1, LENGTH), dtype=np.float32))
-    found = keep_by_gain(share, gains, range(1, 7), *both)
-    assert found.documents.tolist() == kept
-    facts = {name: found.record[name] for name in ("documents", "with_scores", "kept", "least_gain")}
-    assert facts == {"documents": 6, "with_scores": 5, "kept": len(kept), "least_gain": gains[kept].min()}
+    assert keep_by_gain(share, gains, range(1, 7)).tolist() == kept
 
 
 def test_the_share_is_an_option_of_every_policy_but_random() -> None:

@@ -103,7 +103,9 @@ def test_documents_are_kept_by_their_gain(
     wanted = np.flatnonzero(np.isfinite(gains))[kept]
     (folder,) = [file.parent for file in tmp_path.glob("corpus.packing/*/plan.json") if "filter" in file.read_text()]
     assert set(np.load(folder / "pieces.npy")[:, 0].tolist()) == set(wanted.tolist())
-    assert json.loads((folder / "plan.json").read_text())["filter"]["kept"] == len(wanted)
+    record = json.loads((folder / "plan.json").read_text())["filter"]
+    assert (record["kept"], record["with_scores"]) == (len(wanted), np.isfinite(gains).sum())
+    assert (record["least_gain"], record["short"]["short_context"]) == (gains[wanted].min(), 16)
     option = ["--packing-options", "filter_by_gain=0.3"]
     alone.run(SCRIPT, *CONFIG, *flags, *option, "--save", tmp_path / "run")
     both[0].rename(tmp_path / "before")
