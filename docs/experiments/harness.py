@@ -38,11 +38,13 @@ class Planned:
         seed: of weights and data order.
         name: unique among the runs of its seed.
         flags: in addition to the flags of all runs.
+        script: trains it, with the flags of `pretrain_skyladder.py`.
     """
 
     seed: int
     name: str
     flags: Sequence[object]
+    script: str = "pretrain_skyladder.py"
 
     def folder(self, out: Path) -> Path:
         """Return the run's folder."""
@@ -216,7 +218,7 @@ def train(plans: Sequence[Planned], out: Path, common: Sequence[object], workers
             return
         saving = ["--save", folder, "--load", folder, "--load-if-present", "--save-interval", 50, "--keep-last", 1]
         flags = [*common, "--no-tensorboard", "--seed", plan.seed, *plan.flags, *saving]
-        command("pretrain_skyladder.py", *flags, log=out / "logs" / f"seed_{plan.seed}-{plan.name}.txt")
+        command(plan.script, *flags, log=out / "logs" / f"seed_{plan.seed}-{plan.name}.txt")
         print(f"seed {plan.seed}, {plan.name}: done", flush=True)
 
     with ThreadPoolExecutor(workers) as pool:

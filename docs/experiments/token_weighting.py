@@ -35,11 +35,14 @@ OPTIMIZER: list[object] = [*("--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style",
 KINDS = {
     "uniform": "uniform",
     "dense_unfrozen": "dense, unfrozen",
+    "placebo": "dense, unfrozen, permuted",
     "dense_frozen": "dense, frozen",
+    "sparse_unfrozen": "sparse, unfrozen",
     "sparse_frozen": "sparse, frozen",
 }
+ARMS = [kind for kind in KINDS if kind != "sparse_frozen"]  # which the first experiment had in place of two others
 GROUPS = {"first": "first in the row", "near": f"last seen <= {SHORT} back", "far": f"last seen > {SHORT} back"}
-CONTROLLED = "gain_far_less_first"
+CONTROLLED, PLANNED = "gain_far_less_first", "loss_far_less_first"
 MEASURES = ("loss", "gain", *(f"{kind}_{group}" for kind in ("loss", "gain") for group in GROUPS))
 
 WORD = re.compile(r"(?<![A-Za-z\x80-\xff])[A-Z][a-z]{2,}(?=[^A-Za-z\x80-\xff])")
@@ -59,7 +62,7 @@ def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
     """List the runs that start from the base model."""
 
     def flags(kind: str, seed: int) -> list[object]:
-        post, _, scorer = kind.partition("_")
+        post, _, scorer = kind.replace("placebo", "dense_unfrozen").partition("_")
         weighting: dict[str, list[object]] = {
             "": [],
             "unfrozen": ["--short-context", SHORT],
@@ -67,7 +70,12 @@ def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
         }
         return ["--token-weighting", scorer, "--weight-post", post, *weighting[scorer]] if scorer else []
 
-    return [Planned(seed, kind, flags(kind, seed)) for seed in seeds for kind in KINDS]
+    script = {"placebo": "docs/experiments/placebo.py"}
+    return [
+        Planned(seed, kind, flags(kind, seed), script.get(kind, "pretrain_skyladder.py"))
+        for seed in seeds
+        for kind in ARMS
+    ]
 
 
 def store(out: Path, seed: int) -> Path:
@@ -202,12 +210,13 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
 def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> dict[str, Any]:
     """Compute the numbers behind the tables."""
     names = held_out_names(hf, out, rows_evaluated)
-    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in KINDS}
+    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in ARMS}
     for plan in planned(seeds, out):
         for one, value in measured(out, plan, names).items():
             values[plan.name][one].append(value)
     for own in values.values():  # separates the use of context from a higher probability of all names
         own[CONTROLLED] = np.subtract(own["gain_far"], own["gain_first"]).tolist()
+        own[PLANNED] = np.subtract(own["loss_far"], own["loss_first"]).tolist()
     counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
     return {"seeds": list(seeds), "names": counts, "values": values}
 
@@ -216,22 +225,28 @@ def tables(numbers: dict[str, Any]) -> str:
     """Make the tables from the numbers of a .json file."""
     values, parts = numbers["values"], []
     for kind, unit in (("loss", "Loss"), ("gain", f"Gain of {ROW} over {SHORT} tokens of context")):
-        columns = [kind, *(f"{kind}_{group}" for group in GROUPS), *([CONTROLLED] if kind == "gain" else [])]
+        columns = [kind, *(f"{kind}_{group}" for group in GROUPS), f"{kind}_far_less_first"]
+        columns = [one for one in columns if one in values["uniform"]]
         head = ["run", "all tokens", *GROUPS.values(), "far minus first"][: 1 + len(columns)]
         rows: list[list[object]] = [["uniform", *(f"{np.mean(values['uniform'][one]):.4f}" for one in columns)]]
         rows += [
-            [label, *(_less(values, run, one) for one in columns)] for run, label in KINDS.items() if run != "uniform"
+            [KINDS[run], *(_less(values, run, one) for one in columns)]
+            for run in KINDS
+            if run in values and run != "uniform"
         ]
         parts += [
             f"{unit} (nats / token or name), {len(numbers['seeds'])} seeds; below uniform the difference from it, "
             "paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
             table(head, rows),
         ]
+    if "placebo" in values:
+        planned_test = _less(values, "dense_unfrozen", PLANNED, "placebo")
+        parts.append(f"The planned test, far minus first names, dense minus placebo: {planned_test} nats.")
     return "\n\n".join(parts) + "\n"
 
 
-def _less(values: dict[str, dict[str, list[float]]], run: str, one: str) -> Mean:
-    return Mean.of(np.subtract(values[run][one], values["uniform"][one]).tolist())
+def _less(values: dict[str, dict[str, list[float]]], run: str, one: str, other: str = "uniform") -> Mean:
+    return Mean.of(np.subtract(values[run][one], values[other][one]).tolist())
 
 
 def draw(values: dict[str, dict[str, list[float]]], path: Path) -> None:
@@ -239,10 +254,10 @@ def draw(values: dict[str, dict[str, list[float]]], path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axis = figure.add_subplot()
     axis.axhline(0, color="#111827", linewidth=1)
-    for number, kind in enumerate(kind for kind in KINDS if kind != "uniform"):
+    for number, kind in enumerate(kind for kind in KINDS if kind in values and kind != "uniform"):
         for place, group in enumerate(GROUPS):
             less = np.subtract(values[kind][f"gain_{group}"], values["uniform"][f"gain_{group}"])
-            at = place + (number - 1) * 0.2
+            at = place + (number - 1.5) * 0.2
             axis.plot(np.full(less.size, at), less, ".", color=f"C{number}", alpha=0.6)
             axis.plot(at, less.mean(), "_", color=f"C{number}", markersize=16, label=None if place else KINDS[kind])
     axis.set_xticks(range(len(GROUPS)), list(GROUPS.values()))
@@ -256,8 +271,8 @@ def main() -> None:
     options = arguments(
         __doc__,
         steps=STEPS,
-        seeds=(1, 2, 3, 4, 5),
-        held_out=(256, "held-out rows that models are evaluated on"),
+        seeds=range(1, 16),
+        held_out=(1024, "held-out rows that models are evaluated on"),
         novels="folder of .txt novels",
         hf="the Llama of 260K parameters as a Hugging Face folder",
         out="folder for data, runs and results",
