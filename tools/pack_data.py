@@ -92,12 +92,12 @@ def _make(split: Split, documents: str, kept: Documents | None = None, record: d
     """Make a plan if missing, and report on it; `documents` describes the documents, of which some may be `kept`."""
     began = time.perf_counter()
     key, prefix = split.plan_key(), split.part.prefix
-    if kept is None and "filter_by_gain" in key.options:
-        raise UserError("filter_by_gain: needs scores; give --filter-by-gain SHARE SHORT LONG")
     chosen, folder = split.documents if kept is None else kept, plan_folder(prefix, key)
     try:
         plan = load_plan(prefix, key)
     except UserError:  # missing or damaged
+        if kept is None and "filter_by_gain" in key.options:
+            raise UserError("filter_by_gain: needs scores; give --filter-by-gain SHARE SHORT LONG") from None
         try:
             plan = build_plan(key.policy, split.source, chosen, split.length, split.seed, split.part.options)
         except UserError as error:
