@@ -162,7 +162,7 @@ RULES: list[Rule] = [
     ("expert_model_parallel_size", lambda o: o.num_experts and o.even and o.replicas % o.ep,
      ", needs a divisor of the {replicas} data- and context-parallel ranks of {world_size} processes"),
     ("loss_denominator", lambda o: o.num_experts and o.moe_aux_loss_coeff and o.loss_denominator == "weights"
-     and o.weighs,
+     and o.by_losses,
      " with token_weighting {token_weighting} and moe_aux_loss_coeff {moe_aux_loss_coeff}, needs tokens"),
     # processes and pipeline
     ("sequence_parallel", lambda o: o.sequence_parallel and o.tp == 1,
@@ -206,8 +206,13 @@ RULES: list[Rule] = [
      "{packings}, token_weighting dataset needs random"),
     *_only_with("score_store", "token_weighting", "frozen"),
     *_only_with("short_context", "token_weighting", "unfrozen"),
-    ("weight_post", lambda o: o.weighs and o.weight_score == "longce" and o.weight_post != "none",
-     ", weight_score longce needs none"),
+    ("weight_post", lambda o: o.weighs and o.weight_score in ("longce", "exposure") and o.weight_post != "none",
+     ", weight_score {weight_score} needs none"),
+    *_only_with("exposure_tau exposure_alpha exposure_gamma", "weight_score", "exposure"),
+    ("exposure_tau", lambda o: o.by_exposure and o.exposure_tau and 2 * o.exposure_tau > o.seq_length,
+     ", needs at most half of seq_length {seq_length}, so that a row can reach the tail"),
+    *_if_given("weight_strength weight_clip", lambda o: o.by_exposure,
+               " with weight_score exposure, whose options are exposure_alpha and exposure_gamma; leave it out"),
     ("weight_post", lambda o: o.weighs and o.weight_score == "rho1" and o.weight_post != "sparse",
      ", weight_score rho1 needs sparse"),
     ("weight_strength",
@@ -349,6 +354,7 @@ def _options(config: Config, world_size: int) -> Any:
     o.chunk_layers = o.chunk or o.stage
     o.divides_stage = bool(o.stage and o.chunk) and not o.stage % o.chunk and o.stage != o.chunk
     o.weighs = weighting.token_weighting in ("unfrozen", "frozen")
+    o.by_exposure, o.by_losses = weighting.by_exposure, weighting.by_losses
     o.needs_short_losses, o.strength = weighting.needs_short_losses, weighting.strength
     o.scores = weighting.token_weighting == "unfrozen" and o.needs_short_losses
     o.decay, o.falls = config.lr_decay_steps, config.optimizer.lr_decay_style != "constant"

@@ -368,7 +368,7 @@ class WeightingConfig(_Section):
     token_weighting: Literal["none", "unfrozen", "frozen", "dataset"] = _option(
         "none", "weights from the model itself (unfrozen), --score-store (frozen), or the dataset"
     )
-    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile"] = _option(
+    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile", "exposure"] = _option(
         "abs", "score of a token: |PMI| of long and short context (abs), or another (docs/token-weighting.md)"
     )
     weight_post: Literal["dense", "sparse", "none"] = _option(
@@ -379,6 +379,9 @@ class WeightingConfig(_Section):
     )
     weight_clip: PositiveFloat | None = _option(None, "upper bound of the weights; longce's gamma (5)")
     weight_shift: Annotated[float, Ge(1)] | None = _option(None, "ppmi and npmi: k; ln k is subtracted from scores")
+    exposure_tau: PositiveInt | None = _option(None, "exposure: least context of the tail (default L/4)")
+    exposure_alpha: NonNegativeFloat = _option(0.15, "exposure: mean extra weight of the tail")
+    exposure_gamma: NonNegativeFloat = _option(0.5, "exposure: power of a bucket's rarity in its extra weight")
     short_context: PositiveInt | None = _option(None, "unfrozen: n, tokens of the short context")
     short_stride: PositiveInt | None = _option(None, "unfrozen: s, tokens that each chunk of n scores (default 3n/4)")
     score_store: str | None = _option(None, "frozen: zarr store written by tools/score_tokens.py", "STORE")
@@ -387,7 +390,17 @@ class WeightingConfig(_Section):
     @property
     def needs_short_losses(self) -> bool:
         """Whether the score compares two contexts or two models."""
-        return self.weight_score not in ("focal", "mile")
+        return self.weight_score not in ("focal", "mile", "exposure")
+
+    @property
+    def by_exposure(self) -> bool:
+        """Whether weights follow from the positions of targets."""
+        return self.token_weighting == "unfrozen" and self.weight_score == "exposure"
+
+    @property
+    def by_losses(self) -> bool:
+        """Whether weights are computed from losses, within the step."""
+        return self.token_weighting in ("unfrozen", "frozen") and not self.by_exposure
 
     @property
     def strength(self) -> float:

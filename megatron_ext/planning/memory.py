@@ -252,7 +252,7 @@ class _Rank:
     def batches(self) -> int:
         """The step's micro-batches, which are all moved to the device at its start."""
         per_token = 8 + 8 + 4 + 4 + 1  # token, label, position, weight, trained
-        scored = 8 + 8 + 4 + 1 + 1 if self.config.weighting.token_weighting in ("frozen", "unfrozen") else 0
+        scored = 8 + 8 + 4 + 1 + 1 if self.config.weighting.by_losses else 0
         rows = self.config.data.micro_batch_size * self.config.data.seq_length  # whole ones, on every rank
         return self.microbatches * (per_token * self.t + scored * rows)
 

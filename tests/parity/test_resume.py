@@ -15,7 +15,8 @@ STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
 EVALUATION = ["--eval-interval", "4", "--eval-iters", "1"]
 COMMON = ["--seq-length", "64", "--train-iters", str(STEPS), *WINDOW, *EVALUATION]
-DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+EXPOSURE = ("--token-weighting", "unfrozen", "--weight-score", "exposure", "--weight-post", "none")
+DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *EXPOSURE)
 
 
 def resuming(data: SmallData, folder: Path, *flags: object) -> list[object]:

@@ -13,7 +13,7 @@ decomposition   L / 2^i pieces of 2^i tokens of a document      see `decompositi
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -67,6 +67,13 @@ class Corpus:
 class Policy:
     """A way to create rows from documents; the fields are its options."""
 
+    # the share of documents that token_weighting/gain.py keeps; None: all, and no option
+    filter_by_gain: Annotated[float, Field(gt=0, le=1)] | None = field(default=None, kw_only=True)
+
+    @property
+    def options(self) -> dict[str, int | float]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
     def check(self, row_length: int) -> None:
         """Raise UserError if the options are invalid for rows of this length."""
 
@@ -100,6 +107,10 @@ def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packe
 @dataclass(frozen=True)
 class Random(Policy):
     """The rows of `RowDataset` that start in epoch 0; the last one extends into the next epochs."""
+
+    def check(self, row_length: int) -> None:
+        if self.filter_by_gain is not None:
+            raise UserError("packing: random reads no plan, and filter_by_gain needs one; name another policy")
 
     def pack(self, corpus: Corpus) -> Packed:
         total = int(corpus.lengths.sum())
@@ -395,7 +406,7 @@ def plan_key(
 ) -> PlanKey:
     """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`."""
     chosen = check_options(policy, options or {}, row_length)
-    return PlanKey(policy, row_length, seed, asdict(chosen), fingerprint(source, documents))
+    return PlanKey(policy, row_length, seed, chosen.options, fingerprint(source, documents))
 
 
 def build_plan(
