@@ -1,10 +1,13 @@
-"""Convert Hugging Face <-> Megatron, bit for bit, without starting training processes; and compare the two.
+"""Convert Hugging Face or Megatron-LM <-> our checkpoints, bit for bit, in one process; and compare the former.
 
 python tools/convert_checkpoint.py hf-to-megatron --input MODEL --output RUN
 python tools/convert_checkpoint.py megatron-to-hf --input RUN --output MODEL --max-shard-size 2GB
+python tools/convert_checkpoint.py megatron-lm-to-megatron --input CHECKPOINT --output RUN
+python tools/convert_checkpoint.py megatron-to-megatron-lm --input RUN --output CHECKPOINT
 python tools/convert_checkpoint.py verify --input MODEL --output RUN --text passage.txt
 
-MODEL is a Hugging Face folder (Llama, Qwen3, Mistral, ...), RUN a run or checkpoint folder of any parallel layout.
+MODEL is a Hugging Face folder (Llama, Qwen3, Mistral, ...), RUN a run or checkpoint folder of any parallel layout,
+CHECKPOINT a folder of Megatron-LM's --save, or one iter_NNNNNNN in it.
 docs/conversion.md describes what is converted, what is refused and the tolerances of `verify`.
 """
 
@@ -19,6 +22,7 @@ from pydantic import ByteSize, Field, TypeAdapter
 
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import is_hugging_face
+from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron, megatron_to_megatron_lm
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.cli import Parser, command, integer, positive
 from megatron_ext.errors import UserError
@@ -42,6 +46,10 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add = subcommand("megatron-to-hf", "write a folder that transformers loads")
     add("--max-shard-size", type=size, default="2GB", metavar="SIZE", help="of one file [2GB]")
     add("--tokenizer", metavar="FOLDER", help="folder with the tokenizer, or none [the run's own]")
+
+    add = subcommand("megatron-lm-to-megatron", "read a torch_dist checkpoint of Megatron-LM, write a run folder")
+    add("--iteration", type=integer(0), metavar="N", help="of a folder with several checkpoints [the newest]")
+    subcommand("megatron-to-megatron-lm", "write a torch_dist checkpoint that Megatron-LM loads with --finetune")
 
     add = subcommand("verify", "run both on a text and compare logits, loss and greedy text")
     add("--text", type=Path, metavar="FILE", help="UTF-8 [pages of Python's manual]")
@@ -104,6 +112,10 @@ def main(argv: list[str]) -> int:
     if options.command == "megatron-to-hf":
         limit = options.max_shard_size
         megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
+    elif options.command == "megatron-lm-to-megatron":
+        megatron_lm_to_megatron(options.input, options.output, iteration=options.iteration)
+    elif options.command == "megatron-to-megatron-lm":
+        megatron_to_megatron_lm(options.input, options.output)
     else:
         hf_to_megatron(options.input, options.output, divisible_by=options.make_vocab_size_divisible_by)
     print(f"{options.output}: written in {time.perf_counter() - began:.1f} s")

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import SmallData
-from tests.launcher import Commands, Done
-from tests.runs import CONFIG, read_jsonl
-
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.run.identity import checked_vocab_size, row_identity
 from megatron_ext.run.inputs import open_split, splits
 from megatron_ext.token_weighting.gain import document_gains
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from tests.conftest import SmallData
+from tests.launcher import Commands, Done
+from tests.runs import CONFIG, read_jsonl
 
 SCRIPT, TOOL = "pretrain_skyladder.py", "tools/pack_data.py"
 

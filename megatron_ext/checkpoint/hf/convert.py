@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -78,7 +78,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
         UserError: the model is not supported exactly, the folder is damaged, or `output` exists or is inside it.
     """
     began = time.perf_counter()
-    _check_output(output, source)
+    check_output(output, source)
     model = replace(read_model_config(source), make_vocab_size_divisible_by=divisible_by)
     tensors = HuggingFaceTensors(source)
     vocab_size = model.vocab_size
@@ -92,18 +92,26 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
             tokenizer_model=str(output.absolute() / "hugging_face") if has_tokenizer(source) else None,
         ),
         training=TrainingConfig(bf16=shards[0].dtype is torch.bfloat16),
-        checkpoint=CheckpointConfig(init_from=str(output.absolute())),
     )
+    write_run(output, config, shards, began, source)
+
+
+def write_run(
+    output: Path, config: Config, shards: Sequence[Shard], began: float, hugging_face: Path | None = None
+) -> None:
+    """Write a run folder with these weights, and with the tokenizer and config.json of a Hugging Face folder."""
     with atomic_folder(output.absolute()) as folder:
         checkpoint = folder / "checkpoints" / folder_name(0)
         checkpoint.mkdir(parents=True)
-        copy_files(source, folder / "hugging_face", "config.json")
-        (folder / "config.yaml").write_text(dump_yaml(config))
+        if hugging_face is not None:
+            copy_files(hugging_face, folder / "hugging_face", "config.json")
+        started = replace(config, checkpoint=CheckpointConfig(init_from=str(output.absolute())))
+        (folder / "config.yaml").write_text(dump_yaml(started))
         Manifest(
             step=0,
             consumed_samples=0,
             layout={"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"},
-            config=to_dict(replace(config, checkpoint=CheckpointConfig())),
+            config=to_dict(config),
             optimizer={},  # only weights
             code=code_identity(),
             files=write_index(checkpoint, [write(checkpoint, 0, shards)]),
@@ -112,14 +120,14 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
         point(checkpoint)
 
 
-def _check_output(output: Path, source: Path) -> None:
+def check_output(output: Path, source: Path) -> None:
     if output.exists() or output.is_symlink():
         raise UserError(f"output: {output} exists; remove it or choose another folder")
     if output.resolve().is_relative_to(source.resolve()):
         raise UserError(f"output: {output} is inside the input {source}; choose a folder outside it")
 
 
-def _stored_shape(parameter: Parameter, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
+def stored_shape(parameter: Parameter, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
     shapes = [full_shape(name, model, vocab_size) for name in parameter.hugging_face]
     rows = sum(shape[0] for shape in shapes)
     return (model.padded_vocab_size(vocab_size) if parameter.cut is Cut.VOCABULARY else rows, *shapes[0][1:])
@@ -127,7 +135,7 @@ def _stored_shape(parameter: Parameter, model: ModelConfig, vocab_size: int) -> 
 
 def _fused(parameter: Parameter, model: ModelConfig, vocab_size: int, source: HuggingFaceTensors) -> Iterator[Shard]:
     """Yield the checkpoint tensors of a row of the table; their data is assembled when written."""
-    shape = _stored_shape(parameter, model, vocab_size)
+    shape = stored_shape(parameter, model, vocab_size)
     offset = (0,) * len(shape)
     names = [name for place in parameter.places(model) for name in parameter.names(place)]
     dtypes = {source.described(name)[1] for name in names}
@@ -158,32 +166,19 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         UserError: transformers does not support the model exactly, the checkpoint is damaged, or `output` exists, is
             inside `source` or cannot be written.
     """
-    _check_output(output, source)
-    run = Pretrained.find_checkpoint(source)
+    check_output(output, source)
+    run, places, stored = open_run(source)
     model, vocab_size = run.model, run.model.vocab_size
     assert run.checkpoint is not None
     assert run.length is not None
     assert vocab_size is not None
-    manifest = run.checkpoint.manifest
     tokens = tokenizer_folder(tokenizer or run.tokenizer)
-    stored = Stored(run.folder)
-    # in Hugging Face's order: the embedding, the layers, the rest
-    places = [(parameter, place) for parameter in parameters_of(model) for place in parameter.places(model)]
-    places.sort(key=lambda one: one[1][0] if one[1] else -1 if "embed" in one[0].megatron[0] else model.num_layers)
-    needed = {row.checkpoint(place): _stored_shape(row, model, vocab_size) for row, place in places}
-    found = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
-    if unlike := sorted(dict(needed.items() ^ found.items())):
-        given, wanted = found.get(unlike[0]), needed.get(unlike[0])
-        raise UserError(f"checkpoint: {unlike[0]} in {run.folder} has shape {given}, its configuration needs {wanted}")
     with atomic_folder(output.absolute()) as folder:
-        try:
-            manifest.check_files(run.folder, manifest.files, content=True)
-        except UserError as error:
-            raise with_offer(error, next(older(run.folder), None)) from None
-        write_config(folder, model, run.length, DTYPES[stored.tensors[next(iter(needed))].dtype], tokens)
+        dtype = DTYPES[stored.tensors[places[0][0].checkpoint(places[0][1])].dtype]
+        write_config(folder, model, run.length, dtype, tokens)
         if tokens is not None:
             copy_files(tokens, folder)
-        _add_turn_ends(folder, from_dict(manifest.config).data)
+        _add_turn_ends(folder, from_dict(run.checkpoint.manifest.config).data)
 
         def exported() -> Iterator[tuple[str, Tensor]]:
             for row, place in places:
@@ -218,6 +213,32 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def open_run(source: Path) -> tuple[Pretrained, list[tuple[Parameter, Place]], Stored]:
+    """Return the checkpoint of a run or checkpoint folder, its parameters in Hugging Face's order, and its tensors.
+
+    Raises:
+        UserError: the checkpoint is damaged, or does not hold the tensors of its configuration.
+    """
+    run = Pretrained.find_checkpoint(source)
+    model, vocab_size = run.model, run.model.vocab_size
+    assert run.checkpoint is not None
+    assert vocab_size is not None
+    manifest, stored = run.checkpoint.manifest, Stored(run.folder)
+    # the embedding, the layers, the rest
+    places = [(parameter, place) for parameter in parameters_of(model) for place in parameter.places(model)]
+    places.sort(key=lambda one: one[1][0] if one[1] else -1 if "embed" in one[0].megatron[0] else model.num_layers)
+    needed = {row.checkpoint(place): stored_shape(row, model, vocab_size) for row, place in places}
+    found = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
+    if unlike := sorted(dict(needed.items() ^ found.items())):
+        given, wanted = found.get(unlike[0]), needed.get(unlike[0])
+        raise UserError(f"checkpoint: {unlike[0]} in {run.folder} has shape {given}, its configuration needs {wanted}")
+    try:
+        manifest.check_files(run.folder, manifest.files, content=True)
+    except UserError as error:
+        raise with_offer(error, next(older(run.folder), None)) from None
+    return run, places, stored
 
 
 def _add_turn_ends(folder: Path, data: DataConfig) -> None:

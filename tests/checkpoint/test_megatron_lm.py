@@ -1,0 +1,236 @@
+"""Checkpoints that Megatron-Core itself writes and loads: the same losses before and after a conversion."""
+
+import pickle
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.batch import pack
+from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron, megatron_to_megatron_lm, model_config
+from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.config import ParallelConfig
+from megatron_ext.data.row import TokenRow
+from megatron_ext.engine import platform
+from megatron_ext.errors import UserError
+from megatron_ext.inference.model import open_model
+from tests.launcher import call
+
+TOKENS = torch.randint(0, 120, (33,), generator=torch.Generator().manual_seed(1))
+SMALL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_base": 5000,
+    "norm_epsilon": 1e-6,
+    "kv_channels": 8,
+    "untie_embeddings_and_output_weights": True,
+    "max_position_embeddings": 64,
+    "params_dtype": torch.float32,
+}
+MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm": True, "moe_layer_freq": 1}
+
+
+class Unknown:
+    """An object that only its own package could restore."""
+
+
+def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
+    """Megatron's own GPTModel on this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    platform.choose("cpu")
+    torch.cuda.synchronize = lambda *_: None
+    parallel_state.initialize_model_parallel(**layout)
+    model_parallel_cuda_manual_seed(1 + dist.get_rank())
+    names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    names += "add_bias_linear params_dtype qk_layernorm moe_router_topk moe_ffn_hidden_size moe_layer_freq"
+    config = TransformerConfig(
+        **{name: args[name] for name in names.split() if name in args},
+        **{name: size for name, size in layout.items() if size > 1},
+        num_moe_experts=args.get("num_experts"),
+        layernorm_epsilon=args["norm_epsilon"],
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bf16=args["params_dtype"] is torch.bfloat16,
+        pipeline_dtype=args["params_dtype"],
+        init_method_std=0.2,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        sequence_parallel=False,
+        **dict.fromkeys(("persist_layer_norm", "bias_activation_fusion", "masked_softmax_fusion"), False),
+        **dict.fromkeys(("bias_dropout_fusion", "gradient_accumulation_fusion", "apply_rope_fusion"), False),
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=128,
+        max_sequence_length=64,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+        position_embedding_type="rope",
+        rotary_base=args["rotary_base"],
+    )
+    return model.to(args["params_dtype"]).eval()
+
+
+@torch.no_grad()
+def losses_of(model: Any) -> list[float] | None:
+    """The loss of every token on the last stage, None on others."""
+    from megatron.core import parallel_state
+
+    tokens, positions = TOKENS[None, :-1], torch.arange(32)[None]
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
+    if not model.pre_process:
+        hidden = torch.empty(32, 1, model.config.hidden_size, dtype=model.config.params_dtype)
+        dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(hidden)
+    out = model(tokens, positions, mask, labels=TOKENS[None, 1:])
+    if model.post_process:
+        return out[0].tolist()
+    dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    return None
+
+
+def save(rank: int, folder: Path, args: dict[str, Any], layout: dict[str, int], options: dict[str, Any]) -> Any:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    model, options = model_of(args, layout), dict(options)
+    renamed = options.pop("renamed", {})
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide that norms are exchanged
+            generator = torch.Generator().manual_seed(len(name))
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+    options["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata=options)
+    for one in nested_values(state):
+        if isinstance(one, ShardedBase):
+            for old, new in renamed.items():
+                one.key = one.key.replace(old, new)
+    (folder / "iter_0000007").mkdir(parents=True, exist_ok=True)
+    everything = Namespace(**args, unknown=Unknown())
+    dist_checkpointing.save({**state, "args": everything, "iteration": 7}, str(folder / "iter_0000007"))
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return losses_of(model)
+
+
+def load(rank: int, folder: Path, args: dict[str, Any], layout: dict[str, int]) -> Any:
+    from megatron.core import dist_checkpointing, parallel_state
+
+    model = model_of(args, layout)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = {"model": model.sharded_state_dict(metadata={"dp_cp_group": group})}
+    model.load_state_dict(dist_checkpointing.load(state, str(folder / "iter_0000000"))["model"])
+    return losses_of(model)
+
+
+def ours(rank: int, run: Path, dtype: Any) -> list[float]:
+    with torch.no_grad(), open_model(Pretrained.find(run), ParallelConfig(), 32, dtype) as model:
+        row = TokenRow(TOKENS.numpy(), np.array([], dtype=np.int64), np.ones(32, dtype=bool))
+        logits = model.chunks[0].logits(pack([row], 32, model.config.mask_options()))
+    dist.destroy_process_group()
+    return torch.nn.functional.cross_entropy(logits.float(), TOKENS[1:], reduction="none").tolist()
+
+
+TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+UNFUSED = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+LOCAL = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", **UNFUSED}
+EP2_PP2 = {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "stacked": ({}, TP2_PP2, {}),
+    "single": ({}, TP2_PP2, {"non_homogeneous_layers": True}),
+    "tied-local-names": ({"untie_embeddings_and_output_weights": False}, TP2_PP2, {"renamed": LOCAL}),
+    "bf16": ({"params_dtype": torch.bfloat16}, TP2_PP2, {}),
+    "moe": (MOE, EP2_PP2, {"renamed": UNFUSED}),
+    "moe-some": (MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
+}  # fmt: skip
+SLOW = [name for name in VARIANTS if name not in ("stacked", "moe")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in VARIANTS])
+def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
+    """From TP 2 and PP 2, or EP 2 and PP 2, into our model, and back into another layout of theirs."""
+    changes, layout, options = VARIANTS[name]
+    args, theirs, run, back = SMALL | changes, tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    processes = layout.get("tensor_model_parallel_size", 1) * layout.get("expert_model_parallel_size", 1) * 2
+    before = next(filter(None, call(save, processes, theirs, args, layout, options)))
+    megatron_lm_to_megatron(theirs, run)
+    bf16 = args["params_dtype"] is torch.bfloat16
+    rounding = 0.05 if bf16 else 1e-5
+    converted = call(ours, 1, run, "bfloat16" if bf16 else "float32", group=False)[0]
+    megatron_to_megatron_lm(run, back)
+    other = {"pipeline_model_parallel_size": 2} if "expert_model_parallel_size" in layout else {}
+    after = next(filter(None, call(load, 1 + len(other), back, args, other)))
+    print(name, sum(before) / 32, sum(converted) / 32, sum(after) / 32)
+    assert converted == pytest.approx(before, abs=rounding)
+    assert after == pytest.approx(before, abs=rounding)
+    megatron_lm_to_megatron(back, tmp_path / "again", iteration=0)  # what we write is also what we read
+    assert Pretrained.find(tmp_path / "again").model == Pretrained.find(run).model
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
+        ({"normalization": "LayerNorm"}, "normalization"),
+        ({"multi_latent_attention": True}, "multi_latent_attention"),
+        ({"rotary_percent": 0.5}, "rotary_percent"),
+        ({"softmax_type": "off-by-one"}, "softmax_type"),
+    ],
+)
+def test_what_is_not_representable_is_named(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError, match=field) as error:
+        model_config(SMALL | change, 128)
+    assert "\n" not in str(error.value)
+
+
+def test_options_of_rope_and_windows() -> None:
+    given = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "window_size": (7, 0), "window_attn_skip_freq": 4}
+    model = model_config(SMALL | given, 128)
+    assert (model.rope_scaling, model.rope_scaling_factor, model.rope_original_length) == ("llama3", 8, 8192)
+    assert (model.local_window, model.window_attn_skip_freq) == (8, 4)
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_formats_are_refused_and_nothing_is_executed(tmp_path: Path) -> None:
+    legacy = tmp_path / "legacy" / "iter_0000001" / "mp_rank_00"
+    legacy.mkdir(parents=True)
+    with pytest.raises(UserError, match="legacy"):
+        megatron_lm_to_megatron(tmp_path / "legacy", tmp_path / "run", iteration=1)
+    folder, touched = tmp_path / "evil", tmp_path / "touched"
+    folder.mkdir()
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(touched)))
+    torch.save({"args": Evil(touched)}, folder / "common.pt")
+    with pytest.raises(UserError, match="damaged"):
+        megatron_lm_to_megatron(folder, tmp_path / "run")
+    assert not touched.exists()
