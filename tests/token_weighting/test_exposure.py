@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run.test_batches import ranks
 
 from megatron_ext.config import Config, DataConfig, WeightingConfig, WindowConfig
 from megatron_ext.data.row import TokenRow
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.token_weighting.exposure import exposure_rows
+from tests.run.test_batches import ranks
 from tests.token_weighting.reference import exposure_weights
 
 LENGTH, ROWS = 300, 8

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.packing.sources import ListedSource
 
 from megatron_ext.data.packing.policies import build_plan, plan_key
 from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.gain import document_gains, keep_by_gain
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from tests.data.packing.sources import ListedSource
 
 LENGTH, SHORT, SEED = 16, 5, 3
 LENGTHS = [40, 5, 9, 17, 0, 23, 6, 1, 30, 12]
