@@ -12,6 +12,7 @@
 # A part takes at most 9 minutes, and its commands have shorter limits. A failing command does not stop the others. What
 # cannot run is recorded with the reason, and what dies or takes too long with its exit status.
 #   MINUTES=N          another time limit of a part
+#   STEPS=N            training steps of `prepare` and `losses` (default: 50); those of `two` are at most 10
 #   ROWS="8192 32768"  row lengths of `attention` without ROW
 #   OUTPUT=FILE        results (default: benchmarks/results/DATE-DEVICE.jsonl, a JSON object per line); beside them FILE
 #                      with .md, a page of all of them, and with .log, what the commands write to stderr
@@ -28,10 +29,14 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0 # NVIDIA's images set 1, with which products in fp32 would not be exact
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}" # compile FA4 once, not per process
 read -ra rows <<<"${ROWS:-8192 32768 524288 131072}"
-if ! [[ ${MINUTES:=9} =~ ^(0|[1-9][0-9]{0,3})$ ]]; then # bash evaluates arithmetic operands: allow only digits
-  echo "benchmarks/gpu.sh: MINUTES: got '$MINUTES', needs a whole number of minutes" >&2
-  exit 2
-fi
+: "${MINUTES:=9}" "${STEPS:=50}"
+for name in MINUTES STEPS; do
+  if ! [[ ${!name} =~ ^(0|[1-9][0-9]{0,3})$ ]]; then # bash evaluates arithmetic operands: allow only digits
+    echo "benchmarks/gpu.sh: $name: got '${!name}', needs a whole number" >&2
+    exit 2
+  fi
+done
+cpu_losses=data/smoke/cpu_losses/$STEPS
 
 read -r device gpus < <("$PYTHON" -c "import torch
 print(*(torch.cuda.get_device_name().replace(' ', '-'), torch.cuda.device_count()) if torch.cuda.is_available() else ('dry-run', 0))")
@@ -94,9 +99,9 @@ run() {
   case $1 in
     prepare)
       [ -f data/smoke/corpus.idx ] || examples/smoke_data.sh
-      CUDA_VISIBLE_DEVICES='' train 1 50 "$scratch/cpu" || return 0
-      mkdir -p data/smoke/cpu_losses
-      cp "$scratch/cpu/metrics.jsonl" data/smoke/cpu_losses
+      CUDA_VISIBLE_DEVICES='' train 1 "$STEPS" "$scratch/cpu" || return 0
+      mkdir -p "$cpu_losses"
+      cp "$scratch/cpu/metrics.jsonl" "$cpu_losses"
       ;;
     machine) bench 120 checks machine ;;
     correct)
@@ -104,20 +109,21 @@ run() {
       bench 60 loss_head parity
       ;;
     losses)
-      [ -f data/smoke/cpu_losses/metrics.jsonl ] || { failed+=("losses: run benchmarks/gpu.sh prepare first"); return; }
-      train 1 50 "$scratch/here" && bench 60 checks losses data/smoke/cpu_losses "$scratch/here"
-      train 1 50 "$scratch/host" --recompute-granularity full --offload-layer-inputs &&
-        bench 60 checks losses data/smoke/cpu_losses "$scratch/host" --case "training, inputs of layers in host memory"
+      [ -f "$cpu_losses/metrics.jsonl" ] || { failed+=("losses: run benchmarks/gpu.sh prepare first"); return; }
+      train 1 "$STEPS" "$scratch/here" && bench 60 checks losses "$cpu_losses" "$scratch/here"
+      train 1 "$STEPS" "$scratch/host" --recompute-granularity full --offload-layer-inputs &&
+        bench 60 checks losses "$cpu_losses" "$scratch/host" --case "training, inputs of layers in host memory"
       ;;
     two)
       if [ "$gpus" = 1 ]; then
         "$PYTHON" benchmarks/record.py --output "$out" two skipped -- "needs two GPUs"
         return
       fi
-      train 1 10 "$scratch/one"
+      local steps=$((STEPS < 10 ? STEPS : 10))
+      train 1 "$steps" "$scratch/one"
       while read -r name flags; do
         # shellcheck disable=SC2086 # several flags
-        train 2 10 "$scratch/$name" $flags && bench 60 checks losses "$scratch/one" "$scratch/$name" --case "$name" --part two
+        train 2 "$steps" "$scratch/$name" $flags && bench 60 checks losses "$scratch/one" "$scratch/$name" --case "$name" --part two
       done <<<"exchange --context-parallel-size 2 --cp-scheme exchange
 ulysses --context-parallel-size 2 --cp-scheme ulysses
 tensor --tensor-model-parallel-size 2"

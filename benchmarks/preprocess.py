@@ -1,16 +1,17 @@
-"""Compare tokenizing speed and memory with Megatron-LM's tool and with datatrove's MegatronDocumentTokenizer.
+"""Compare tokenizing speed and memory with Megatron-LM's tools and with datatrove's MegatronDocumentTokenizer.
 
-    python benchmarks/preprocess.py --megatron-lm DIR       a checkout
+    python benchmarks/preprocess.py --megatron-lm DIR       a checkout; its newest need Python 3.12
     python benchmarks/preprocess.py --datatrove PYTHON      an interpreter that has datatrove:
         python -m venv DIR && DIR/bin/pip install datatrove orjson tokenizers
 
-All tools run as commands with the same tokenizer, documents and number of workers; their .bin must be equal. Each is
-timed on all documents and on the first quarter of them: "tokens_per_cpu_s" is for all documents, including start-up,
-"steady" is computed from the difference of the two, without start-up. The fastest of several alternating rounds counts.
-"peak_mb" is the largest process's, for both inputs. "after_kill" is the share of the CPU time that a second run takes
-after the first was killed with half of the tokens on disk, with --datatrove (Megatron-LM starts again). Without
---input: the sources of Python's standard library, in documents of at most --document-bytes. The tokenizer is trained on
-the input.
+For each tokenizer and size of documents, all tools run as commands with the same documents and number of workers; their
+.bin must be equal. "Megatron-LM" is its preprocess_data.py, "Megatron-LM fast" its preprocess_data_fast.py, which uses
+gigatoken in threads, and "megatron_ext slow" ours without gigatoken. Each is timed on all documents and on the first
+quarter of them: "tokens_per_cpu_s" is for all documents, including start-up, "steady" is computed from the difference
+of the two, without start-up. The fastest of several alternating rounds counts. "peak_mb" is the largest process's, for
+both inputs. "after_kill" is the share of the CPU time that a second run takes after the first was killed with half of
+the tokens on disk, with --datatrove (Megatron-LM starts again). Without --input: the sources of Python's standard
+library. The tokenizers are trained on the input, in the shapes of real ones (fuzz_ids.py).
 """
 
 import argparse
@@ -22,10 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fuzz_ids import shapes, train
 from record import ROOT, Records, parser_of
 
 VOCABULARY = 32_000
@@ -100,40 +104,56 @@ def tools_of(options: argparse.Namespace, corpus: Path, tokenizer: Path, folder:
     python, script = f"{sys.executable} -W ignore", "tools/preprocess_data.py"
     flags = f"--input {corpus} --tokenizer-model {tokenizer} --workers {options.workers} --output-prefix {folder}"
     command = f"{python} {script} {flags}/megatron_ext/dataset --resume"
+    slow = f"{python} {script} {flags}/slow/dataset --encoder tokenizers"
     tools = [Tool("megatron_ext", command, folder / "megatron_ext", "dataset")]
+    tools.append(Tool("megatron_ext slow", slow, folder / "slow", "dataset"))
     if options.megatron_lm:
         checkout, kind = options.megatron_lm.resolve(), "--append-eod --tokenizer-type HuggingFaceTokenizer"
-        command = f"{python} {checkout}/{script} {flags}/Megatron-LM/dataset {kind}"
-        tools.append(Tool("Megatron-LM", command, folder / "Megatron-LM", "dataset_text_document", str(checkout)))
+        theirs, own = f"{python} {checkout}/tools/preprocess_data", ("dataset_text_document", str(checkout))
+        command = f"{theirs}.py {flags}/Megatron-LM/dataset {kind}"
+        tools.append(Tool("Megatron-LM", command, folder / "Megatron-LM", *own))
+        flags = flags.replace(f"--workers {options.workers} ", "")
+        command = f"{theirs}_fast.py {flags}/fast/dataset {kind} --use-gigatoken"
+        tools.append(Tool("Megatron-LM fast", command, folder / "fast", *own))
     if options.datatrove:
         (folder / "run_datatrove.py").write_text(DATATROVE)
         words = f"{folder}/run_datatrove.py {corpus} {tokenizer} {folder}/datatrove {options.workers}"
         tools.append(Tool("datatrove", f"{options.datatrove} {words}", folder / "datatrove", "00000_tokens"))
-    return tools
+    return [tool for tool in tools if tool.name in (options.tools or tool.name)]
 
 
-def make_inputs(options: argparse.Namespace, folder: Path) -> tuple[Path, Path, Path]:
-    """Write small.jsonl with the first quarter of the documents, large.jsonl with all, and a tokenizer for them."""
-    source, size = options.input or folder / "corpus.jsonl", options.document_bytes
-    if options.input is None:
+def read_texts(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the texts of the input, or of Python's standard library."""
+    source = options.input or folder / "corpus.jsonl"
+    if not source.exists():
         _tool("gather_corpus", "--output", source, "--max-bytes", options.corpus_bytes)
     with source.open() as lines:
-        texts = [json.loads(line)["text"] for line in lines]
+        return [json.loads(line)["text"] for line in lines]
+
+
+def make_tokenizer(options: argparse.Namespace, shape: str, folder: Path) -> Path:
+    """Train a tokenizer in one of the shapes of fuzz_ids.py on the texts."""
+    about = next(about for name, *about in shapes() if name == shape)
+    train(*about, read_texts(options, folder), tokenizer := folder / shape.replace(" ", ""), VOCABULARY)
+    return tokenizer
+
+
+def write_inputs(options: argparse.Namespace, size: int, folder: Path) -> list[Path]:
+    """Write small.jsonl with the first quarter of the documents of `size` characters, and large.jsonl with all."""
+    texts = read_texts(options, folder)
     documents = [json.dumps({"text": text[i : i + size]}) + "\n" for text in texts for i in range(0, len(text), size)]
-    small, large, tokenizer = folder / "small.jsonl", folder / "large.jsonl", folder / "tokenizer"
+    small, large = folder / "small.jsonl", folder / "large.jsonl"
     small.write_text("".join(documents[: max(len(documents) // 4, 1)]))
     large.write_text("".join(documents))
-    _tool("train_tokenizer", "--input", large, "--vocab-size", VOCABULARY, "--output", tokenizer)
-    return small, large, tokenizer
+    return [small, large]
 
 
 def _tool(name: str, *flags: object) -> None:
     subprocess.run([sys.executable, f"tools/{name}.py", *map(str, flags)], cwd=ROOT, check=True, capture_output=True)
 
 
-def measure(options: argparse.Namespace, folder: Path) -> None:
+def measure(options: argparse.Namespace, inputs: list[Path], tokenizer: Path, folder: Path, **about: Any) -> None:
     """Record the figures of each tool, and ours over each of the others."""
-    *inputs, tokenizer = make_inputs(options, folder)
     spent: dict[str, tuple[list[Spent], list[Spent]]] = {}
     tokens = [0, 0]
     for _ in range(options.rounds):
@@ -145,12 +165,12 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
                 raise SystemExit("the tools do not give the same tokens; does the tokenizer add special tokens?")
             tokens[size] = json.loads((folder / "megatron_ext" / "dataset.json").read_text())["tokens"]
     records = Records("preprocess", options.output)
-    about = {"workers": options.workers, "document_bytes": options.document_bytes, "tokens": tokens}
+    about |= {"workers": options.workers, "tokens": tokens}
     found = {name: rates(*rounds, tokens) for name, rounds in spent.items()}
     for tool in tools:
         figures: dict[str, Any] = dict(found[tool.name])
         figures["peak_mb"] = [round(max(run.peak_mb for run in runs)) for runs in spent[tool.name]]
-        if options.datatrove and tool.name != "Megatron-LM":
+        if options.datatrove and not tool.name.startswith("Megatron-LM"):
             figures["after_kill"] = tool.after_kill()
         records.add(tool=tool.name, **about, **figures)
     ours = found.pop("megatron_ext")
@@ -171,11 +191,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--input", type=Path, help=".jsonl with a field text (default: Python's own sources)")
     parser.add_argument("--corpus-bytes", type=int, default=8_000_000, help="of those sources to use (without --input)")
-    parser.add_argument("--document-bytes", type=int, default=1 << 40, help="cut texts into documents of this size")
+    parser.add_argument("--document-bytes", type=int, nargs="+", default=[2_000, 20_000, 1 << 40], help="their sizes")
+    parser.add_argument("--shapes", nargs="+", default=["GPT-2", "Llama 3", "Qwen 2"], help="of the tokenizers")
+    parser.add_argument("--tools", nargs="+", help="of those above to measure, with megatron_ext (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        measure(options, Path(folder))
+    # a command never seems smaller than the process that started it, so the texts are in another one
+    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(1, get_context("spawn")) as other:
+        folder = Path(name)
+        for shape in options.shapes:
+            tokenizer = other.submit(make_tokenizer, options, shape, folder).result()
+            for size in options.document_bytes:
+                inputs = other.submit(write_inputs, options, size, folder).result()
+                measure(options, inputs, tokenizer, folder, shape=shape, document_bytes=size)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import errno
 import reprlib
-from importlib import metadata
+from importlib import import_module, metadata
+from typing import Any
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # System errors that persist until the user changes something; others (EIO, ESTALE, ...) may be transient.
@@ -33,6 +34,14 @@ class DivergedError(FloatingPointError):
 def missing_package(what: str, package: str) -> UserError:
     """Return the error for a missing optional package that `what` needs."""
     return UserError(f"{what} needs the package {package}; pip install {package}")
+
+
+def optional_module(what: str, module: str, package: str | None = None) -> Any:
+    """Import a module that `what` needs from an optional package; raise UserError if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise missing_package(what, package or module.partition(".")[0]) from None
 
 
 def installed_version(distribution: str) -> str | None:

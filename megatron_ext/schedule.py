@@ -60,7 +60,7 @@ class WindowSchedule:
     kind: ScheduleKind  # the curve
     start: int  # w_s, the smallest window, in tokens
     end: int  # w_e, the window after the expansion, in tokens
-    gain: Fraction  # a, the tokens of window gained per step, exactly
+    rate: Fraction  # a, the tokens of window gained per step, exactly
     round_to: int = 1024  # `stepwise` rounds down to a multiple of this many tokens
     aligned: bool = False  # `stepwise` rounds down to end / 2^k instead
     switch_step: int = 0  # the first step of `continual` with the window `end`
@@ -69,7 +69,7 @@ class WindowSchedule:
     @cached_property
     def ramp_steps(self) -> Fraction:
         """T_x, the steps of one ramp from start to end (not always an integer)."""
-        return (self.end - self.start) / self.gain if self.end > self.start else Fraction(0)
+        return (self.end - self.start) / self.rate if self.end > self.start else Fraction(0)
 
     @cached_property
     def expansion_steps(self) -> int:
@@ -118,7 +118,7 @@ class WindowSchedule:
     def _curve(self, t: int) -> float | Fraction:
         """Return the window of step t, during the expansion, before it is floored and clamped."""
         start, end, rise = self.start, self.end, self.end - self.start
-        linear, progress = start + math.floor(t * self.gain), t / float(self.ramp_steps)
+        linear, progress = start + math.floor(t * self.rate), t / float(self.ramp_steps)
         match self.kind:
             case ScheduleKind.LINEAR:
                 return linear
@@ -137,9 +137,9 @@ class WindowSchedule:
             case ScheduleKind.LONG_TO_SHORT:
                 return end + start - linear
             case ScheduleKind.CYCLIC_JUMP:
-                return start + t * self.gain % rise
+                return start + t * self.rate % rise
             case ScheduleKind.CYCLIC_GRADUAL:
-                ramp, within = divmod(t * self.gain, rise)
+                ramp, within = divmod(t * self.rate, rise)
                 return start + within if ramp % 2 == 0 else end - within
         return start  # continual
 
@@ -190,13 +190,13 @@ def build_schedule(
             raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
         if total_steps is None or total_steps < 1:
             raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
-        gain = (end - start) / (_exact(expansion_fraction) * total_steps)
+        exact = (end - start) / (_exact(expansion_fraction) * total_steps)
     else:
         rate, rise = 1 / 8 if rate is None else rate, end - start
         # also rejects a rate so small that the number of ramp steps overflows a float
         if not (rate > 0 or rise == 0) or not math.isfinite(rate) or (rate and math.isinf(rise / rate)):
             raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
-        gain = _exact(rate)
+        exact = _exact(rate)
     if round_to < 1:
         raise UserError(f"window_round_to: got {round_to}, needs >= 1 token")
     if kind is ScheduleKind.STEPWISE and aligned and start not in _halvings(end):
@@ -210,7 +210,7 @@ def build_schedule(
     cycles = 1 - half if cycles is None else cycles
     if kind in _CYCLIC and not (0 < cycles < math.inf and float(cycles - half).is_integer()):
         raise UserError(f"window_cycles: got {cycles:g}, {kind} needs {1 - half:g}, {2 - half:g}, {3 - half:g}, ...")
-    return WindowSchedule(kind, start, end, gain, round_to, aligned, switch_step or 0, cycles)
+    return WindowSchedule(kind, start, end, exact, round_to, aligned, switch_step or 0, cycles)
 
 
 def _exact(number: float) -> Fraction:

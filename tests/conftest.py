@@ -1,5 +1,6 @@
 """Fixtures of all tests, among them a small data set that is the same on every machine.
 
+Helpers are imported by their whole names, as `tests.runs`: every folder is a package, whichever way pytest is started.
 Tests run on the CPU, whether or not there is a GPU. Those marked `gpu` can run on one: ON_GPU=1 runs them there, alone.
 """
 
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from launcher import Commands
 
 from megatron_ext.data.text.tokenizer import Tokenizer
+from tests.launcher import Commands
 
 ON_GPU = "ON_GPU" in os.environ
 if not ON_GPU:  # of all processes; CUDA asks at its first call, Triton as it is imported: its kernels then run on a CPU

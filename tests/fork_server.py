@@ -120,7 +120,6 @@ def call(job: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
 
     torch.set_num_threads(1)

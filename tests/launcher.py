@@ -206,7 +206,7 @@ def clean_environment() -> dict[str, str]:
 
 def _start(job: dict[str, Any], processes: int, environment: Mapping[str, str], launched: bool = False) -> Running:
     while len(_SERVERS) < processes:  # the next ones import while the first does
-        command = [sys.executable, str(Path(__file__).with_name("fork_server.py"))]
+        command = [sys.executable, "-m", "tests.fork_server"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         _SERVERS.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes))  # type: ignore[call-overload]
     said = [_outputs() / f"{number}.{rank}" for number in [next(_NUMBERS)] for rank in range(processes)]

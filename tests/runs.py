@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from launcher import ROOT, TIMEOUT_S, Agent, Commands, Done, torchrun
 from safetensors.torch import load_file  # numpy's knows no bfloat16
+
+from tests.launcher import ROOT, TIMEOUT_S, Agent, Commands, Done, torchrun
 
 TRAINER = "pretrain_skyladder.py"
 CONFIG = ["--config", str(ROOT / "examples" / "configs" / "cpu_smoke.yaml"), "--no-tensorboard"]
@@ -101,11 +102,13 @@ def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if not TIMES.fullmatch(key)} for record in records]
 
 
-def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """max |a - b| / |b| over two series of the same length."""
+def relative(ours: Sequence[Any], theirs: Sequence[Any], least: float = 0.0) -> float:
+    """max |a - b| / max(|b|, least) over two series of the same length; 0 where both are 0."""
     a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
-    return float(np.max(np.abs(a - b) / np.abs(b)))
+    assert np.isfinite(a).all(), ours
+    apart, size = np.abs(a - b), np.maximum(np.abs(b), least)
+    return float(np.max(np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size != 0), initial=0.0))
 
 
 def weight_error(ours: Weights, theirs: Weights) -> tuple[float, str]:

@@ -99,6 +99,23 @@ def test_the_package_imports_no_command(command: str) -> None:
     assert not [path for path in PACKAGE if imported_from(path, command)]
 
 
+def compares_block(tree: ast.AST) -> bool:
+    """Whether a value of --block is compared with text, whether alone or in a tuple."""
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Compare)):
+        sides = [node.left, *node.comparators]
+        asks = any(isinstance(side, ast.Attribute) and side.attr == "block" for side in sides)
+        if asks and any(isinstance(part, ast.Constant) for side in sides for part in ast.walk(side)):
+            return True
+    return False
+
+
+def test_blocks_are_asked_for_their_traits() -> None:
+    """A new block is a row in config/blocks.py: no module asks for the name of one."""
+    assert compares_block(ast.parse('model.block != "phi"'))
+    assert compares_block(ast.parse('o.block in ("gemma3", "olmo3") and True'))
+    assert not [path for path in PACKAGE if compares_block(parsed(path))]
+
+
 def test_only_conftest_asks_for_a_gpu() -> None:
     """Tests run alike with and without one: they ask ON_GPU."""
 

@@ -32,8 +32,9 @@ OTHERS = {
     "--no-build-isolation",
     "--no-python",
     "--prefix",
+    "--dist-ckpt-strictness",
     *("--rm", "--gpus", "--ipc", "--volume"),
-}  # lm-eval's, OLMES's, pip's, torchrun's, torchfrtrace's, docker's
+}  # lm-eval's, OLMES's, pip's, torchrun's, torchfrtrace's, Megatron-LM's, docker's
 
 
 def missing_paths(page: Path, text: str) -> list[str]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG, TRAINER, refusal
 
 from megatron_ext.errors import echo
 from megatron_ext.launch import Launch, LaunchError, is_first, read_launch
+from tests.conftest import SmallData
+from tests.launcher import Commands
+from tests.runs import CONFIG, TRAINER, refusal
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

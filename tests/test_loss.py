@@ -11,13 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launcher import call
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext import loss
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy, loss_terms
+from tests.launcher import call
 
 NAMES = ("losses", "hidden.grad", "weight.grad", "log partition", "entropy")
 Z_LOSS = 1e-2

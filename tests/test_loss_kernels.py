@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ON_GPU
-from launcher import call
-from test_loss import Z_LOSS, assert_all_close, problem, whole
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ext import loss_kernels
 from megatron_ext.loss import VocabularyShard, cross_entropy
+from tests.conftest import ON_GPU
+from tests.launcher import call
+from tests.test_loss import Z_LOSS, assert_all_close, problem, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -1,7 +1,6 @@
-"""Rotary angles against transformers' Llama and against 60 digits."""
+"""Rotary angles against 60 digits; checkpoint/hf/test_rope.py has them against transformers."""
 
 import math
-from dataclasses import replace
 from decimal import Decimal, getcontext
 from fractions import Fraction
 from typing import Any
@@ -9,46 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.rope import (
-    Frequencies,
-    angles,
-    attention_factor,
-    dynamic_base,
-    inverse_frequencies,
-    model_frequencies,
-    score_factor,
-    settled,
-)
-
-POSITIONS = torch.tensor([0, 1, 2, 17, 4095, 32_767, 524_287], dtype=torch.int32)
-SIZES_AND_BASES = [(2, 1e4), (64, 1e4), (64, 1e6), (128, 5e5), (128, 1.28e8), (96, 1e5)]
-
-
-@pytest.mark.parametrize(("size", "base"), SIZES_AND_BASES)
-def test_equals_transformers(size: int, base: float) -> None:
-    config = LlamaConfig(
-        hidden_size=2 * size,
-        num_attention_heads=2,
-        head_dim=size,
-        rope_parameters={"rope_type": "default", "rope_theta": base},
-    )
-    theirs = LlamaRotaryEmbedding(config)
-    ours = inverse_frequencies(size, base)
-    assert ours.dtype == torch.float64
-    torch.testing.assert_close(ours.float(), theirs.inv_freq, rtol=1e-6, atol=0)
-    cos, sin = theirs(torch.zeros(1), POSITIONS[None].long())
-    turned = angles(POSITIONS, ours)
-    # their frequencies and products are float32, each off by half a unit in the last place, or a little more
-    rounding = 1e-6 + 4 * 2**-24 * POSITIONS[:, None]
-    assert ((turned.cos() - cos[0]).abs() <= rounding).all()
-    assert ((turned.sin() - sin[0]).abs() <= rounding).all()
-
+from megatron_ext.rope import Frequencies, angles, dynamic_base, inverse_frequencies, model_frequencies, settled
 
 FAR = torch.cat([torch.arange(17), 2 ** torch.arange(5, 21), 2**20 - torch.arange(1, 4000, 97)]).to(torch.int32)
 
@@ -137,64 +100,6 @@ def scaled(kind: str, size: int, base: float, **options: Any) -> ModelConfig:
         rope_scaling=kind,  # type: ignore[arg-type]
         **{"rope_scaling_factor": 4.0} | options,
     )
-
-
-def theirs(model: ModelConfig) -> tuple[Tensor, float]:
-    """What transformers computes for rows of LENGTH tokens."""
-    parameters = {
-        "rope_type": model.rope_scaling,
-        "rope_theta": model.rotary_base,
-        "factor": model.rope_scaling_factor,
-        "original_max_position_embeddings": model.rope_original_length,
-        "low_freq_factor": model.rope_low_freq_factor,
-        "high_freq_factor": model.rope_high_freq_factor,
-        "beta_fast": model.rope_beta_fast,
-        "beta_slow": model.rope_beta_slow,
-        "attention_factor": model.rope_attention_factor,
-    }
-    config = LlamaConfig(
-        hidden_size=model.hidden_size,
-        num_attention_heads=2,
-        max_position_embeddings=model.rope_original_length or LENGTH,
-        rope_parameters=parameters,
-    )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[model.rope_scaling](config, torch.device("cpu"), seq_len=LENGTH)
-    return frequencies, factor
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "base"), SIZES_AND_BASES[1:])
-@pytest.mark.parametrize("factor", [1.5, 4.0, 32.0])
-def test_scaling_equals_transformers(kind: str, size: int, base: float, factor: float) -> None:
-    model = scaled(kind, size, base, rope_scaling_factor=factor, **KINDS[kind])
-    frequencies, attention = theirs(model)
-    ours = model_frequencies(model, LENGTH)
-    assert ours.dtype == torch.float64
-    torch.testing.assert_close(ours.float(), frequencies, rtol=2e-6, atol=0)
-    assert attention_factor(model) == pytest.approx(attention, rel=1e-12)
-    assert not torch.allclose(ours, inverse_frequencies(size, base), rtol=1e-3, atol=0)
-
-
-def test_yarns_attention_factor_can_be_given() -> None:
-    model = scaled("yarn", 64, 1e4, rope_original_length=1024, rope_attention_factor=1.25)
-    assert attention_factor(model) == theirs(model)[1] == 1.25
-    assert attention_factor(replace(model, rope_scaling="none")) == 1.0
-
-
-def test_deepseeks_yarn_scales_the_scores_of_all_dimensions() -> None:
-    model = scaled(
-        "yarn", 24, 1e4, rope_original_length=1024, rope_mscale_all_dim=0.7, multi_latent_attention=True,
-        qk_head_dim=24, qk_pos_emb_head_dim=8,
-    )  # fmt: skip
-    angles = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 1e4}
-    angles |= {"mscale": 1.0, "mscale_all_dim": 0.7}
-    config = DeepseekV3Config(qk_nope_head_dim=24, qk_rope_head_dim=8, hidden_size=8, rope_parameters=angles)
-    attention = DeepseekV3Attention(config, 0)
-    assert attention.scaling == pytest.approx(model.head_size**-0.5 * score_factor(model), rel=1e-12)
-    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    assert attention_factor(model) == pytest.approx(factor, rel=1e-12)
-    torch.testing.assert_close(model_frequencies(model, 4096).float(), frequencies, rtol=2e-6, atol=0)
-    assert score_factor(replace(model, rope_mscale_all_dim=0.0)) == 1.0
 
 
 def test_dynamic_scaling_ends_at_the_original_length() -> None:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import PYTHONPATH, ROOT
+
+from tests.launcher import PYTHONPATH, ROOT
 
 COMMANDS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/tutorial.md").read_text(encoding="utf-8"), re.M | re.S)
 PROGRAMS = ("pretrain_skyladder.py", "tools")

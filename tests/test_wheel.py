@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
 
 from megatron_ext.cli import COMMANDS
+from tests.conftest import SmallData
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -139,7 +139,7 @@ def convert_sentencepiece(file: Path) -> Converted:
     converted.add_special_tokens([piece.piece for piece in proto.pieces if piece.type == kind.CONTROL])
     steps: list[Any] = []
     if settings.precompiled_charsmap:
-        # of a letter with several accents, or "\r\n", the library would normalize the beginning and omit the rest
+        # the library would normalize only the beginning of a letter with several accents, or of "\r\n"
         if settings.name.startswith("nmt_"):
             steps.append(normalizers.Replace("\r\n", "  "))
         if "nfkc" in settings.name:

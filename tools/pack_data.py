@@ -4,24 +4,35 @@ python tools/pack_data.py --config run.yaml --packing best_fit
 python tools/pack_data.py --config run.yaml --packing upsample_long --packing-options threshold=8192 factor=5
 python tools/pack_data.py --config run.yaml --mixture mixture.yaml
 
-All flags are the trainer's; for a run in stages, all stages are packed, or only --stage. Plans are stored beside the
-datasets, in PREFIX.packing/, where the trainer finds them.
+python tools/pack_data.py --config run.yaml --packing best_fit --filter-by-gain SHARE SHORT LONG
+
+The last one keeps the SHARE of documents that gain most from long context, by stores of losses of the same rows in a
+short context and in whole rows. Train with filter_by_gain=SHARE among the --packing-options.
+
+All other flags are the trainer's; for a run in stages, all stages are packed, or only --stage. Plans are stored beside
+the datasets, in PREFIX.packing/, where the trainer finds them.
 """
 
+import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from megatron_ext.cli import command
+import numpy as np
+
+from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.data.packing.plan import load_plan, plan_folder, save_plan
+from megatron_ext.data.indexed import Documents
+from megatron_ext.data.packing.plan import PLAN, load_plan, plan_folder, save_plan
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan
 from megatron_ext.data.packing.report import describe, describe_contexts, report
 from megatron_ext.errors import UserError
-from megatron_ext.run.identity import checked_vocab_size
-from megatron_ext.run.inputs import Split, splits
+from megatron_ext.run.identity import checked_vocab_size, row_identity
+from megatron_ext.run.inputs import Split, open_split, splits
+from megatron_ext.token_weighting.gain import document_gains, keep_by_gain
+from megatron_ext.token_weighting.store import ScoreStore
 
 
 @command
@@ -30,16 +41,19 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         print("Options of the policies, with their defaults:")
         for policy, kind in POLICIES.items():
-            options = asdict(kind()).items()
+            options = kind().options.items()
             words = (f"{name}={'(no limit)' if value == UNLIMITED else f'{value:g}'}" for name, value in options)
             print(f"  {policy:<15} {' '.join(words)}".rstrip())
         return 0
-    pack([stage.config for stage in parse_stages(argv)])
+    parser = Parser()
+    parser.add_argument("--filter-by-gain", nargs=3, metavar=("SHARE", "SHORT", "LONG"))
+    options, flags = parser.parse_known_args(argv)
+    pack([stage.config for stage in parse_stages(flags)], options.filter_by_gain)
     return 0
 
 
-def pack(configs: Sequence[Config]) -> None:
-    """Make the plans of all stages: of the training split, and of the validation split if it needs plans."""
+def pack(configs: Sequence[Config], filtered: Sequence[str] | None = None) -> None:
+    """Make the plans of all stages, for training and if needed for validation; `filtered` is SHARE, SHORT and LONG."""
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:
         raise UserError("packing: got random, which needs no plan; name another policy")
@@ -48,23 +62,52 @@ def pack(configs: Sequence[Config]) -> None:
         plain = replace(config, weighting=type(config.weighting)())
         for number in (0, 1) if config.training.eval_interval else (0,):
             for split in splits(plain, vocab_size, number):
-                if split.part.packing != "random":
+                if number == 0 and filtered is not None:
+                    _make_filtered(plain, vocab_size, split, *filtered)
+                elif split.part.packing != "random":
                     _make(split, ("training", "validation")[number])
 
 
-def _make(split: Split, documents: str) -> None:
-    """Make a plan if missing, and report on it; `documents` describes the documents."""
+def _make_filtered(config: Config, vocab_size: int, split: Split, share: str, short: str, long: str) -> None:
+    data, part, length, first = config.data, split.part.unfiltered(), config.data.seq_length, config.data.first_sample
+    if len(data.parts) > 1 or split.length != length:
+        raise UserError("filter_by_gain: got a mixture or sequences shorter than rows, needs one dataset of whole rows")
+    kept = replace(split, part=replace(part, packing_options=(*part.packing_options, f"filter_by_gain={share}")))
+    kept.plan_key()  # refuses an invalid share
+    of_rows = replace(data, data_path=(), mixture=(part,), packing="random", packing_options=(), long_share=None)
+    identity = row_identity(replace(config, data=of_rows), vocab_size)
+    before = ScoreStore.open(short, first=first, **identity)
+    if before.identity.short_context >= length:
+        raise UserError(f"score store {short}: its losses are those of whole rows; name the short-context store first")
+    identity |= {"rows": before.identity.rows, "model": before.identity.model}
+    after = ScoreStore.open(long, first=first, short_context=length, short_stride=length, **identity)
+    gains = document_gains(open_split(replace(split, part=part), config), before, after, first)
+    chosen = keep_by_gain(kept.part.options["filter_by_gain"], gains, split.documents)
+    facts = {"documents": len(split.documents), "with_scores": int(np.isfinite(gains[split.documents]).sum())}
+    facts |= {"kept": len(chosen), "least_gain": float(gains[chosen].min(initial=np.inf))}
+    _make(kept, "training", chosen, facts | {"short": asdict(before.identity), "long": asdict(after.identity)})
+
+
+def _make(split: Split, documents: str, kept: Documents | None = None, record: dict | None = None) -> None:
+    """Make a plan if missing, and report on it; `documents` describes the documents, of which some may be `kept`."""
     began = time.perf_counter()
     key, prefix = split.plan_key(), split.part.prefix
+    chosen, folder = split.documents if kept is None else kept, plan_folder(prefix, key)
     try:
         plan = load_plan(prefix, key)
     except UserError:  # missing or damaged
+        if kept is None and "filter_by_gain" in key.options:
+            raise UserError("filter_by_gain: needs scores; give --filter-by-gain SHARE SHORT LONG") from None
         try:
-            plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, split.part.options)
+            plan = build_plan(key.policy, split.source, chosen, split.length, split.seed, split.part.options)
         except UserError as error:
             raise UserError(f"{prefix}, {documents} documents: {error}") from None
-        save_plan(plan, prefix)
-    print(f"{plan_folder(prefix, key)}  ({time.perf_counter() - began:.1f} s)")
+        save_plan(replace(plan, key=key), prefix, {"filter": record} if record else {})
+    print(f"{folder}  ({time.perf_counter() - began:.1f} s)")
+    if record:
+        if json.loads((folder / PLAN).read_text())["filter"] != record:
+            raise UserError(f"filter_by_gain: {folder} was made with other scores; delete it, then pack again")
+        print("kept {kept:,} of {with_scores:,} documents with scores; least gain {least_gain:.3g}".format(**record))
     made = report(plan, split.source, split.documents)
     print(describe({key.policy: made}))
     print(describe_contexts(made))

@@ -12,6 +12,7 @@ from megatron_ext.data.indexed import read_metadata
 from megatron_ext.data.preprocess.encode import Report
 from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
+from megatron_ext.data.text.tokenizer import ENCODERS
 
 EPILOG = """
 A document is a line of .jsonl, a row of .parquet, or a .txt file. Finished shards are kept in PREFIX.parts, which is
@@ -55,6 +56,8 @@ def parse_options(argv: list[str]) -> PreprocessOptions:
 
     add = parser.add_argument_group("processing").add_argument
     add("--workers", type=positive, default=1, help="processes; the output does not depend on them (default: 1)")
+    kinds = "library that encodes texts; auto: gigatoken, which is faster, where it is installed and gives the same ids"
+    add("--encoder", choices=ENCODERS, default="auto", help=kinds)
     add("--resume", action="store_true", help="skip what an interrupted run has finished")
     add("--overwrite", action="store_true", help="replace an existing PREFIX, and discard an unfinished run")
     add(
@@ -67,8 +70,9 @@ def print_report(prefix: str, report: Report) -> None:
     """Print what was written and what was skipped, with reasons."""
     for problem in report.problems:
         print(f"skipped {problem}")
+    metadata = read_metadata(prefix)
     print(f"{'tokens':>14} {'documents':>14} {'share':>7} {'tokens':>18} {'share':>7}")
-    for row in read_metadata(prefix)["lengths"]:
+    for row in metadata["lengths"]:
         documents = f"{row['documents']:>14,} {row['share_of_documents']:>7.1%}"
         print(f"{row['length']:>14} {documents} {row['tokens']:>18,} {row['share_of_tokens']:>7.1%}")
     if report.reused:
@@ -81,6 +85,7 @@ def print_report(prefix: str, report: Report) -> None:
         print(f"left out: {report.unanswered:,} conversations without an assistant's message")
     if report.trained:
         print(f"trained: {report.trained:,} tokens of assistants")
+    print(f"encoded by {metadata['encoder']}")
     print(f"{prefix}: {report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} skipped")
 
 

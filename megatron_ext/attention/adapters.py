@@ -181,12 +181,9 @@ def te_thd(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
 
 
 def te_thd_missing() -> str | None:
-    installed = find_spec("transformer_engine")
-    return (
-        None
-        if installed
-        else "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
-    )
+    if find_spec("transformer_engine"):
+        return None
+    return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
 
 
 def te_thd_sinks_missing() -> str | None:

@@ -55,7 +55,7 @@ class Probe:
     context: ContextGroup
     counts: tuple[int, ...]  # number of queries on each rank
     rows_q: Tensor  # int64, this rank's queries, as indices into its own tokens
-    tokens_Q: Tensor  # int64, the queries as indices into all T tokens, those of rank 0 first
+    tokens_Q: Tensor  # int64, the queries as indices into all T tokens, rank 0's first
     tokens_t: Tensor  # int64, this rank's tokens as indices into the T tokens
     scheduled_2Q: Tensor  # the keys visible in layers that follow the window schedule, as `visible_from` returns them
     local_2Q: Tensor | None  # the keys visible in local layers; None if there are none
@@ -64,7 +64,7 @@ class Probe:
 
     @classmethod
     def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], context: ContextGroup) -> "Probe":
-        """Distribute the queries, int64 [Q], to the ranks that hold their tokens; `by_rank` has those of each rank."""
+        """Distribute the queries, int64 [Q], to the ranks that hold their tokens; `by_rank` has each rank's tokens."""
         rows = [np.flatnonzero(np.isin(tokens, queries)) for tokens in by_rank]
         tokens = np.concatenate([tokens[own] for tokens, own in zip(by_rank, rows, strict=True)])
         return cls(
@@ -81,7 +81,7 @@ class Probe:
     def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
         """Measure a layer (counted from 1) at its first forward pass; recomputation in backward is ignored.
 
-        Queries and keys are those of this rank's tokens, after rotary embedding.
+        The queries and keys belong to this rank's tokens, after rotary embedding.
         """
         if layer_number in self.found:
             return

@@ -173,7 +173,7 @@ def rewind(folder: Path) -> list[Path]:
 
 
 def delete_superfluous(run: Path, newest: int, last: int, every: int) -> None:
-    """Delete checkpoints up to step `newest`, except the `last` of them (0: all) and those of every `every`-th step.
+    """Delete checkpoints up to step `newest`; keep the `last` of them (0: all), and every step that `every` divides.
 
     Each is renamed first, so that a killed process leaves no partially deleted checkpoint.
     """

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.cli import program
+from megatron_ext.config.blocks import BLOCKS
 from megatron_ext.config.options import Config
 from megatron_ext.config.schema import FIELDS, flag, invalid
 from megatron_ext.config.stages import Stage
@@ -58,7 +59,13 @@ def _multiples(names: str, of: str, when: Callable[[Any], Any] = lambda o: True)
     ]
 
 
-ROPE: list[Rule] = [  # of the rotary embedding
+def _of_some_blocks(names: str) -> list[Rule]:
+    """Return rules that reject each of `names` if it is given with a block that does not have it."""
+    having = {name: [block for block, traits in BLOCKS.items() if name in traits.options] for name in names.split()}
+    return [rule for name, blocks in having.items() for rule in _only_with(name, "block", *blocks)]
+
+
+ROPE: list[Rule] = [  # for the rotary embedding
     *_only_with("rope_scaling_factor", "rope_scaling", "linear", "dynamic", "yarn", "llama3"),
     *_only_with("rope_original_length", "rope_scaling", "dynamic", "yarn", "llama3"),
     *_only_with("rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor rope_mscale_all_dim",
@@ -88,11 +95,12 @@ _SIGMOID = ("moe_router_enable_expert_bias moe_router_num_groups moe_router_grou
             "moe_router_topk_scaling_factor")  # fmt: skip
 _LLAMA_EXPERTS = f"moe_shared_expert_intermediate_size moe_layer_freq {_SIGMOID}"
 _MUON = " ".join(name for name in FIELDS if name.startswith("muon_"))
+_FP8 = ", fp8_recipe {fp8_recipe} needs a multiple of {fp8_multiple} on each of"
 _LOWERED = "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
 RULES: list[Rule] = [
     # the model
     ("hidden_size", lambda o: o.hidden_size % o.heads and not o.multi_latent_attention
-     and (o.kv_channels is None or o.block == "gemma3"),
+     and (o.kv_channels is None or o.traits.whole_width),
      ", needs a multiple of num_attention_heads {heads}, or kv_channels (not with block gemma3)"),
     ("kv_channels", lambda o: not o.multi_latent_attention and (o.kv_channels or not o.hidden_size % o.heads)
      and o.head_size % 2,
@@ -101,11 +109,9 @@ RULES: list[Rule] = [
     *_multiples("num_attention_heads num_query_groups make_vocab_size_divisible_by", "tensor_model_parallel_size"),
     *_multiples("ffn_hidden_size", "tensor_model_parallel_size", lambda o: not o.num_experts or 0 in o.moe_layer_freq),
     *_excludes("qk_layernorm", "add_qkv_bias"),
-    *_only_with("add_qkv_bias qk_layernorm no_rope_freq", "block", "llama"),
-    *_only_with("rotary_percent", "block", "phi"),
-    *_only_with("query_pre_attn_scalar", "block", "gemma3"),
-    ("softmax_type", lambda o: o.softmax_type == "learnable" and o.block == "gpt_oss",
-     " with block gpt_oss, which has attention sinks by itself; leave it out"),
+    *_of_some_blocks("add_qkv_bias qk_layernorm no_rope_freq rotary_percent query_pre_attn_scalar"),
+    ("softmax_type", lambda o: o.softmax_type == "learnable" and o.traits.sinks,
+     " with block {block}, which has attention sinks by itself; leave it out"),
     ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd") and o.has_sinks,
      ", which has no gradient of attention sinks; use auto"),
     ("rotary_percent", lambda o: o.rotary_percent != 1 and (not o.rotary_size or o.rotary_size % 2),
@@ -124,7 +130,7 @@ RULES: list[Rule] = [
     # experts
     *_requires("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
                f"moe_router_load_balancing_type moe_router_score_function {_LLAMA_EXPERTS}", "num_experts"),
-    *_only_with(f"moe_router_score_function {_LLAMA_EXPERTS}", "block", "llama"),
+    *_of_some_blocks(f"moe_router_score_function {_LLAMA_EXPERTS}"),
     *_only_with(_SIGMOID, "moe_router_score_function", "sigmoid"),
     *_requires("moe_router_bias_update_rate", "moe_router_enable_expert_bias"),
     *_requires("moe_router_num_groups", "moe_router_group_topk"),
@@ -141,10 +147,10 @@ RULES: list[Rule] = [
     ("moe_layer_freq", lambda o: o.num_experts and o.moe_layer_freq and 1 not in o.moe_layer_freq,
      ", needs a layer with experts; leave out num_experts instead"),
     *_multiples("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
-    *_only_with("num_experts", "block", "llama", "gpt_oss"),
-    ("num_experts", lambda o: o.block == "gpt_oss" and not o.num_experts, ", block gpt_oss needs experts"),
-    ("tensor_model_parallel_size", lambda o: o.block == "gpt_oss" and o.tp > 1,
-     " with block gpt_oss, whose experts have biases, needs 1; use --expert-model-parallel-size"),
+    *_of_some_blocks("num_experts"),
+    ("num_experts", lambda o: o.traits.only_experts and not o.num_experts, ", block {block} needs experts"),
+    ("tensor_model_parallel_size", lambda o: o.traits.only_experts and o.traits.biases and o.tp > 1,
+     " with block {block}, whose experts have biases, needs 1; use --expert-model-parallel-size"),
     *_excludes("add_qkv_bias no_rope_freq compile tp_comm_overlap optimizer_cpu_offload fp8_format", "num_experts"),
     ("moe_router_topk", lambda o: o.num_experts and not 1 + o.training <= o.moe_router_topk <= o.num_experts,
      ", needs 2..num_experts {num_experts}: the router of a single expert has no gradient"),
@@ -156,7 +162,7 @@ RULES: list[Rule] = [
     ("expert_model_parallel_size", lambda o: o.num_experts and o.even and o.replicas % o.ep,
      ", needs a divisor of the {replicas} data- and context-parallel ranks of {world_size} processes"),
     ("loss_denominator", lambda o: o.num_experts and o.moe_aux_loss_coeff and o.loss_denominator == "weights"
-     and o.weighs,
+     and o.by_losses,
      " with token_weighting {token_weighting} and moe_aux_loss_coeff {moe_aux_loss_coeff}, needs tokens"),
     # processes and pipeline
     ("sequence_parallel", lambda o: o.sequence_parallel and o.tp == 1,
@@ -200,8 +206,13 @@ RULES: list[Rule] = [
      "{packings}, token_weighting dataset needs random"),
     *_only_with("score_store", "token_weighting", "frozen"),
     *_only_with("short_context", "token_weighting", "unfrozen"),
-    ("weight_post", lambda o: o.weighs and o.weight_score == "longce" and o.weight_post != "none",
-     ", weight_score longce needs none"),
+    ("weight_post", lambda o: o.weighs and o.weight_score in ("longce", "exposure") and o.weight_post != "none",
+     ", weight_score {weight_score} needs none"),
+    *_only_with("exposure_tau exposure_alpha exposure_gamma", "weight_score", "exposure"),
+    ("exposure_tau", lambda o: o.by_exposure and o.exposure_tau and 2 * o.exposure_tau > o.seq_length,
+     ", needs at most half of seq_length {seq_length}, so that a row can reach the tail"),
+    *_if_given("weight_strength weight_clip", lambda o: o.by_exposure,
+               " with weight_score exposure, whose options are exposure_alpha and exposure_gamma; leave it out"),
     ("weight_post", lambda o: o.weighs and o.weight_score == "rho1" and o.weight_post != "sparse",
      ", weight_score rho1 needs sparse"),
     ("weight_strength",
@@ -260,10 +271,10 @@ RULES: list[Rule] = [
      and not (o.use_distributed_optimizer and o.overlap_grad_reduce),
      ", needs use_distributed_optimizer and overlap_grad_reduce; set both"),
     *_only_with("recompute_modules", "recompute_granularity", "selective"),
-    ("recompute_modules", lambda o: "layernorm" in o.recompute_modules and o.block in ("phi", "olmo3"),
+    ("recompute_modules", lambda o: "layernorm" in o.recompute_modules and not o.traits.pre_mlp_norm,
      " with block {block}, whose layers have no norm before the MLP; leave layernorm out"),
-    ("recompute_modules", lambda o: "mlp" in o.recompute_modules and o.block == "phi" and o.fp8_format,
-     " with block phi and fp8_format, would recompute without fp8; use --recompute-granularity full"),
+    ("recompute_modules", lambda o: "mlp" in o.recompute_modules and o.traits.parallel and o.fp8_format,
+     " with block {block} and fp8_format, would recompute without fp8; use --recompute-granularity full"),
     *_excludes("compile", "recompute_granularity"),
     ("mlp_block_tokens", lambda o: o.mlp_block_tokens and "mlp" in o.recompute_modules,
      " with recompute_modules mlp; it recomputes the MLP by itself, leave mlp out"),
@@ -277,14 +288,14 @@ RULES: list[Rule] = [
     ("tp_comm_overlap", lambda o: o.tp_comm_overlap
      and (o.scores or (o.eval_interval and o.eval_stride and set(o.eval_lengths) - {o.seq_length})),
      ", needs micro-batches of one size: no token_weighting unfrozen, no eval_stride with shorter eval_lengths"),
-    *((name, lambda o, n=size, s=shares: o.fp8_format and getattr(o, n) % (o.fp8_multiple * getattr(o, s)),
-       f"{got}, fp8_recipe {{fp8_recipe}} needs a multiple of {{fp8_multiple}} on each of {{{shares}}} ranks")
-      for name, size, shares, got in (
-          ("hidden_size", "hidden_size", "one", ""),
-          ("ffn_hidden_size", "ffn_hidden_size", "tp", ""),
-          ("num_attention_heads", "query_width", "tp", " heads of {head_size}"),
-          ("num_query_groups", "key_width", "tp", " heads of {head_size}"),
-          ("seq_length", "tokens", "cp", " x micro_batch_size {micro_batch_size}"))),
+    ("hidden_size", lambda o: o.fp8_format and o.hidden_size % o.fp8_multiple, f"{_FP8} 1 ranks"),
+    ("ffn_hidden_size", lambda o: o.fp8_format and o.ffn_hidden_size % (o.fp8_multiple * o.tp), f"{_FP8} {{tp}} ranks"),
+    ("num_attention_heads", lambda o: o.fp8_format and o.heads * o.head_size % (o.fp8_multiple * o.tp),
+     f" heads of {{head_size}}{_FP8} {{tp}} ranks"),
+    ("num_query_groups", lambda o: o.fp8_format and o.groups * o.head_size % (o.fp8_multiple * o.tp),
+     f" heads of {{head_size}}{_FP8} {{tp}} ranks"),
+    ("seq_length", lambda o: o.fp8_format and o.tokens % (o.fp8_multiple * o.cp),
+     f" x micro_batch_size {{micro_batch_size}}{_FP8} {{cp}} ranks"),
     *_requires("optimizer_offload_fraction", "optimizer_cpu_offload"),
     *_requires(f"optimizer_cpu_offload main_grads_dtype {_LOWERED}", "use_precision_aware_optimizer"),
     ("use_distributed_optimizer", lambda o: o.use_precision_aware_optimizer and o.use_distributed_optimizer is False,
@@ -325,7 +336,7 @@ def _options(config: Config, world_size: int) -> Any:
     for section in vars(config).values():
         vars(o).update(vars(section))
     model, parallel, weighting, data = config.model, config.parallel, config.weighting, config.data
-    o.world_size, o.one = world_size, 1
+    o.world_size, o.traits = world_size, model.traits
     o.tp, o.pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     o.cp, o.ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
     o.tpcp, o.model_parallel_size = o.tp * o.cp, parallel.model_parallel_size
@@ -335,7 +346,7 @@ def _options(config: Config, world_size: int) -> Any:
     o.microbatches = data.global_batch_size // o.rows_at_once
     o.heads, o.groups = model.num_attention_heads, model.num_query_groups
     o.head_size, o.rotary_size, o.expert_width = model.head_size, model.rotary_size, model.expert_width
-    o.query_width, o.key_width, o.has_sinks = o.heads * o.head_size, o.groups * o.head_size, model.has_sinks
+    o.has_sinks = model.has_sinks
     o.grouped = model.moe_router_num_groups is not None and model.moe_router_group_topk is not None
     o.tokens, o.last_window = data.micro_batch_size * data.seq_length, config.window_end
     o.chunk = parallel.num_layers_per_virtual_pipeline_stage
@@ -343,6 +354,7 @@ def _options(config: Config, world_size: int) -> Any:
     o.chunk_layers = o.chunk or o.stage
     o.divides_stage = bool(o.stage and o.chunk) and not o.stage % o.chunk and o.stage != o.chunk
     o.weighs = weighting.token_weighting in ("unfrozen", "frozen")
+    o.by_exposure, o.by_losses = weighting.by_exposure, weighting.by_losses
     o.needs_short_losses, o.strength = weighting.needs_short_losses, weighting.strength
     o.scores = weighting.token_weighting == "unfrozen" and o.needs_short_losses
     o.decay, o.falls = config.lr_decay_steps, config.optimizer.lr_decay_style != "constant"

@@ -7,7 +7,7 @@
 The vocabulary size stays as written, because computing it would need the tokenizer.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.config.mixture import MixturePart, parse_shares
@@ -50,7 +50,7 @@ def _data(data: DataConfig) -> DataConfig:
     parts: tuple[MixturePart, ...] = ()
     for part, weight in zip(data.parts, weights, strict=True):
         length = part.length or data.seq_length
-        chosen = sorted(asdict(check_options(part.packing, part.options, length)).items())
+        chosen = sorted(check_options(part.packing, part.options, length).options.items())
         spelled = tuple(f"{name}={value!r}" for name, value in chosen)
         parts += (replace(part, name=part.label, length=length, weight=weight, packing_options=spelled),)
     packings = {(part.packing, part.packing_options) for part in parts}

@@ -11,7 +11,7 @@ across sequences.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -61,6 +61,10 @@ class MixturePart:
                 raise UserError(f"packing_options: got {text!r}, needs NAME=NUMBER, such as threshold=8192") from None
             numbers[name.strip()] = int(number) if number.is_integer() else number
         return numbers
+
+    def unfiltered(self) -> "MixturePart":
+        """Return the part with all documents."""
+        return replace(self, packing_options=tuple(o for o in self.packing_options if "filter_by_gain" not in o))
 
     def mistakes(self, row_length: int) -> Iterator[str]:
         """Yield a line for each value that is invalid for rows of this length."""

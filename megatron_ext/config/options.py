@@ -12,6 +12,7 @@ import yaml
 from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megatron_ext.config.blocks import BLOCKS, Block
 from megatron_ext.config.mixture import MixturePart, Packing, parts_of_data_path
 from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
@@ -53,6 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {  # model sizes by name; lists become tupl
     if not name.startswith(".")
 }
 Preset: Any = Literal[tuple(PRESETS)]  # --help and the JSON schema list the names
+BlockName: Any = Literal[tuple(BLOCKS)]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 
 
@@ -75,7 +77,7 @@ class ModelConfig(_Section):
     """A transformer with RoPE and grouped-query or latent attention, with the layers of Llama or another family."""
 
     model_preset: Preset | None = _option(None, "a named model size; other values override it")
-    block: Literal["llama", "phi", "gemma3", "olmo3", "gpt_oss"] = _option(
+    block: BlockName = _option(
         "llama",
         "llama: RMSNorm and SwiGLU, no biases; others as in Phi-2, Gemma 3, Olmo 3 and gpt-oss (docs/conversion.md)",
     )
@@ -144,9 +146,14 @@ class ModelConfig(_Section):
     init_scheme: Literal["megatron", "tinyllama"] = _option(
         "megatron",
         "megatron: init_method_std, / sqrt(2 num_layers) for matrices that write to the residual stream; tinyllama: "
-        "sqrt(2 / (5 hidden_size)), and 1 / (sqrt(hidden_size) num_layers) for those",
+        "sqrt(2 / (5 hidden_size)), and for those matrices 1 / (sqrt(hidden_size) num_layers)",
     )
     hidden_dropout: Decay = _option(0.0, "dropout on the residual branches")
+
+    @property
+    def traits(self) -> Block:
+        """What distinguishes the layers of its block from those of others."""
+        return BLOCKS[self.block]
 
     @property
     def head_size(self) -> int:
@@ -193,15 +200,15 @@ class ModelConfig(_Section):
 
     @property
     def has_qk_norms(self) -> bool:
-        return self.qk_layernorm or self.block in ("gemma3", "olmo3")
+        return self.qk_layernorm or self.traits.qk_norm is not None
 
     @property
     def has_sinks(self) -> bool:
-        return self.softmax_type == "learnable" or self.block == "gpt_oss"
+        return self.softmax_type == "learnable" or self.traits.sinks
 
     @property
     def has_qkv_bias(self) -> bool:
-        return self.add_qkv_bias or self.block in ("phi", "gpt_oss")
+        return self.add_qkv_bias or self.traits.biases
 
     def has_rope(self, layer_number: int) -> bool:
         """Return whether a layer, counted from 1, applies RoPE."""
@@ -361,7 +368,7 @@ class WeightingConfig(_Section):
     token_weighting: Literal["none", "unfrozen", "frozen", "dataset"] = _option(
         "none", "weights from the model itself (unfrozen), --score-store (frozen), or the dataset"
     )
-    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile"] = _option(
+    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile", "exposure"] = _option(
         "abs", "score of a token: |PMI| of long and short context (abs), or another (docs/token-weighting.md)"
     )
     weight_post: Literal["dense", "sparse", "none"] = _option(
@@ -372,6 +379,9 @@ class WeightingConfig(_Section):
     )
     weight_clip: PositiveFloat | None = _option(None, "upper bound of the weights; longce's gamma (5)")
     weight_shift: Annotated[float, Ge(1)] | None = _option(None, "ppmi and npmi: k; ln k is subtracted from scores")
+    exposure_tau: PositiveInt | None = _option(None, "exposure: least context of the tail (default L/4)")
+    exposure_alpha: NonNegativeFloat = _option(0.15, "exposure: mean extra weight of the tail")
+    exposure_gamma: NonNegativeFloat = _option(0.5, "exposure: power of a bucket's rarity in its extra weight")
     short_context: PositiveInt | None = _option(None, "unfrozen: n, tokens of the short context")
     short_stride: PositiveInt | None = _option(None, "unfrozen: s, tokens that each chunk of n scores (default 3n/4)")
     score_store: str | None = _option(None, "frozen: zarr store written by tools/score_tokens.py", "STORE")
@@ -380,7 +390,17 @@ class WeightingConfig(_Section):
     @property
     def needs_short_losses(self) -> bool:
         """Whether the score compares two contexts or two models."""
-        return self.weight_score not in ("focal", "mile")
+        return self.weight_score not in ("focal", "mile", "exposure")
+
+    @property
+    def by_exposure(self) -> bool:
+        """Whether weights follow from the positions of targets."""
+        return self.token_weighting == "unfrozen" and self.weight_score == "exposure"
+
+    @property
+    def by_losses(self) -> bool:
+        """Whether weights are computed from losses, within the step."""
+        return self.token_weighting in ("unfrozen", "frozen") and not self.by_exposure
 
     @property
     def strength(self) -> float:

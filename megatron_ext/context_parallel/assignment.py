@@ -44,7 +44,9 @@ from megatron_ext.layout import PackedLayout, segment_pairs
 TOLERANCES = (1.03, 1.05, 1.065, 1.08, 1.095)  # more saves rows; the smallest that can be kept is taken
 _SHORT = 32  # a segment of up to 1/32 of a rank's tokens is short
 _SLACK = 0.01  # of the mean pairs: a rank this close to its target is not improved
-_STEEP = 100  # rows per excess token's worth of attention pairs
+# The price, in rows, of a token's worth of attention pairs above the limit. It exceeds what any cut saves in rows,
+# because a plan beyond its tolerance is not used; it is finite so that the smallest excess wins if none is avoidable.
+_STEEP = 100
 
 
 class Policy(StrEnum):

@@ -52,14 +52,7 @@ class RankPlan:
     # int64 [u], for each key row of the local call, its index into the concatenation of the rank's own rows and those
     # received from rank 0, 1, ... A row needed by two pieces is received once and occurs here twice.
     kv_rows: Int64
-
-    @property
-    def is_local(self) -> Bool:
-        """bool [pieces]: whether the queries of a piece see only keys of this rank.
-
-        Neighbouring pieces of a segment are on different ranks, so a local piece sees no keys before its own.
-        """
-        return np.diff(self.cu_seqlens_q) == np.diff(self.cu_seqlens_kv)
+    is_local: Bool  # bool [pieces], `CPPlan.is_local` of its pieces
 
 
 class _Transfers(NamedTuple):
@@ -139,6 +132,14 @@ class CPPlan:
             return self._segment_start
         return np.maximum(self._segment_start, self.pieces.start - self.left_window)
 
+    @property
+    def is_local(self) -> Bool:
+        """bool [P]: whether the queries of each piece see only keys of its own rank.
+
+        Neighbouring pieces of a segment are on different ranks, so a local piece sees no keys before its own.
+        """
+        return self.key_start == self.pieces.start
+
     @cached_property
     def _transfers(self) -> _Transfers:
         """All rows sent, ordered by destination, then by position.
@@ -181,6 +182,7 @@ class CPPlan:
             send=tuple(np.split(rows_sent, np.cumsum(self.rows_moved[rank])[:-1])),
             receive=tuple(np.split(rows_received, np.cumsum(self.rows_moved[:, rank])[:-1])),
             kv_rows=ranges(local_row[order][interval] + first - starts[order][interval], last - first),
+            is_local=self.is_local[own],
         )
 
     def _in_order(self, chosen: Bool, peer: Int64) -> _Transfers:

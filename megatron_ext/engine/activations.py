@@ -75,7 +75,7 @@ class _Blocks(torch.autograd.Function):
                 part if getattr(weight, "grad_added_to_main_grad", False) else total.float().add_(part)
                 for total, part, weight in zip(sums, parts, ctx.weights, strict=True)
             ] if sums else parts  # fmt: skip
-            del parts  # before those of the next block are computed
+            del parts  # before the next block computes its own
         grad_weights = [total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)]
         return None, None, None, grad_hidden_t1D, *grad_weights
 

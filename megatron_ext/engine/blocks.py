@@ -38,6 +38,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.blocks import Block
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
 from megatron_ext.engine.latent_attention import LatentAttention
 from megatron_ext.engine.norms import LayerNorm, RMSNorm, ZeroCentredRMSNorm
@@ -193,7 +194,7 @@ def layer_specs(
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = [
-        _layer_spec(config, model.block, core_attention, model.has_experts(first + number), transformer_engine)
+        _layer_spec(config, model.traits, core_attention, model.has_experts(first + number), transformer_engine)
         for number in range(get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
     return TransformerBlockSubmodules([layer for layer, _ in layers], layer_norm=layers[0][1])
@@ -205,7 +206,7 @@ def _submodules(module: Any) -> Any:
 
 
 def _layer_spec(
-    config: TransformerConfig, block: str, core_attention: type, experts: bool, transformer_engine: bool
+    config: TransformerConfig, traits: Block, core_attention: type, experts: bool, transformer_engine: bool
 ) -> tuple[ModuleSpec, type]:
     """Return the specification of a layer with or without experts, and the class of the final norm."""
     norm: type
@@ -240,15 +241,16 @@ def _layer_spec(
             module=LatentAttention,
             params={"column": column, "row": attention.linear_proj, "norm": norm, "core_attention": core_attention},
         )
-    if block == "phi":
+    if traits.parallel:
         layer.module = ParallelLayer
         layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = norm, IdentityOp
-    if block == "olmo3":
+    if traits.qk_norm == "all_heads":
         layer.submodules.self_attention.module = WholeNorms
+    if not traits.pre_norm:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-    if block in ("phi", "olmo3") and transformer_engine:  # its usual layers contain the norm of their input
+    if not traits.pre_mlp_norm and transformer_engine:  # its usual layers contain the norm of their input
         attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
-    if block in ("gemma3", "olmo3"):
+    if traits.post_norm:
         layer.module = SandwichLayer
         layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)
     return layer, norm

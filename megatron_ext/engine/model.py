@@ -127,9 +127,9 @@ class PackedGPT(GPTModel):
         self.real_vocab_size, self.loss_block_tokens = vocab_size, config.training.loss_block_tokens
         self.entropy = weighting.token_weighting == "unfrozen" and weighting.weight_score == "mile"
         # rounded to the embedding's precision, as in transformers
-        scale = model.hidden_size**0.5 if model.block == "gemma3" else 1.0
+        scale = model.hidden_size**0.5 if model.traits.scaled_embedding else 1.0
         self.embedding_scale = torch.tensor(scale, dtype=transformer.params_dtype).item()
-        if self.post_process and model.block == "phi":
+        if self.post_process and model.traits.output_bias:
             rows = self.output_layer.output_size_per_partition
             bias = torch.nn.Parameter(torch.zeros(rows, dtype=transformer.params_dtype))
             set_tensor_model_parallel_attributes(bias, True, 0, 1)

@@ -10,12 +10,11 @@ t tokens):
     weight gradients    added to their buffer by the matrix product itself: Transformer Engine's layers, or Megatron's
                         own with Apex's extension
 
-The first two support only the blocks llama and olmo3: there are no such kernels for other activation functions, or for
-rotary angles of a part of a head; so MLA's angles are not fused.
+The first two support only blocks with SiLU: there are no such kernels for other activation functions, or for rotary
+angles of a part of a head; so MLA's angles are not fused.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -23,12 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import Attend
-from megatron_ext.config import Config, ModelConfig, ParallelConfig
+from megatron_ext.config import Config
 from megatron_ext.config.checks import PLATFORM, broken
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.parallel import model_chunks
@@ -38,12 +36,14 @@ from megatron_ext.masks import MaskOptions
 
 COUNTED = 2**31  # index limit of Transformer Engine's rotary kernel
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "llama": F.silu,
-    "phi": functools.partial(F.gelu, approximate="tanh"),
-    "gemma3": functools.partial(F.gelu, approximate="tanh"),
-    "olmo3": F.silu,
-    "gpt_oss": lambda gate: gate * torch.sigmoid(1.702 * gate),
+_ACTIVATIONS: dict[str, dict[str, Any]] = {  # Megatron's options
+    "silu": {"activation_func": F.silu},
+    "gelu_tanh": {"activation_func": functools.partial(F.gelu, approximate="tanh")},
+    "clamped_silu": {  # the gate is clamped from above, up on both sides; the product is gate * (up + 1)
+        "activation_func": lambda gate: gate * torch.sigmoid(1.702 * gate),
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+    },
 }
 
 
@@ -73,7 +73,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     """
     if lines := list(broken(PLATFORM, config, transformer_engine=platform.transformer_engine)):
         raise UserError("\n".join(lines))
-    model, parallel = config.model, config.parallel
+    model, parallel, traits = config.model, config.parallel, config.model.traits
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     sizes = max(model.head_size, model.value_size), model.value_size  # smaller heads of keys are padded
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
@@ -82,34 +82,41 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         extra |= {"recompute_modules": list(parallel.recompute_modules or ("core_attn",))}
     if parallel.recompute_granularity == "full":
         extra |= {"recompute_method": parallel.recompute_method, "recompute_num_layers": parallel.recompute_num_layers}
-    if model.block == "gpt_oss":  # the gate is clamped from above, up on both sides; the product is gate * (up + 1)
-        extra |= {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
     rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
     masks, two_bases = config.mask_options(), model.rotary_base_local is not None
     scaled = [has_rope and not (two_bases and masks.is_local(n)) for n, has_rope in enumerate(rotated, start=1)]
     return PackedTransformerConfig(
-        **_same(
-            model,
-            "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups add_qkv_bias hidden_dropout "
-            "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
-        ),
-        **_same(
-            parallel,
-            "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
-            "tp_comm_overlap recompute_granularity",
-        ),
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        add_qkv_bias=model.add_qkv_bias,
+        hidden_dropout=model.hidden_dropout,
+        multi_latent_attention=model.multi_latent_attention,
+        q_lora_rank=model.q_lora_rank,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_head_dim=model.qk_head_dim,
+        qk_pos_emb_head_dim=model.qk_pos_emb_head_dim,
+        v_head_dim=model.v_head_dim,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        tp_comm_overlap=parallel.tp_comm_overlap,
+        recompute_granularity=parallel.recompute_granularity,
         **extra,
         kv_channels=model.head_size,
-        normalization="LayerNorm" if model.block == "phi" else "RMSNorm",
+        normalization=traits.norm,
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=model.block != "phi",
-        activation_func=_ACTIVATIONS[model.block],
-        add_bias_linear=model.block in ("phi", "gpt_oss"),
-        layernorm_zero_centered_gamma=model.block == "gemma3",
+        **_ACTIVATIONS[traits.activation],
+        gated_linear_unit=traits.gated_mlp,
+        add_bias_linear=traits.biases,
+        layernorm_zero_centered_gamma=traits.zero_centred_norm,
         softmax_type="learnable" if model.has_sinks else "vanilla",
         softmax_scale=(model.query_pre_attn_scalar or model.head_size) ** -0.5 * rope.score_factor(model),
-        # each rank has a part of their gradients; Megatron sums the parts, unless the weight itself is in parts (olmo3)
-        qk_layernorm=model.has_qk_norms and model.block != "olmo3",
+        # each rank has a part of their gradients; Megatron sums the parts, unless the weight itself is in parts
+        qk_layernorm=model.has_qk_norms and traits.qk_norm != "all_heads",
         attention_dropout=0.0,
         # otherwise Megatron's models set the environment variables of Transformer Engine's own choice of a backend, and
         # raise an error if the user has set one
@@ -149,20 +156,18 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     )
 
 
-def _same(section: ModelConfig | ParallelConfig, names: str) -> dict[str, Any]:
-    """Return options that have the same names in Megatron."""
-    return {name: getattr(section, name) for name in names.split()}
-
-
 def _expert_options(config: Config) -> dict[str, Any]:
     model, parallel = config.model, config.parallel
     return {
-        **_same(
-            model,
-            "moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function "
-            "moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor",
-        ),
-        **_same(parallel, "moe_grouped_gemm expert_model_parallel_size"),
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_grouped_gemm": parallel.moe_grouped_gemm,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.expert_width,
         "moe_router_bias_update_rate": config.training.moe_router_bias_update_rate,
@@ -177,7 +182,7 @@ def _expert_options(config: Config) -> dict[str, Any]:
 def fusions_here(platform: Platform, config: Config) -> dict[str, bool]:
     """Return Megatron's options for the fusions available in this process's environment; on a CPU all are off."""
     on_cuda = platform.device.type == "cuda"
-    plain = on_cuda and config.model.block in ("llama", "olmo3")
+    plain = on_cuda and config.model.traits.activation == "silu"
     apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "bias_activation_fusion": plain and find_spec("triton") is not None,

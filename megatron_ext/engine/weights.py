@@ -98,7 +98,7 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
     def initial(name: str) -> Tensor:
         shape = full_shape(name, model, vocab_size)
         if len(shape) == 1:
-            zero = name.endswith(("bias", "sinks")) or model.block == "gemma3"  # Gemma's norms multiply by 1 + weight
+            zero = name.endswith(("bias", "sinks")) or model.traits.zero_centred_norm
             return torch.zeros(shape) if zero else torch.ones(shape)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -13,7 +13,6 @@ dataset's name, which is arbitrary text (`train/source_rows/<source>`); it is ch
 """
 
 import datetime
-import importlib
 import json
 import math
 import re
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import UserError, echo, missing_package
+from megatron_ext.errors import UserError, echo, optional_module
 from megatron_ext.files.atomic import atomic_write
 
 METRICS_FILE = "metrics.jsonl"
@@ -122,9 +121,7 @@ class MetricsWriter:
         UserError: a corrupt line in a file, or a requested view that is not installed.
     """
 
-    def __init__(
-        self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: dict[str, Any]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         # first: a package may be missing
@@ -172,13 +169,12 @@ class MetricsWriter:
 class TensorBoard:
     """Writes event files to RUN/tensorboard; it hides older events from `resume_step` on."""
 
-    def __init__(self, folder: Path, config: dict[str, Any] | None, resume_step: int) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step, flush_secs=10)
-        if config is not None:
-            text = json.dumps(config, indent=2, default=str)
-            self._writer.add_text("configuration", "\n".join("    " + line for line in text.splitlines()), resume_step)
+        text = json.dumps(config, indent=2, default=str)
+        self._writer.add_text("configuration", "\n".join("    " + line for line in text.splitlines()), resume_step)
 
     def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
@@ -193,8 +189,8 @@ class TensorBoard:
 class Wandb:
     """Logs to a Weights & Biases run; its id is kept in RUN/wandb_id.txt."""
 
-    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any] | None, resume_step: int) -> None:
-        wandb, id_file = _package("wandb_project", "wandb"), folder / "wandb_id.txt"
+    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
+        wandb, id_file = optional_module("wandb_project", "wandb"), folder / "wandb_id.txt"
         known = _known_run(id_file, resume_step)
         self._run = wandb.init(
             project=logging.wandb_project,
@@ -218,13 +214,13 @@ class Wandb:
 class Mlflow:
     """Logs to an MLflow run; its id is kept in RUN/mlflow_id.txt. MLflow reads MLFLOW_TRACKING_URI itself."""
 
-    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any] | None, resume_step: int) -> None:
-        self._mlflow, id_file = _package("mlflow_experiment", "mlflow"), folder / "mlflow_id.txt"
+    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
+        self._mlflow, id_file = optional_module("mlflow_experiment", "mlflow"), folder / "mlflow_id.txt"
         known = _known_run(id_file, resume_step)
         self._mlflow.set_experiment(logging.mlflow_experiment)
         run = self._mlflow.start_run(run_id=known, run_name=logging.wandb_exp_name)
         id_file.write_text(run.info.run_id + "\n")
-        if config is not None and known is None:
+        if known is None:
             self._mlflow.log_dict(config, "config.yaml")
 
     def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
@@ -232,13 +228,6 @@ class Mlflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-
-def _package(field: str, name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise missing_package(field, name) from None
 
 
 def _known_run(id_file: Path, resume_step: int) -> str | None:
@@ -285,7 +274,7 @@ class History:
     """The lines of a run's history."""
 
     starts: tuple[Record, ...]  # the recorded facts of each start, the oldest first
-    end: Record | None  # of the newest start; None if it is still training or was killed
+    end: Record | None  # the end of the newest start; None if the run is still training or was killed
 
     @property
     def status(self) -> str:

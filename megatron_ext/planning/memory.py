@@ -35,26 +35,6 @@ def _planned_group(size: int) -> ContextGroup:
     return ContextGroup(0, size, None)
 
 
-class Block(NamedTuple):
-    """Coefficients of the activations that a layer of one architecture keeps for its backward pass."""
-
-    norms: int  # each keeps its input
-    norm_outputs: int  # tensors of [t, D] that attention and MLP read; of olmo3 the residual stream, before its norms
-    statistics: int  # bytes per token of a norm
-    mlp: int  # tensors of [t, F / tp] that the MLP keeps
-    mlp_gradients: int  # tensors of [t, F / tp] that the MLP's backward pass needs
-    fp32_norms: bool = False  # norms keep their input in fp32
-
-
-BLOCKS = {
-    "llama": Block(norms=2, norm_outputs=2, statistics=4, mlp=3, mlp_gradients=2),
-    "phi": Block(norms=1, norm_outputs=1, statistics=8, mlp=2, mlp_gradients=1),
-    "olmo3": Block(norms=2, norm_outputs=2, statistics=4, mlp=3, mlp_gradients=2),
-    "gpt_oss": Block(norms=2, norm_outputs=2, statistics=4, mlp=8, mlp_gradients=2),
-    "gemma3": Block(norms=4, norm_outputs=2, statistics=4, mlp=5, mlp_gradients=2, fp32_norms=True),
-}
-
-
 @dataclass(frozen=True)
 class Memory:
     """The bytes on one GPU of a pipeline stage, by part."""
@@ -69,14 +49,10 @@ class Memory:
     host: int  # pinned host memory for the inputs of layers; not part of the GPU's total
 
     @property
-    def static(self) -> int:
-        """Bytes that stay between steps."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
     def total(self) -> int:
         """Bytes at the peak, either in the loss or in a layer, without `HEADROOM`."""
-        return self.static + self.batches + self.activations + max(self.logits, self.layer)
+        between_steps = self.weights + self.gradients + self.optimizer
+        return between_steps + self.batches + self.activations + max(self.logits, self.layer)
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
@@ -108,10 +84,10 @@ def rank_memories(
 def parameters_of_rank(
     model: ModelConfig, vocab_size: int, tp: int, ep: int, layers: tuple[int, ...], *, first: bool, last: bool
 ) -> tuple[int, int, int]:
-    """Count the parameters of one rank of a pipeline stage with these layers, and among them those of its experts, and
-    those of the matrices that Muon updates.
+    """Count the parameters of one rank of a pipeline stage with these layers.
 
-    The vocabulary is padded. A tied output matrix is a copy of the embedding on the last stage.
+    Returns all of them, the parameters of experts among them, and the matrices that Muon updates. The vocabulary is
+    padded. A tied output matrix is a copy of the embedding on the last stage.
     """
     total = of_experts = of_matrices = 0
     for parameter in filter(lambda row: row.trained, parameters_of(model)):
@@ -194,9 +170,8 @@ def _of_rank(plan: CPPlan, scheme: Scheme, rank: int, backends: tuple[str, ...])
     queries, keys = plan.pieces.end[own] - plan.pieces.start[own], plan.pieces.end[own] - plan.key_start[own]
     if not plan.rows_moved.any():  # every rank holds whole segments
         return Shapes(tokens, None, _call(queries, keys, plan.left_window, backends))
-    local, remote = (  # as in `RankPlan.is_local`
-        _call(queries[chosen], keys[chosen], plan.left_window, backends) for chosen in (queries == keys, queries < keys)
-    )
+    here = plan.is_local[own]
+    local, remote = (_call(queries[some], keys[some], plan.left_window, backends) for some in (here, ~here))
     return Shapes(tokens, scheme, local, remote)
 
 
@@ -212,14 +187,16 @@ def _call(queries: Int64, keys: Int64, left_window: int | None, backends: tuple[
 
 
 class _Rank:
-    """The formulas for one GPU of a pipeline stage, whose results are bytes; `shapes` are of `attention_shapes`."""
+    """Has the formulas for one GPU of a pipeline stage, in bytes; `shapes` are those of `attention_shapes`."""
 
     def __init__(
         self, config: Config, world_size: int, vocab_size: int, stage: int, shapes: tuple[Shapes, ...]
     ) -> None:
         self.model, self.parallel = model, parallel = config.model, config.parallel
         self.config, self.stage, self.shapes, self.vocab_size = config, stage, shapes, vocab_size
-        self.block = BLOCKS[model.block]
+        self.block = block = model.traits
+        self.read = 1 if block.parallel else 2  # tensors of [t, D] that attention and the MLP read
+        self.norm_count = self.read * block.pre_norm + 2 * block.post_norm  # each keeps its input
         self.tp, self.pp = tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         self.microbatches, self.replicas = config.microbatches(world_size), config.data_parallel_size(world_size)
         self.sharded = config.gradient_sharing(parallel.device != "cpu", world_size).use_distributed_optimizer
@@ -275,7 +252,7 @@ class _Rank:
     def batches(self) -> int:
         """The step's micro-batches, which are all moved to the device at its start."""
         per_token = 8 + 8 + 4 + 4 + 1  # token, label, position, weight, trained
-        scored = 8 + 8 + 4 + 1 + 1 if self.config.weighting.token_weighting in ("frozen", "unfrozen") else 0
+        scored = 8 + 8 + 4 + 1 + 1 if self.config.weighting.by_losses else 0
         rows = self.config.data.micro_batch_size * self.config.data.seq_length  # whole ones, on every rank
         return self.microbatches * (per_token * self.t + scored * rows)
 
@@ -285,25 +262,32 @@ class _Rank:
         return self.norms() + (0 if "mlp" in self.again else self.mlp(experts)) + self.attention(shapes)
 
     def norms(self) -> float:
-        """Inputs, outputs and statistics; of recomputed norms the inputs of the first two."""
-        block, width = self.block, self.e * self.model.hidden_size
-        if "layernorm" in self.again and self.model.block != "phi":
-            return self.t * ((block.norms - 2) * self.norm_input + 2 * width) / self.s
-        return self.t * (block.norms * self.norm_input + block.norm_outputs * width) / self.s
+        """Inputs, outputs and statistics; if norms are recomputed, of the first two only the inputs.
+
+        Without norms before attention and MLP, their inputs are the residual stream.
+        """
+        kept = self.norm_count - (2 if "layernorm" in self.again else 0)
+        return self.t * (kept * self.norm_input + self.read * self.e * self.model.hidden_size) / self.s
 
     @property
     def norm_input(self) -> int:
         """A norm's input and statistics, per token."""
-        return (4 if self.block.fp32_norms else self.e) * self.model.hidden_size + self.block.statistics
+        statistics = 8 if self.block.norm == "LayerNorm" else 4
+        return (4 if self.block.zero_centred_norm else self.e) * self.model.hidden_size + statistics
 
     def mlp(self, experts: bool) -> float:
         """The MLP in [t, F / tp], or router, balanced experts and shared experts.
 
-        Of E logits: the weights of a token's experts, whole and transposed, the softmax that balances and its counts, 4
-        bytes each, and two maps, (16 + 2) E / s, and sigmoid scores, 4 E / s; of each choice its number twice and its
-        weight, 20 k / s. Of k copies of a token: the experts' input, e D, their weights, 4, and inside `mlp` e F / tp.
+        Bytes that a token adds:
+
+            (16 + 2) E / s    E fp32 weights of experts, whole and transposed, the softmax that balances and its counts,
+                              and two maps
+            4 E / s           sigmoid scores, if they choose the experts
+            20 k / s          the number of each choice, twice, and its weight
+            e D + 4           each of the k copies: the experts' input and its weight
+            `mlp` e F / tp    each of the k copies inside its expert
         """
-        model, kept = self.model, self.block.mlp
+        model, kept = self.model, self.block.mlp_kept
         if not experts:
             return kept * self.inner
         per_expert = 22 if model.moe_router_score_function == "sigmoid" else 18
@@ -333,8 +317,8 @@ class _Rank:
             rows = shapes.tokens * (heads + 2 * key_heads + fresh * both + (1 - fresh) * copied + heads)
         per_token = (0 if again else 4 * heads) + self.rotated * 2 * self.e * model.rotary_size
         if model.has_qk_norms:
-            entered = 4 * both if model.block == "gemma3" else self.e * copied
-            per_token += entered * model.head_size + 4 * (2 if model.block == "olmo3" else both)
+            entered = 4 * both if self.block.zero_centred_norm else self.e * copied
+            per_token += entered * model.head_size + 4 * (2 if self.block.qk_norm == "all_heads" else both)
         return self.e * model.head_size * rows + shapes.tokens * per_token
 
     def exchanged(self, shapes: Shapes) -> float:
@@ -356,9 +340,9 @@ class _Rank:
     def latent_attention(self, shapes: Shapes) -> float:
         """The same for latent attention.
 
-        With N heads of this rank, the latent of Z and the A rotated dimensions of the key: the projected row twice, as
-        a norm's input and as that of the up-projection, Z + A each; the queries, N H; of each row that is expanded, the
-        key, N H, and the projection's output with the value, N (H - A + W); the output, N W. With an exchange, rows are
+        Z is the width of the latent, A the rotated dimensions of the key. A token keeps the projected row twice, as the
+        input of a norm and of the up-projection, Z + A each; the queries, N H; and the output, N W. Each expanded row
+        keeps the key, N H, and the projection's output with the value, N (H - A + W). With an exchange, rows are
         expanded for local and for remote pieces, or keys and values are exchanged. A kernel whose values must have the
         keys' size gets copies of N H, and its output has N H, too.
         """
@@ -418,7 +402,7 @@ class _Rank:
     def layer_inputs(self) -> tuple[int, int]:
         """Return how many inputs of recomputed layers are on the device, and on the host.
 
-        Of each chunk in flight, its last input stays on the device, and one that another stage has sent.
+        The last input of each chunk in flight stays on the device, and so does one that another stage has sent.
         """
         flights, groups = self.flights, self.chunk // self.parallel.recompute_num_layers
         if not self.parallel.offload_layer_inputs or groups == 1:
@@ -442,11 +426,12 @@ class _Rank:
             recomputed = group * max(self.layer(shapes, experts) for shapes in self.shapes)
         mlp, freed = self.mlp_backward(experts), 2 * self.stream
         if parallel.mlp_block_tokens is not None:
-            # of a block: the MLP; and the gradients of the input, and of the weights: the sum and those of the block
+            # a block has its MLP and the gradient of its input; the gradients of the weights exist twice, for the
+            # block and summed
             block = min(parallel.mlp_block_tokens / self.t, 1)
             mlp = block * (mlp + self.mlp(experts) + self.stream) + self.stream
             mlp += (1 - block) * self.gathered  # attention's gather buffer stays
-            matrices = 2 if model.block == "phi" else 3
+            matrices = 3 if self.block.gated_mlp else 2
             mlp += (4 + self.e) * matrices * model.hidden_size * model.ffn_hidden_size / self.tp
         elif "mlp" in self.again:
             mlp += self.mlp(experts) + self.stream
@@ -480,7 +465,7 @@ class _Rank:
             if self.tp > 1:
                 taken += (left + sent) * 4 / self.e + self.whole
             return taken - (0 if model.moe_shared_expert_intermediate_size else self.stream)
-        most = self.block.mlp_gradients * self.inner
+        most = (2 if self.block.gated_mlp else 1) * self.inner
         return most if self.s == 1 else self.whole + max(most, self.whole + self.inner)
 
     def attention_backward(self, shapes: Shapes) -> float:
@@ -506,13 +491,13 @@ class _Rank:
         """The output layer and loss, and the final hidden states.
 
         A block of fp32 logits is overwritten by its gradient. The weight's gradient is added to Megatron's buffer.
-        Phi's bias is a column of a copy of the matrix, whose gradient is accumulated in fp32 and rounded while the last
+        A bias is a column of a copy of the matrix, whose gradient is accumulated in fp32 and rounded while the last
         block still exists.
         """
         model, e, width = self.model, self.e, self.model.hidden_size
         rows = model.padded_vocab_size(self.vocab_size) // self.tp
         logits = 4 * min(self.config.training.loss_block_tokens, self.t) * rows
-        if model.block == "phi":
+        if self.block.output_bias:
             width += 8  # including the bias, and zeros
             logits += (2 * e + 4) * rows * width
         logits += adding_bytes(rows, width) if self.config.training.bf16 else 0

@@ -73,10 +73,14 @@ class Layout:
 
 def layout_of(config: Config, machine: Machine) -> Layout:
     """Estimate the memory and time of a configuration's layout."""
-    times = {window: step_time(config, window, machine).total for window in set(windows(config))}
-    seconds = sum(times[window] for window in windows(config)) / MOMENTS
-    memory = estimate(config, machine.gpus, machine.vocab_size).total
-    return Layout(config, machine.gpus, memory, seconds, step_time(config, last_window(config), machine))
+    memory, last = estimate(config, machine.gpus, machine.vocab_size).total, last_window(config)
+    return Layout(config, machine.gpus, memory, mean_seconds(config, machine), step_time(config, last, machine))
+
+
+def mean_seconds(config: Config, machine: Machine) -> float:
+    """Return the seconds of a step, averaged over the windows of the run."""
+    moments = Counter(windows(config)).items()
+    return sum(step_time(config, window, machine).total * times for window, times in moments) / MOMENTS
 
 
 class Found(NamedTuple):
@@ -90,11 +94,10 @@ class Found(NamedTuple):
 
 def search(config: Config, machine: Machine, top: int = 10) -> Found:
     """Find the fastest layouts of a run, at most `top` of them; the run's own layout is ignored."""
-    moments, refused, number = Counter(windows(config)), Counter[str](), count()
+    refused, number = Counter[str](), count()
 
     def timed(candidate: Config) -> tuple[float, int, Config]:
-        seconds = sum(step_time(candidate, window, machine).total * times for window, times in moments.items())
-        return seconds, next(number), candidate
+        return mean_seconds(candidate, machine), next(number), candidate
 
     queue = [timed(candidate) for candidate in candidates(config, machine, refused)]
     heapify(queue)
@@ -129,12 +132,11 @@ def windows(config: Config) -> list[int]:
     return [min(schedule.window_at(int((k + 0.5) / MOMENTS * steps)), config.data.seq_length) for k in range(MOMENTS)]
 
 
-def candidates(config: Config, machine: Machine, refused: Counter[str] | None = None) -> Iterator[Config]:
+def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Iterator[Config]:
     """Yield the layouts that divide heads, experts, layers, rows and GPUs evenly, with all activations kept.
 
     Tensor parallelism stays inside a node. `refused` counts the excluded splits by reason.
     """
-    refused = Counter() if refused is None else refused
     model, data, gpus = config.model, config.data, machine.gpus
     sharded = config.optimizer.optimizer == "adam"
     cut = [model.num_query_groups, model.num_attention_heads, model.moe_shared_expert_intermediate_size or 0]
@@ -178,8 +180,8 @@ def candidates(config: Config, machine: Machine, refused: Counter[str] | None = 
 def with_less_kept(config: Config) -> Iterator[Config]:
     """Yield variants of a layout that keep less.
 
-    A layout that keeps all activations is varied with partial or full recomputation, or the MLP in blocks; one that
-    recomputes all layers, with their inputs on the host.
+    A layout that keeps all activations has variants with partial or full recomputation, or with the MLP in blocks. One
+    that recomputes all layers has a variant with their inputs on the host.
     """
     parallel, fp8 = config.parallel, config.training.fp8_format is not None
     choices: list[dict[str, Any]] = []

@@ -196,7 +196,7 @@ def step_time(config: Config, window: int, machine: Machine) -> StepTime:
     def link(ranks: int) -> float:
         return (gpu.nvlink if ranks <= gpu.node else gpu.network) * 1e9 * speeds.links
 
-    # of a layer, on this rank
+    # a mean over layers, on this rank
     expert_parameters = matrices.expert * (model.num_experts or 0) * model.expert_layers / model.num_layers / tp / ep
     uneven = speeds.uneven_experts if ep > 1 else 1.0
 
@@ -295,7 +295,7 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
     # each rank computes the keys and values of the latents that it gets
     expanded = matrices.up if width < model.num_query_groups // tp * model.key_value_size else 0
     crossed = 2 * 2 * hidden * t * (tp - 1) / tp  # a gather and a scatter of the hidden states
-    copies = model.moe_router_topk * with_experts  # of each token, one for each of its experts
+    copies = model.moe_router_topk * with_experts  # of a token, one for each of its experts
     return Layer(
         products=Amount(
             2 * (matrices.shared * t + expanded * received) / tp, whole + mlp * matrices.mlp / matrices.shared
@@ -314,12 +314,12 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
 
 
 class Matrices(NamedTuple):
-    """The weights of a layer's matrices, as a mean over layers; of one expert in layers that have them."""
+    """Numbers of weights in a layer's matrices, as means over all layers, except for `expert`."""
 
     attention: float
-    up: float  # of attention, those that make a latent the keys and values of all heads
+    up: float  # the part of `attention` that makes a latent the keys and values of all heads
     mlp: float  # for every token: a single one or shared experts, and routers
-    expert: float
+    expert: float  # one expert of a layer that has them
 
     @property
     def shared(self) -> float:

@@ -16,7 +16,7 @@ _LENGTHS = {
     "model": ("local_window", "rope_original_length"),
     "data": ("seq_length",),
     "window": ("window_start", "window_end", "window_round_to"),
-    "weighting": ("short_context", "short_stride"),
+    "weighting": ("short_context", "short_stride", "exposure_tau"),
 }
 _STEPS = {
     "window": ("window_switch_step",),

@@ -22,6 +22,7 @@ from megatron_ext.engine.parallel import Ranks
 from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.run.inputs import RowAt
 from megatron_ext.short_context import ShortContext
+from megatron_ext.token_weighting.exposure import exposure_rows
 from megatron_ext.token_weighting.short_pass import Division, short_pass, sliding_evaluation
 
 
@@ -40,6 +41,8 @@ class BatchMaker:
         samples = self._samples(first_sample)
         if self.config.data.balance_batches:
             samples = self._balanced(row_at, first_sample, window)
+        if self.config.weighting.by_exposure:
+            row_at = exposure_rows(row_at, self._global_batch(first_sample), self.config)
         rows = [[row_at(sample) for sample in group] for group in samples]
         tokens = [lay_end_to_end(group) for group in rows]
         masks = [self._masks(group, window, self.config.mask_options()) for group in rows]
@@ -83,10 +86,12 @@ class BatchMaker:
         firsts = [first_sample + (number * ranks.data_size + ranks.data) * size for number in numbers]
         return [list(range(first, first + size)) for first in firsts]
 
+    def _global_batch(self, first_sample: int) -> range:
+        return range(first_sample, first_sample + self.config.data.global_batch_size)
+
     def _balanced(self, row_at: RowAt, first_sample: int, window: int) -> list[list[int]]:
         """List these samples distributed by attention cost; every rank reads the global batch and computes the same."""
-        data, options = self.config.data, self.config.mask_options()
-        samples = range(first_sample, first_sample + data.global_batch_size)
+        samples, options = self._global_batch(first_sample), self.config.mask_options()
         costs = [self._masks([row_at(sample)], window, options).context_sum for sample in samples]
         assigned = assign_rows(costs, self.ranks.data_size, self.config.microbatches(self.ranks.world_size))
         return (first_sample + assigned[self.ranks.data]).tolist()
@@ -104,7 +109,7 @@ class BatchMaker:
     ) -> tuple[Sequence[RowScores | None], list[PackedBatch]]:
         """Return the inputs of each micro-batch's weights, and the batches of the step's own short-context pass."""
         weighting, seed = self.config.weighting, self.config.training.seed
-        if weighting.token_weighting not in ("frozen", "unfrozen"):
+        if not weighting.by_losses:
             return [None] * len(samples), []
         batches: list[PackedBatch] = []
         short: list[Tensor | None] = [None] * len(samples)

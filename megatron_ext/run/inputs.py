@@ -115,6 +115,7 @@ def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
         )
     if share == VALIDATION and config.training.eval_packing == "random":
         part = replace(part, packing="random", packing_options=())
+    part = part.unfiltered() if share == VALIDATION else part
     seed = (config.training.seed + index) % 2**64  # each part has its own order
     return Split(part=part, source=source, documents=documents, length=part.length or data.seq_length, seed=seed)
 

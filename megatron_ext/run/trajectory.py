@@ -32,7 +32,8 @@ from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.weights import gather
 from megatron_ext.run.callbacks import Callback, StepRecord
-from megatron_ext.run.inputs import Inputs
+from megatron_ext.run.inputs import Inputs, RowAt
+from megatron_ext.token_weighting.exposure import exposure_rows
 from megatron_ext.token_weighting.weigher import Weigher
 
 OPTIONS = ("model", "data", "window", "optimizer", "training")  # sections of the configuration in optimizer.json
@@ -49,18 +50,19 @@ class Trajectory(Callback):
     ) -> None:
         self.folder = Path(config.checkpoint.dump_trajectory or "")
         self.config, self.chunks, self.ranks, self.weigher = config, chunks, ranks, weigher
-        self.vocab_size, self.row_at = inputs.vocab_size, inputs.train.row
+        self.vocab_size = inputs.vocab_size
+        self.row_at: RowAt = inputs.train.row
         if not run_on_rank0(self._describe, self.folder) or step == 0:
             self.weights("initial")
 
     def _describe(self) -> bool:
         """Write config.json; return whether the initial weights are there."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Gemma and Olmo keep their types, because their local layers have separate angles; other models are written
-        # without local layers and layers without angles: optimizer.json records these, like the masks. Attention sinks
-        # are among the weights alone.
+        # Models whose local layers have separate angles keep the types of layers; others are written without local
+        # layers and layers without angles: optimizer.json records these, like the masks. Attention sinks are among the
+        # weights alone.
         plain = self.config.model
-        if plain.block not in ("gemma3", "olmo3"):
+        if not plain.traits.local_angles:
             plain = replace(
                 plain, local_window=None, window_attn_skip_freq=None, rotary_base_local=None, no_rope_freq=None
             )
@@ -95,13 +97,15 @@ class Trajectory(Callback):
     def after_step(self, done: StepRecord) -> None:
         """Write the rows, the window and the weights of one optimizer step."""
         ranks, mine = self.ranks, self.weigher.take_rows()
-        weighted = self.config.weighting.token_weighting in ("unfrozen", "frozen")
+        weighted, row_at = self.config.weighting.by_losses, self.row_at
+        if self.config.weighting.by_exposure:
+            row_at = exposure_rows(row_at, done.samples, self.config)
         parts: list[Any] | None = [None] * ranks.world_size if ranks.world == 0 else None
         if weighted:  # each row from one of the processes that have it
             dist.gather_object(mine if ranks.reports_loss and ranks.context == 0 else {}, parts, dst=0)
         if parts is None:
             return
-        rows = [self.row_at(sample) for sample in done.samples]
+        rows = [row_at(sample) for sample in done.samples]
         ends, weights = [row.document_ends for row in rows], [row.weights for row in rows if row.weights is not None]
         arrays: dict[str, Any] = {
             "tokens": np.stack([row.tokens for row in rows]),
@@ -110,7 +114,7 @@ class Trajectory(Callback):
             "document_ends_offsets": np.cumsum([0] + [len(e) for e in ends]),
             "window": np.int64(done.window),
         }
-        if weights:  # of the dataset
+        if weights:  # of the dataset, or by exposure
             arrays["weights"] = np.where(arrays["loss_mask"], np.stack(weights), np.float32(0))
         if weighted:
             by_sample = {sample: row for part in parts for sample, row in part.items()}

@@ -85,8 +85,8 @@ def chunk_batches(
 ) -> list[PackedBatch]:
     """Pack chunks into micro-batches of equal length that train nothing and return the losses of the scored tokens.
 
-    The batches' `places` index `tokens`, those of the rows. The first token of the chunks that start at `bos_starts` is
-    replaced by `bos_id`.
+    The batches' `places` index `tokens`, the tokens of whole rows. The first token of the chunks that start at
+    `bos_starts` is replaced by `bos_id`.
     """
     batches = []
     for share, length in _split(chunks, division):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import adapters, backends, reference
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel.exchange import QKV
+from tests.attention.kernels import assert_right, call_of, inputs_of
 
 CUDA = torch.device("cuda")
 

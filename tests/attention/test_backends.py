@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import reference
 from megatron_ext.attention.backends import BACKENDS, Backend, PerCall, select
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.errors import UserError
+from tests.attention.kernels import assert_right, call_of, inputs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

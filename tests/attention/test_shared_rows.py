@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import call
 
 from megatron_ext.attention.shared_rows import share_rows
 from megatron_ext.errors import UserError
+from tests.launcher import call
 
 HEADS, KEY_HEADS, HEAD_SIZE, VALUE_SIZES = 4, 2, 6, (6, 4)
 MASKS = ("grid", "sliding", "sliding_w")

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import call as on_ranks
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from attention.kernels import CPU, assert_right, call_of, inputs_of, results
-from attention.test_reference import bottom_right_mask
 from megatron_ext.attention import adapters, reference, triton_packed
 from megatron_ext.attention.backends import BACKENDS, select, suited
 from megatron_ext.attention.interface import AttentionCall
@@ -24,6 +21,9 @@ from megatron_ext.context_parallel import plan
 from megatron_ext.context_parallel.exchange import QKV, Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import PackedLayout, build_layout
+from tests.attention.kernels import CPU, assert_right, call_of, inputs_of, results
+from tests.attention.test_reference import bottom_right_mask
+from tests.launcher import call as on_ranks
 
 SINKS = torch.tensor([-9.0, -0.5, 0.7, 6.0])
 LENGTHS = [(3, 3), (2, 5), (1, 1), (18, 20)]

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow_but
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention.kernels import assert_right, call_of, exact, inputs_of, results
 from megatron_ext.attention import reference, triton_packed
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.triton_packed import Tile, Tiles, ranges
 from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.layout import build_layout
+from tests.attention.kernels import assert_right, call_of, exact, inputs_of, results
+from tests.conftest import slow_but
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.test_manifest import manifest
 from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.folders import POINTER
 from megatron_ext.checkpoint.manifest import facts_of
 from megatron_ext.errors import UserError
+from tests.checkpoint.test_manifest import manifest
 
 
 def write(run: Path, step: int, content: bytes = b"tensors") -> Path:

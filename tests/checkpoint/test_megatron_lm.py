@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import call
 
 from megatron_ext.batch import pack
 from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron, megatron_to_megatron_lm, model_config
@@ -20,6 +19,7 @@ from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import platform
 from megatron_ext.errors import UserError
 from megatron_ext.inference.model import open_model
+from tests.launcher import call
 
 TOKENS = torch.randint(0, 120, (33,), generator=torch.Generator().manual_seed(1))
 SMALL: dict[str, Any] = {

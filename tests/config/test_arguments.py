@@ -154,6 +154,9 @@ def test_bad_flags(argv: list[str], text: str) -> None:
         ("model: {num_layers: [1]}", "num_layers: got [1], needs a valid integer"),
         ("model: {model_preset: [120M]}", "model_preset: got ['120M'], needs '120M'"),
         ("data: {data_path: a/b}", "data_path: got 'a/b', needs a valid tuple"),
+        ("model: {num_layers: 2023-01-05}", "num_layers: got datetime.date"),
+        ("optimizer: {lr: yes}", "lr: got True, needs a value that is not yes or no"),
+        (f"model: {{num_layers: {'9' * 4000}}}", "num_layers: got 9999"),
     ],
 )
 def test_bad_names_and_values_in_yaml(content: str, text: str, config_file: Any) -> None:
@@ -170,6 +173,8 @@ def test_bad_names_and_values_in_yaml(content: str, text: str, config_file: Any)
         (b"model: {model_preset: \xff}", "needs valid YAML: 'utf-8' codec can't decode"),
         ("data: {seq_length: 8, seq_length: 9}", "needs valid YAML: duplicate key seq_length"),
         ("? [a, b]\n: 1", "needs valid YAML: a key must be a scalar"),
+        (f"model: {{num_layers: {'9' * 5000}}}", "needs valid YAML"),
+        ('model: {block: "\x1b[2J"}', "needs valid YAML"),
     ],
 )
 def test_bad_files(content: str | bytes, text: str, config_file: Any) -> None:

@@ -160,6 +160,13 @@ CASES = """
 --weight-post sparse --weight-strength 0 | weight_strength | --weight-post sparse --weight-strength 1e-9
 --weight-shift 2 | weight_shift | --weight-shift 2 --weight-score ppmi
 --weight-score npmi --weight-shift 0.99 | weight_shift | --weight-score npmi --weight-shift 1
+## --token-weighting unfrozen --weight-score exposure --weight-post none
+--weight-post dense | weight_post | --loss-denominator weights
+--short-context 9 | short_context | --exposure-tau 256
+--exposure-tau 257 | exposure_tau | --exposure-alpha 0
+--weight-strength 0.5 | weight_strength | --exposure-gamma 0
+--weight-clip 2 | weight_clip |
+--weight-score focal --exposure-gamma 1 | exposure_gamma | --weight-score focal
 ## --token-weighting unfrozen
 --weight-score focal --short-context 9 | short_context | --weight-score focal
 --short-context 512 | short_context | --short-context 511

@@ -41,11 +41,19 @@ def run(matrix: Path, name: str, *flags: str):  # type: ignore[no-untyped-def]
     return parse(["--config", f"{matrix}#{name}", *flags])
 
 
-def test_each_run_is_a_configuration(matrix: Path) -> None:
+def test_each_run_is_a_configuration_with_its_facts(matrix: Path) -> None:
     """Later axes win over earlier ones, both over the family, and that over what it extends."""
+    facts = {name: one.get("recipe") for name, one in expand(yaml.safe_load(MATRIX), "runs.yaml").items()}
+    assert facts == {
+        "size_small_rate_4": {"title": "small, 1/4", "differs": "nothing"},
+        "size_small_rate_8": {"title": "small, 1/8", "differs": "nothing", "published": {"remark": "1.5"}},
+        "size_large_rate_4": {"title": "large, 1/4", "differs": "eight layers"},
+        "size_large_rate_8": {"title": "large, 1/8", "differs": "eight layers"},
+        "again": None,
+    }
     found = {
         name: (config.model.num_layers, config.window.window_rate, config.window.window_start, config.checkpoint.save)
-        for name in ("size_small_rate_4", "size_large_rate_4", "size_large_rate_8", "again")
+        for name in facts.keys() - {"size_small_rate_8"}
         for config in [run(matrix, name)]
     }
     assert found == {
@@ -57,29 +65,11 @@ def test_each_run_is_a_configuration(matrix: Path) -> None:
     assert run(matrix, "again", "--num-layers", "3").model.num_layers == 3
 
 
-def test_the_facts_of_each_run(matrix: Path) -> None:
-    runs = expand(yaml.safe_load(MATRIX), "runs.yaml")
-    assert [(name, one.get("recipe")) for name, one in runs.items()] == [
-        ("size_small_rate_4", {"title": "small, 1/4", "differs": "nothing"}),
-        ("size_small_rate_8", {"title": "small, 1/8", "differs": "nothing", "published": {"remark": "1.5"}}),
-        ("size_large_rate_4", {"title": "large, 1/4", "differs": "eight layers"}),
-        ("size_large_rate_8", {"title": "large, 1/8", "differs": "eight layers"}),
-        ("again", None),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("", "got no name of its 5 runs; give one as"),
-        ("#size_small", "got size_small, which is none of its 5 runs; give one as"),
-    ],
-)
-def test_a_run_that_is_not_there(matrix: Path, name: str, text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        parse(["--config", f"{matrix}{name}"])
-    with pytest.raises(UserError, match="this file is a single run; leave out what follows #"):
-        parse(["--config", f"{matrix.parent / 'base.yaml'}#x"])
+def test_a_run_that_is_not_there(matrix: Path) -> None:
+    names = {"runs.yaml": "got no name of its 5 runs", "runs.yaml#size_small": "got size_small, which is none of its 5"}
+    for name, text in {**names, "base.yaml#x": "this file is a single run; leave out what follows #"}.items():
+        with pytest.raises(UserError, match=text):
+            parse(["--config", f"{matrix.parent / name}"])
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from launcher import call
-from runs import weight_error
 
 from megatron_ext.config import (
     Config,
@@ -23,6 +21,8 @@ from megatron_ext.context_parallel.choice import ContextOptions
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import LayerMasks
+from tests.launcher import call
+from tests.runs import relative, weight_error
 
 VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6
 STEPS = 2
@@ -225,7 +225,7 @@ def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> lis
 
 
 def _work(rank: int, parallel: Parallel, jobs: list[Case | Probe]) -> list[Any]:
-    from context_parallel.worker import work  # imports Megatron
+    from tests.context_parallel.worker import work  # imports Megatron
 
     return work(parallel, jobs)
 
@@ -250,14 +250,6 @@ TP2, PP2, DP2 = Layout("tp2 sp", 2, 1, (_TP2, _SEQUENCE)), Layout("pp2", 2, 1, (
 CP2_TP2 = Layout("cp2 tp2 sp", 4, 2, (_TP2, _SEQUENCE))
 CP2_PP2 = Layout("cp2 pp2", 4, 2, (_PP2,))
 CP2_DP2 = Layout("cp2 dp2", 4, 2)
-
-
-def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """max |a - b| / |b|; what is 0 must be 0."""
-    a, b = np.array(ours), np.array(theirs)
-    assert np.isfinite(a).all()
-    assert not a[b == 0].any()
-    return float(np.max(np.abs(a - b) / np.where(b == 0, 1, np.abs(b))))
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:

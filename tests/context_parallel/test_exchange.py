@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import call
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
@@ -15,6 +14,7 @@ from megatron_ext.context_parallel import plan
 from megatron_ext.context_parallel.exchange import QKV, AsyncAllToAll, RowPicks, Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import build_layout
+from tests.launcher import call
 
 HEAD_SIZE = 6
 SCALE = 0.5

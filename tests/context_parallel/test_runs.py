@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-from conftest import SmallData
-from runs import RunResult, launch
 
 from megatron_ext.context_parallel import plan
 from megatron_ext.layout import build_layout, concatenate
+from tests.conftest import SmallData
+from tests.runs import RunResult, launch
 
 STEPS, LENGTH, MICRO_BATCH = 3, 64, 2
 FLAGS = f"""--seq-length {LENGTH} --micro-batch-size {MICRO_BATCH} --train-iters {STEPS} --lr-warmup-iters 1

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from context_parallel.cases import (
+from megatron_ext.config import WeightingConfig
+from tests.context_parallel.cases import (
     CP2,
     CP2_DP2,
     CP2_PP2,
@@ -24,7 +25,6 @@ from context_parallel.cases import (
     errors,
     run,
 )
-from megatron_ext.config import WeightingConfig
 
 TOLERANCE, DENSE_UNFROZEN = 1e-5, 2e-5
 LAYOUTS = (CP2, TP2, PP2, DP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
@@ -33,6 +33,7 @@ FAST = (CP2,)  # weights under PP 2: parity/test_oracle.py
 UNFROZEN = WeightingConfig(token_weighting="unfrozen", short_context=32)
 REACH = WeightingConfig(token_weighting="unfrozen", short_context=48, short_stride=24)
 FROZEN = WeightingConfig(token_weighting="frozen", score_store="Case.short_losses")
+EXPOSURE = WeightingConfig(token_weighting="unfrozen", weight_score="exposure", weight_post="none", exposure_alpha=1.5)
 
 
 def unfrozen(**options: Any) -> WeightingConfig:
@@ -66,6 +67,8 @@ def dense_cases() -> Iterator[Case]:
     yield Case(132, True, "zigzag", weighting=focal)
     yield Case(132, True, "zigzag", weighting=replace(focal, weight_score="mile", loss_denominator="weights"))
     yield Case(132, False, weighting=WeightingConfig(token_weighting="dataset", loss_denominator="weights"))
+    yield Case(40, True, "zigzag", trained="uneven", micro_batch=2, rows=4, weighting=EXPOSURE)
+    yield Case(132, False, weighting=replace(EXPOSURE, exposure_tau=8, loss_denominator="weights"))
     yield Case(132, False, recompute="full", weighting=UNFROZEN)
     yield Case(132, False, overlaps=True, weighting=UNFROZEN)
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from context_parallel.cases import STEPS, VALIDATION, VOCABULARY, Case, Outcome, Parallel, Probe, ProbeOutcome, Weighed
 from megatron_ext.config.checks import check
 from megatron_ext.context_parallel.choice import context_options
 from megatron_ext.data.row import TokenRow
@@ -24,6 +23,17 @@ from megatron_ext.engine.weights import gather, initialise
 from megatron_ext.evaluation.by_position import mean_loss
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.token_weighting.weigher import Weigher
+from tests.context_parallel.cases import (
+    STEPS,
+    VALIDATION,
+    VOCABULARY,
+    Case,
+    Outcome,
+    Parallel,
+    Probe,
+    ProbeOutcome,
+    Weighed,
+)
 
 SEED = 5
 

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -19,10 +20,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.config import Config, DataConfig
 from megatron_ext.data.indexed import IndexedSource
-from megatron_ext.data.preprocess.encode import split_sentences
+from megatron_ext.data.preprocess.encode import Encoder, Report, split_sentences
 from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.preprocess.shards import cut
-from megatron_ext.data.text.documents import Fields, FileRange, stop
+from megatron_ext.data.text.documents import Fields, FileRange, find_files, stop
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from megatron_ext.errors import UserError
 from megatron_ext.run.identity import bos_of
@@ -362,3 +363,38 @@ def test_sentences_are_sequences(punkt: Path, tmp_path: Path) -> None:
     assert texts == ["One.", " Two two.", " Three!", "Four."]
     assert [ids[-1] == 256 for ids in found[0:4]] == [False, False, True, True]
     np.testing.assert_array_equal(found.document_indices, [0, 3, 4])
+
+
+def test_both_encoders_write_the_same(options: PreprocessOptions) -> None:
+    pytest.importorskip("gigatoken", reason="the extra fast is not installed")
+    assert preprocess_with(options, "tokenizers").startswith("tokenizers")
+    before = contents(options.output_prefix)
+    assert preprocess_with(options, "gigatoken").startswith("gigatoken 0.")
+    after = contents(options.output_prefix)
+    assert [name for name in before if before[name] != after[name]] == ["data.json"]
+
+
+def preprocess_with(options: PreprocessOptions, encoder: str) -> str:
+    preprocess(replace(options, encoder=encoder, overwrite=True))
+    return str(metadata(options)["encoder"])
+
+
+def test_other_ids_of_gigatoken_end_the_run(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gigatoken", reason="the extra fast is not installed")
+    own = Encoder(options)
+    shard = cut([FileRange.of(path) for path in find_files(options.inputs)], own.fields, 1 << 20)[0]
+    own.write_tokens(shard.read(own.fields, stop), io.BytesIO(), Report())
+    assert own.tokenizer.fast is not None
+    monkeypatch.setattr(own.tokenizer, "fast", StandIn())
+    with pytest.raises(UserError, match=r"\[7\] and tokenizers \[.*a\.jsonl; pass --encoder tokenizers"):
+        own.write_tokens(shard.read(own.fields, stop), io.BytesIO(), Report())
+
+
+class StandIn:
+    """A gigatoken with an error."""
+
+    def serves(self, text: str) -> bool:
+        return True
+
+    def __call__(self, text: str) -> np.ndarray:
+        return np.array([7], np.uint32)

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults.test_run_folder import holding
-from launcher import wait_until
 
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.preprocess.encode import Report, finish_part, usable
 from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess, work_folder
 from megatron_ext.errors import UserError
+from tests.faults.test_run_folder import holding
+from tests.launcher import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".bin", ".idx", ".json")

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from one_process import build_models, one_process
 
 from megatron_ext.batch import PackedBatch, pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine.activations import HostCopies
+from tests.one_process import build_models, one_process
 
 GEMMA = {"block": "gemma3", "local_window": 4, "window_attn_skip_freq": 2, "rotary_base_local": 300.0}
 

@@ -4,12 +4,11 @@ import errno
 import os
 from pathlib import Path
 
-from launcher import call
-
 from megatron_ext.config import Config, DataConfig
 from megatron_ext.engine.agreement import run_on_rank0
 from megatron_ext.errors import UserError
 from megatron_ext.run.identity import data_fingerprints
+from tests.launcher import call
 
 
 def refusal(rank: int) -> str:

@@ -11,20 +11,20 @@ from types import SimpleNamespace
 import megatron.core
 import pytest
 import torch
-from conftest import SmallData
-from launcher import call
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
-from needed import needed
-from runs import attempt
 
 from megatron_ext.config import Config
 from megatron_ext.engine import compat, platform
 from megatron_ext.engine.transformer import transformer_config
 from megatron_ext.errors import UserError
+from tests.conftest import SmallData
+from tests.engine.needed import needed
+from tests.launcher import call
+from tests.runs import attempt
 
 # before any test replaces them
 MEGATRONS_ROTATION = rope_utils._apply_rotary_pos_emb_bshd

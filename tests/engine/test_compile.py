@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_process import build_models, one_process
 
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
+from tests.one_process import build_models, one_process
 
 LENGTH, VOCABULARY, LAYERS = 24, 64, 3
 

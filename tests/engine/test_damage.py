@@ -5,13 +5,13 @@ import logging
 from pathlib import Path
 
 import pytest
-from checkpoint.test_folders import write
-from launcher import call
 
 from megatron_ext.checkpoint.folders import read_checkpoint
 from megatron_ext.engine.agreement import together
 from megatron_ext.engine.state import agree, undamaged
 from megatron_ext.errors import UserError
+from tests.checkpoint.test_folders import write
+from tests.launcher import call
 
 
 def looked_at(rank: int, folder: str, content: bool, past_damaged: bool) -> tuple[str, list[str]]:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SmallData
-from launcher import Commands, call
-from runs import launch, read_jsonl, relative
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.parallel import dropout_seed
+from tests.conftest import SmallData
+from tests.launcher import Commands, call
+from tests.runs import launch, read_jsonl, relative
 
 DROPOUT = "--hidden-dropout 0.3 --train-iters 3 --seq-length 64 --lr-warmup-iters 1 --window-rate 16"
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from one_process import one_process
-from test_optimizer_state import VOCABULARY, built
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -22,6 +20,8 @@ from megatron_ext.engine.experts import balance_losses
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.engine.step import Outcome, Stepper, StepResult
+from tests.engine.test_optimizer_state import VOCABULARY, built
+from tests.one_process import one_process
 
 LENGTH, EXPERTS, CHOICES = 16, 5, 2
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launcher import call
 from megatron.core.transformer import build_module
-from one_process import one_process
 from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
@@ -27,6 +25,8 @@ from megatron_ext.engine.model import PackedAttention, PackedCall
 from megatron_ext.engine.transformer import transformer_config
 from megatron_ext.inference.cache import KeyValueCache
 from megatron_ext.masks import MaskOptions
+from tests.launcher import call
+from tests.one_process import one_process
 
 T, D, N, LATENT, QUERY_LATENT, PLAIN, ROTATED, VALUE = 24, 20, 6, 10, 14, 8, 4, 6
 ENDS = [5, 17, 24]

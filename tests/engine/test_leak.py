@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_process import build_models, one_process
 
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
+from tests.one_process import build_models, one_process
 
 LENGTH, VOCABULARY, ROWS = 24, 64, 2
 ENDS = ([1, 2, 9, 17, 24], [5, 23])  # ends at the first and the last position, and a document of one token

@@ -4,7 +4,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from needed import needed
+
+from tests.engine.needed import needed
 
 
 def norm_config(sequence_parallel: bool) -> TransformerConfig:

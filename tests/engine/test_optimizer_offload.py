@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from test_optimizer_state import VOCABULARY, built, one_step, states
 from torch import Tensor
 
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -19,6 +18,7 @@ from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.weights import saved_weights
+from tests.engine.test_optimizer_state import VOCABULARY, built, one_step, states
 
 SHARED = ParallelConfig(use_distributed_optimizer=True)
 

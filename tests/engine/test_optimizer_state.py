@@ -9,8 +9,6 @@ import megatron.core.utils as megatron_utils
 import numpy as np
 import pytest
 import torch
-from fake_modules import fake
-from one_process import one_process
 from packaging.version import Version
 from torch import Tensor
 
@@ -29,6 +27,8 @@ from megatron_ext.engine.optimizer import (
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.weights import initialise, saved_weights
 from megatron_ext.masks import MaskOptions
+from tests.engine.fake_modules import fake
+from tests.one_process import one_process
 
 VOCABULARY = 50
 

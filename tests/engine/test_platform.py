@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SmallData
-from needed import needed
-from runs import attempt
 from torch.utils._device import _device_constructors
 
 from megatron_ext.config import Config
 from megatron_ext.engine import environment, platform
 from megatron_ext.errors import UserError
+from tests.conftest import SmallData
+from tests.engine.needed import needed
+from tests.runs import attempt
 from tools import environment as tool
 
 RUN_WITHOUT = "tests/engine/run_without.py"

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from one_process import one_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
@@ -34,6 +33,7 @@ from megatron_ext.engine.weights import initialise
 from megatron_ext.evaluation.by_position import mean_loss
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting.weigher import Weigher
+from tests.one_process import one_process
 
 LENGTH, VOCABULARY = 16, 50
 

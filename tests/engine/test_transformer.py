@@ -8,9 +8,7 @@ import megatron.core.models.common.embeddings.rope_utils as megatron_rope
 import numpy as np
 import pytest
 import torch
-from fake_modules import fake
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from one_process import build_models, one_process
 from torch import Tensor
 
 from megatron_ext import rope
@@ -25,6 +23,8 @@ from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.transformer import fusions_here, rotation_limit, transformer_config
 from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions
+from tests.engine.fake_modules import fake
+from tests.one_process import build_models, one_process
 
 NAMES = ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
 CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)

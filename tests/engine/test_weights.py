@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from sharding import shard
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
 from megatron_ext.checkpoint.hf.names import TABLE, Parameter, full_shape, fuse_into, parameters_of, unfuse
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.weights import deviation, shards_of
+from tests.sharding import shard
 
 SEED, VOCABULARY = 2**63 + 5, 57  # padded to 64
 MODEL = ModelConfig(

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from launcher import Commands
+
+from tests.launcher import Commands
 
 
 @pytest.mark.parametrize("flags", [["--window", "40", "--window-mask", "sliding"], ["--scheme", "ulysses"]])

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import Commands, call
-from runs import CONFIG, read_jsonl, refusal, without_times
 
 from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.manifest import Manifest
 from pretrain_skyladder import main
+from tests.conftest import SmallData
+from tests.launcher import Commands, call
+from tests.runs import CONFIG, read_jsonl, refusal, without_times
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint.models import write_model
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG, read_jsonl, refusal
 
-from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import locate
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron
+from tests.checkpoint.models import write_model
+from tests.conftest import SmallData
+from tests.faults.test_kills import assert_complete
+from tests.launcher import Commands
+from tests.runs import CONFIG, read_jsonl, refusal
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 3, "--lr-warmup-iters", 1, "--save-interval", 1]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import SmallData
-from launcher import Commands, Done
-from runs import CONFIG, read_jsonl
 
 from megatron_ext.run.signals import DIVERGED
+from tests.conftest import SmallData
+from tests.launcher import Commands, Done
+from tests.runs import CONFIG, read_jsonl
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 50, "--window-schedule", "constant", "--eval-interval", 0]

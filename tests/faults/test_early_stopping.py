@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launcher import Commands
-from runs import CONFIG, read_jsonl, relative
-from theirs import write_theirs
 
 from megatron_ext.checkpoint.folders import saved_steps
+from tests.launcher import Commands
+from tests.runs import CONFIG, read_jsonl, relative
+from tests.theirs import write_theirs
 
 TRAINER = "pretrain_skyladder.py"
 LENGTH, STEPS, EVERY, PATIENCE = 32, 40, 2, 3

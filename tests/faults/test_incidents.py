@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launcher import Commands
-from runs import CONFIG, read_jsonl, relative
-from theirs import write_theirs
 
 from megatron_ext.checkpoint.folders import folder_name
 from megatron_ext.run.signals import DIVERGED
+from tests.launcher import Commands
+from tests.runs import CONFIG, read_jsonl, relative
+from tests.theirs import write_theirs
 
 TRAINER, INSPECT = "pretrain_skyladder.py", "tools/inspect_step.py"
 LENGTH, STEPS, SPIKE = 32, 16, 7

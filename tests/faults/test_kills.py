@@ -5,12 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import TIMEOUT_S, Commands, Running
-from runs import CONFIG, TRAINER, read_jsonl, without_times
 
 from megatron_ext.checkpoint.folders import folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
+from tests.conftest import SmallData
+from tests.launcher import TIMEOUT_S, Commands, Running
+from tests.runs import CONFIG, TRAINER, read_jsonl, without_times
 
 STEPS = 16
 COMMON = [*CONFIG, "--seq-length", 64, "--global-batch-size", 4, "--train-iters", STEPS, "--window-start", 7]
@@ -65,8 +65,8 @@ def same_file(now: os.stat_result, before: os.stat_result) -> bool:
     ("processes", "layout", "saving", "kills"),
     [
         pytest.param(1, (), ("--async-save", "--keep-last", 2), 3, id="async, 3 kills"),
-        pytest.param(1, (), (), 50, id="sync, 50 kills", marks=pytest.mark.slow),
-        pytest.param(1, (), ("--async-save", "--keep-last", 2), 50, id="async, 50 kills", marks=pytest.mark.slow),
+        pytest.param(1, (), (), 25, id="sync, 25 kills", marks=pytest.mark.slow),
+        pytest.param(1, (), ("--async-save", "--keep-last", 2), 25, id="async, 25 kills", marks=pytest.mark.slow),
         pytest.param(2, DP2, ("--async-save",), 10, id="dp2 async, 10 kills", marks=pytest.mark.slow),
     ],
 )

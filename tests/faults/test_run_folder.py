@@ -13,14 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import TIMEOUT_S, Commands, wait_until
-from runs import CONFIG, TRAINER, read_jsonl, refusal
 
-from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import saved_steps
 from megatron_ext.errors import UserError
 from megatron_ext.files.lock import lock
+from tests.conftest import SmallData
+from tests.faults.test_kills import assert_complete
+from tests.launcher import TIMEOUT_S, Commands, wait_until
+from tests.runs import CONFIG, TRAINER, read_jsonl, refusal
 
 ENDLESS = [
     *CONFIG,

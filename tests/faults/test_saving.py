@@ -3,12 +3,11 @@
 import shutil
 from pathlib import Path
 
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG, read_jsonl
-
-from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import saved_steps
+from tests.conftest import SmallData
+from tests.faults.test_kills import assert_complete
+from tests.launcher import Commands
+from tests.runs import CONFIG, read_jsonl
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 8, "--window-start", 7]

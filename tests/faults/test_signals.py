@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import SmallData
-from launcher import TIMEOUT_S, Commands, Running
-from runs import CONFIG, TRAINER, read_jsonl
 
 from megatron_ext.checkpoint.folders import folder_name, locate
+from tests.conftest import SmallData
+from tests.launcher import TIMEOUT_S, Commands, Running
+from tests.runs import CONFIG, TRAINER, read_jsonl
 
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 1000, "--window-schedule", "constant"]
 

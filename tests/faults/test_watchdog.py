@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SmallData
-from launcher import TIMEOUT_S, Commands, Running
-from runs import CONFIG, read_jsonl
 
 from megatron_ext import heartbeat
 from megatron_ext.checkpoint.folders import saved_steps
 from megatron_ext.engine import compat
 from megatron_ext.run.signals import HUNG
 from megatron_ext.run.watchdog import Watchdog
+from tests.conftest import SmallData
+from tests.launcher import TIMEOUT_S, Commands, Running
+from tests.runs import CONFIG, read_jsonl
 
 
 def read_a_disk_that_does_not_answer() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from launcher import Commands
-from runs import CONFIG, TRAINER, read_jsonl
+
+from tests.launcher import Commands
+from tests.runs import CONFIG, TRAINER, read_jsonl
 
 FOLDER = Path(__file__).parent
 CORPUS = FOLDER / "corpus"

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from checkpoint.models import write_model
-from evaluation.plain import greedy_texts
-from launcher import call
 from tokenizers.decoders import ByteFallback
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
@@ -21,6 +18,9 @@ from megatron_ext.data.text.tokenizer import TextStream, Tokenizer
 from megatron_ext.inference import generate
 from megatron_ext.inference.cache import KeyValueCache
 from megatron_ext.inference.generate import Choice, Generator, Likelihood, Prompt, open_generator
+from tests.checkpoint.models import write_model
+from tests.evaluation.plain import greedy_texts
+from tests.launcher import call
 
 PASS = 7
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG, TRAINER
+from tests.conftest import SmallData
+from tests.launcher import Commands
+from tests.runs import CONFIG, TRAINER
 
 RUN = [*CONFIG, "--seq-length", 64, "--train-iters", 2, "--lr-warmup-iters", 0, "--window-schedule", "constant"]
 

@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint.models import SIZES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inputs.table import Change
-from inputs.world import change_file
 from megatron_ext.checkpoint.folders import locate
 from megatron_ext.checkpoint.hf.config import FAMILIES
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
@@ -30,6 +27,9 @@ from megatron_ext.data.packing.plan import PackingPlan, PlanKey, load_plan, plan
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from tests.checkpoint.models import SIZES
+from tests.inputs.table import Change
+from tests.inputs.world import change_file
 
 LIMIT_S, MEMORY = 30, 3 * 2**30
 HUGE = [10**400, -(10**400), 2**31, 2**63, 2**64, 10**12, 0, -1]

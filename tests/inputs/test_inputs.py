@@ -5,10 +5,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launcher import Commands
 
-from inputs.table import Wrong, all_inputs
-from inputs.world import make, prepare
+from tests.inputs.table import Wrong, all_inputs
+from tests.inputs.world import make, prepare
+from tests.launcher import Commands
 
 MEMORY = 6 * 2**30  # bytes that a command may allocate
 

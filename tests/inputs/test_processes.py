@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import PYTHONPATH, ROOT, clean_environment
-from runs import CONFIG, TRAINER
+
+from tests.conftest import SmallData
+from tests.launcher import PYTHONPATH, ROOT, clean_environment
+from tests.runs import CONFIG, TRAINER
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:

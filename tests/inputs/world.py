@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inputs.table import Change
+from tests.inputs.table import Change
 
 MODEL = {
     "num_layers": 2,

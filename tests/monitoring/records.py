@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,15 @@ def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
 
 
 def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0, weighted: bool = False) -> Path:
-    with closing(MetricsWriter(folder, resume_step=first, logging=QUIET)) as writer:
+    with closing(MetricsWriter(folder, resume_step=first, logging=QUIET, config={})) as writer:
         for step in range(first, steps):
             if evaluate_every and step % evaluate_every == 0:
                 writer.write("validation", evaluation_record(step, 6.0 / (1 + step)))
             writer.write("train", step_record(step, **(weighting(step) if weighted else {})))
+    return folder
+
+
+def write_records(folder: Path, records: Iterable[dict[str, Any]], name: str = "metrics.jsonl") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder

@@ -1,9 +1,12 @@
 import json
+import posixpath
+import re
 import sys
 import tempfile
 import tracemalloc
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import MetricsWriter, cut_back, read_by_step, read_jsonl
-
-from .records import QUIET, evaluation_record, step_record, write_run
+from tests.monitoring.records import QUIET, evaluation_record, step_record, write_run
 
 STEPS = st.integers(min_value=-3, max_value=30)
 
@@ -95,7 +97,7 @@ class TestCutBack:
 
 class TestMetricsWriter:
     def test_each_line_is_in_the_file_before_the_call_returns(self, tmp_path):
-        with closing(MetricsWriter(tmp_path, resume_step=0, logging=QUIET)) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=QUIET, config={})) as writer:
             writer.write("train", step_record(0, bad=np.float32("nan"), some=np.int64(7)))
             assert read_jsonl(tmp_path / "metrics.jsonl") == [step_record(0, bad=None, some=7)]
             writer.write("validation", evaluation_record(1, 3.0, by_length={128: 3.25, 512: 3.0}))
@@ -105,7 +107,7 @@ class TestMetricsWriter:
     def test_a_fresh_run_empties_both_files_even_corrupt_ones(self, tmp_path):
         for name in ("metrics.jsonl", "evaluation.jsonl"):
             (tmp_path / name).write_bytes(b'nonsense\n{"step": 0}\n')
-        MetricsWriter(tmp_path, resume_step=0, logging=QUIET).close()
+        MetricsWriter(tmp_path, resume_step=0, logging=QUIET, config={}).close()
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
         assert (tmp_path / "evaluation.jsonl").read_bytes() == b""
 
@@ -121,7 +123,7 @@ class TestMetricsWriter:
         write_run(tmp_path, 10, evaluate_every=2)
         (tmp_path / "evaluation.jsonl").write_bytes(b"nonsense\n")
         with pytest.raises(UserError, match=r"evaluation\.jsonl, line 1"):
-            MetricsWriter(tmp_path, resume_step=5, logging=QUIET)
+            MetricsWriter(tmp_path, resume_step=5, logging=QUIET, config={})
         assert _steps(tmp_path / "metrics.jsonl") == list(range(10))
 
 
@@ -134,14 +136,14 @@ class TestTensorBoard:
                 writer.write("train", {"step": step, "lm_loss": 9.0 - step})
             writer.write("validation", {"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
             writer.write("validation", {"step": 4, "valid_loss": 4.0})
-        with closing(MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig())) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig(), config={})) as writer:
             writer.write("train", {"step": 2, "lm_loss": 1.0})
         assert _scalars(tmp_path, "train/lm_loss") == [(0, 9.0), (1, 8.0), (2, 1.0)]
         assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
 
     def test_a_list_has_a_scalar_for_each_layer(self, tmp_path):
-        with closing(MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig())) as writer:
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={})) as writer:
             writer.write("train", {"step": 4, "attention_entropy": [1.5, float("nan")]})
         assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 4, "attention_entropy": [1.5, None]}]
         assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]
@@ -154,9 +156,9 @@ class TestWandb:
         write_run(tmp_path, 3)
         monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
         with pytest.raises(UserError, match=r"wandb_project needs the package wandb; pip install wandb"):
-            MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(wandb_project="p"))
+            MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(wandb_project="p"), config={})
         assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
-        MetricsWriter(tmp_path, resume_step=3, logging=LoggingConfig()).close()  # not asked for: not needed
+        MetricsWriter(tmp_path, resume_step=3, logging=LoggingConfig(), config={}).close()  # not asked for: not needed
 
     def test_a_resumed_run_goes_on_in_the_same_wandb_run(self, tmp_path, monkeypatch):
         pytest.importorskip("wandb", reason="the wandb extra is not installed")
@@ -166,7 +168,10 @@ class TestWandb:
         for resume_step in (0, 2):
             with closing(
                 MetricsWriter(
-                    tmp_path, resume_step=resume_step, logging=LoggingConfig(tensorboard=False, wandb_project="p")
+                    tmp_path,
+                    resume_step=resume_step,
+                    logging=LoggingConfig(tensorboard=False, wandb_project="p"),
+                    config={},
                 )
             ) as writer:
                 for step in range(resume_step, resume_step + 3):
@@ -175,3 +180,54 @@ class TestWandb:
             names.append((tmp_path / "wandb_id.txt").read_text())
         assert names[0] == names[1] != ""
         assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{names[0].strip()}"))) >= 1
+
+
+class FakeMlflow(SimpleNamespace):
+    """MLflow's own functions, as far as they are called, by their documented names."""
+
+    def __init__(self) -> None:
+        super().__init__(runs=[], metrics=[], artifacts=[], ended=0)
+
+    def set_experiment(self, experiment_name: str) -> None:
+        self.experiment = experiment_name
+
+    def start_run(self, run_id: str | None = None, run_name: str | None = None) -> SimpleNamespace:
+        self.runs.append(run_id)
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new"))
+
+    def log_dict(self, dictionary: dict[str, object], artifact_file: str) -> None:
+        self.artifacts.append(artifact_file)
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        for name in metrics:  # mlflow.utils.validation
+            assert re.fullmatch(r"[\w\- :][/\w.\- :]{,249}", name), name
+            assert posixpath.normpath(name) == name, name
+        self.metrics.append((step, metrics))
+
+    def end_run(self) -> None:
+        self.ended += 1
+
+
+SOURCES = {"corpus (1)": 1, "../a//b": 2, "/": 3, "books": 4, "x" * 300: 5, "π": 6}
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run_with_names_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    logging = LoggingConfig(tensorboard=False, mlflow_experiment="windows")
+    for first in (0, 2):
+        with closing(MetricsWriter(tmp_path, resume_step=first, logging=logging, config={"a": {"b": 1}})) as writer:
+            writer.write("train", step_record(first, source_rows=SOURCES))
+            writer.write("validation", evaluation_record(first + 1, 3.0, by_length={64: 3.5}))
+    assert (mlflow.experiment, mlflow.runs, mlflow.ended) == ("windows", [None, "new"], 2)
+    assert mlflow.artifacts == ["config.yaml"]
+    steps = [step for step, _ in mlflow.metrics]
+    assert steps == [0, 1, 2, 3]
+    assert mlflow.metrics[0][1]["train/lm_loss"] == step_record(0)["lm_loss"]
+    assert mlflow.metrics[1][1]["validation/by_length/64"] == 3.5
+    shown = {name: value for name, value in mlflow.metrics[0][1].items() if name.startswith("train/source_rows/")}
+    assert sorted(shown.values()) == sorted(SOURCES.values())
+    assert shown["train/source_rows/books"] == 4
+    assert shown["train/source_rows/corpus _1_"] == 1

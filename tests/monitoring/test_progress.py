@@ -8,8 +8,7 @@ import termios
 import time
 
 from megatron_ext.monitoring.progress import Progress
-
-from .records import step_record
+from tests.monitoring.records import step_record
 
 
 def _record(step: int, **changes):

@@ -1,18 +1,33 @@
+"""Reports: what is read of a run's files, figures, charts and pages, one of them in a real browser."""
+
 import html
 import json
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.metrics import note_history
-from megatron_ext.monitoring.report import MOST_POINTS, charts, load_run, load_runs, stability, table, write_report
+from megatron_ext.monitoring.metrics import note_history, stage_folders
+from megatron_ext.monitoring.report import (
+    MOST_POINTS,
+    charts,
+    load_run,
+    load_runs,
+    loss_difference,
+    parts,
+    stability,
+    table,
+    write_report,
+)
 from megatron_ext.token_weighting.passage import Passage
-
-from .records import evaluation_record, step_record, write_passage_file, write_run
+from tests.monitoring.records import evaluation_record, step_record, write_passage_file, write_records, write_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
 
@@ -23,12 +38,6 @@ def _shown(path: Path) -> str:
     return html.unescape(re.sub(r"<(script|style)\b.*?</\1>|<[^>]*>", "", page, flags=re.DOTALL))
 
 
-def _write(folder: Path, records: list[dict[str, object]]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder
-
-
 def _report(*folders: Path) -> Path:
     return write_report(load_runs(folders), folders[0] / "report.html")
 
@@ -37,7 +46,7 @@ def test_steps_that_were_not_finite_are_counted(tmp_path):
     records = [step_record(step, spike=int(step in (3, 9))) for step in range(20)]
     records[7]["lm_loss"] = None
     records[9] |= {"grad_norm": None, "skipped": 1}
-    rows = table(load_run(_write(tmp_path, records)))
+    rows = table(load_run(write_records(tmp_path, records)))
     assert rows["Non-finite steps"] == "2"
     assert (rows["Loss spikes"], rows["Steps that changed no weight"]) == ("2", "1")
 
@@ -46,7 +55,7 @@ def test_flops_are_compared_with_steps_at_the_last_window(tmp_path):
     records = [
         step_record(step, window=64 if step < 20 else 1024, flops=3e9 if step < 20 else 4e9) for step in range(40)
     ]
-    rows = table(load_run(_write(tmp_path, records)))
+    rows = table(load_run(write_records(tmp_path, records)))
     assert rows["FLOPs saved against the last steps"] == "12.5%"  # 140 instead of 160
 
 
@@ -122,7 +131,7 @@ def test_a_run_is_compared_with_others(tmp_path):
 def test_charts_show_what_was_recorded(tmp_path):
     measures = {f"attention_{name}": [0.5, 1.5, 2.5] for name in ("entropy", "sink_share")}
     records = [step_record(step, **(measures if step % 5 == 0 else {})) for step in range(60)]
-    folder = _write(tmp_path, records)
+    folder = write_records(tmp_path, records)
     positions = {str(2**power): 3 - 0.1 * power for power in range(6)}
     record = evaluation_record(3, 3.0, by_length={"1024": 2.5, "128": 3.0}, by_position=positions)
     (folder / "evaluation.jsonl").write_text(json.dumps(record))
@@ -137,7 +146,7 @@ def test_charts_show_what_was_recorded(tmp_path):
 
 def test_a_long_curve_keeps_its_extremes(tmp_path):
     records = [step_record(step, grad_norm=900.0 if step == 1234 else 1.0) for step in range(5000)]
-    extremes, means = charts([load_run(_write(tmp_path, records))])["Gradient norm before clipping"].data
+    extremes, means = charts([load_run(write_records(tmp_path, records))])["Gradient norm before clipping"].data
     assert [len(extremes.y), len(means.y)] == [2 * MOST_POINTS, MOST_POINTS]
     assert max(extremes.y) == 900.0
     assert max(means.y) == 1 + 899.0 / 25
@@ -184,7 +193,7 @@ class TestCommandLine:
 
     def test_every_stage_of_a_run_gets_a_report(self, report, tmp_path):
         stages = [
-            _write(tmp_path / name, [step_record(step, time=at + step) for step in range(2)])
+            write_records(tmp_path / name, [step_record(step, time=at + step) for step in range(2)])
             for at, name in ((1.0, "b"), (9.0, "a"))
         ]
         status, out, err = report(tmp_path)
@@ -217,3 +226,98 @@ def test_a_passage_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["passage.json"]
     assert passage.html().count("<span") == 2
     assert Passage.read(write_passage_file(tmp_path, texts=None)).html().count("<span") == 4
+
+
+def test_a_second_evaluation_of_a_step_replaces_the_first(tmp_path):
+    write_run(tmp_path, 3)
+    write_records(tmp_path, [evaluation_record(2, 5.0), evaluation_record(2, 4.0)], "evaluation.jsonl")
+    assert load_run(tmp_path).validation["valid_loss"].values.tolist() == [4.0]
+
+
+def test_a_step_without_trained_tokens_has_no_loss(tmp_path):
+    records = [step_record(step) for step in range(30)]
+    empty = {"denominator": 0.0, "lm_loss": 0.0, "train_loss": 0.0, "grad_norm": 0.0, "skipped": 1}
+    write_records(tmp_path, [*records[:12], records[12] | empty, *records[13:]])
+    run = load_run(tmp_path)
+    assert run.curve("lm_loss").values.tolist() == [record["lm_loss"] for record in records if record["step"] != 12]
+    assert table(run)["Non-finite steps"] == "0"
+
+
+def test_differences_are_effect_sizes_with_their_spread_over_steps(tmp_path):
+    noise = np.random.default_rng(0).normal(size=(2, 200))
+    runs = []
+    for name, shift in (("base", 0.0), ("better", -0.05)):
+        common = 3.0 + 0.5 * noise[0]  # what the rows of a step have in common
+        losses = common + shift + (0.02 * noise[1] if shift else 0.0)
+        runs.append(write_records(tmp_path / name, [step_record(s, lm_loss=x) for s, x in enumerate(losses)]))
+    last = noise[1, 180:]
+    found = loss_difference(*load_runs(runs))
+    assert found == pytest.approx((-0.05 + 0.02 * last.mean(), 0.02 * last.std(ddof=1)))
+    assert loss_difference(*load_runs([runs[0], write_run(tmp_path / "short", 19)])) is None
+
+
+def test_the_four_stability_figures():
+    ratio = (5 * 3.0 + 4 * 1.0) / 9
+    assert list(stability([1.0, 3.0] * 5, [0.5, 2.0]).values()) == [1.0, 2.0, ratio, 0.75]
+    # t = 10: nine 0 and a 1 -> sqrt(0.1 * 0.9) = 0.3; t = 11: eight 0 and two 1 -> sqrt(0.2 * 0.8) = 0.4.
+    assert stability([1.0] * 9 + [2.0, 2.0], [1.0])["volatility"] == pytest.approx((0.3 + 0.4) / 2)
+
+
+def test_stages_are_ordered_by_the_recorded_time(tmp_path):
+    """Copying a folder changes the times of files."""
+    for number, name in enumerate(("short", "long", "longer")):
+        write_records(tmp_path / name, [step_record(step, time=1000.0 * number + step) for step in range(3)])
+        os.utime(tmp_path / name / "metrics.jsonl", (100.0 - number, 100.0 - number))
+    assert [folder.name for folder in stage_folders(tmp_path)] == ["short", "long", "longer"]
+    assert stage_folders(tmp_path / "short") == []
+
+
+SOURCES = {"books": {"share": 0.75, "row_tokens": 1000.0}, "code": {"share": 0.25, "row_tokens": 500.0}}
+
+
+def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path):
+    rows = [{"books": 3, "code": 1}] * 10 + [{"books": 1, "code": 3}] * 10
+    write_records(tmp_path, [step_record(step, source_rows=drawn) for step, drawn in enumerate(rows)])
+    facts = {"host": "h", "devices": "d", "processes": 1, "layout": "TP 1", "command": "c", "parameters": 1}
+    note_history(tmp_path, "start", 0, facts | {"sources": SOURCES})
+    books, requested, code, _ = charts([load_run(tmp_path)])[f"Mixture as drawn by {tmp_path.name}"].data
+    assert [books.name, requested.name, code.name] == ["books", "books, requested", "code"]
+    assert list(requested.y) == [0.75, 0.75]
+    assert [books.y[0], code.y[0]] == pytest.approx([3000 / 3500, 500 / 3500])
+    assert [books.y[-1], code.y[-1]] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_a_length_may_be_evaluated_later_than_others(tmp_path):
+    write_run(tmp_path, 3)
+    later = evaluation_record(2, 3.0, by_length={"1024": 2.5, "128": 3.0})
+    write_records(tmp_path, [evaluation_record(0, 5.0), later], "evaluation.jsonl")
+    run = load_run(tmp_path)
+    curves = parts(run.validation, "by_length")
+    assert [curve.tolist() for curve in curves["128"]] == [[2.0], [3.0]]
+    assert [curve.tolist() for curve in curves["1024"]] == [[0.0, 2.0], [5.0, 2.5]]
+    rows = [label for label in table(run) if label.startswith("Validation")]
+    assert rows == ["Validation loss at 128 tokens", "Validation loss at 1,024 tokens"]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+PROBE = """<script>addEventListener("load", () => setTimeout(() => {
+  const root = document.documentElement;
+  document.title = `${root.scrollWidth - root.clientWidth} ${document.querySelectorAll(".main-svg .scatter").length}`;
+}, 1000));</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
+def test_a_page_fits_its_window_and_draws_its_charts(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, 120, evaluate_every=20) for name in ("a long name " * 12, "other")]
+    page = write_report(load_runs(runs), tmp_path / "compare.html")
+    page.write_text(page.read_text(encoding="utf-8") + PROBE, encoding="utf-8")
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+         "--window-size=500,900", f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=20000",
+         page.as_uri()],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    wider, drawn = done.stdout.split("<title>")[1].split("</title>")[0].split()
+    assert int(wider) == 0
+    assert int(drawn) >= 14  # two runs in seven charts

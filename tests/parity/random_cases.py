@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
-from theirs import write_theirs
 
 from megatron_ext.config import (
     CheckpointConfig,
@@ -36,6 +35,7 @@ from megatron_ext.run.identity import row_identity
 from megatron_ext.run.inputs import splits
 from megatron_ext.schedule import ScheduleKind
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from tests.theirs import write_theirs
 
 STEPS, SAVED_AT = 4, 2
 TOKEN_IDS = 57  # that the data holds; the vocabulary may have more
@@ -364,14 +364,17 @@ def _weighting(chance: random.Random, length: int) -> WeightingConfig:
     if kind in ("none", "dataset"):
         return WeightingConfig(token_weighting=kind, loss_denominator=denominator)
     score = _any(chance, WeightingConfig, "weight_score")
-    post = {"longce": "none", "rho1": "sparse"}.get(score) or _any(chance, WeightingConfig, "weight_post")
-    short = kind == "unfrozen" and score not in ("focal", "mile")
+    post = {"longce": "none", "exposure": "none", "rho1": "sparse"}.get(score) or _any(
+        chance, WeightingConfig, "weight_post"
+    )
+    short = kind == "unfrozen" and score not in ("focal", "mile", "exposure")
     return WeightingConfig(
         token_weighting=kind,
         weight_score=score,
         weight_post=post,
-        weight_strength=chance.choice((None, 0.3, 0.5)),
-        weight_clip=chance.choice((None, 3.0)),
+        weight_strength=None if score == "exposure" else chance.choice((None, 0.3, 0.5)),
+        weight_clip=None if score == "exposure" else chance.choice((None, 3.0)),
+        exposure_tau=chance.choice((None, 5, 32)) if score == "exposure" else None,
         weight_shift=chance.choice((None, 1.2)) if score in ("ppmi", "npmi") else None,
         short_context=chance.choice((6, 16, length // 2)) if short else None,
         short_stride=chance.choice((None, 1, 5)) if short else None,

@@ -1,14 +1,14 @@
-"""Saved under any layout, loaded under any other: the next losses are those of the run that went on."""
+"""Saved under one layout, loaded under another: the next losses are those of the run that went on."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG, read_jsonl, relative
 
 from megatron_ext.checkpoint.tensors import Stored
+from tests.conftest import SmallData
+from tests.launcher import Commands
+from tests.runs import CONFIG, read_jsonl, relative
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
 SCRIPT = "pretrain_skyladder.py"
@@ -17,6 +17,7 @@ COMMON = f"""--seq-length 64 --lr-warmup-iters 2 --lr-decay-iters {STEPS} --wind
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
+EP2 = "--expert-model-parallel-size 2"
 LAYOUTS = {
     "1": (1, ""),
     "tp2": (2, TP2),
@@ -26,14 +27,10 @@ LAYOUTS = {
     "dp2": (2, ""),
     "dp2 distributed": (2, f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"),
     "cp2": (2, "--context-parallel-size 2"),
-    # beyond the grid
     "1 distributed": (1, DISTRIBUTED),
     "tp2 sp dp2 distributed": (4, f"{TP2} --sequence-parallel {DISTRIBUTED}"),
     "pp2 vpp2 dp2 distributed": (4, f"{PP2} --num-layers-per-virtual-pipeline-stage 1 {DISTRIBUTED}"),
     "cp2 dp2 distributed": (4, f"--context-parallel-size 2 {DISTRIBUTED}"),
-}
-EP2 = "--expert-model-parallel-size 2"
-LAYOUTS_OF_EXPERTS = {
     "ep2": (2, EP2),
     "ep2 distributed": (2, f"{EP2} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"),
     "cp2 ep2": (2, f"--context-parallel-size 2 {EP2}"),
@@ -48,7 +45,10 @@ BIASED = (
     *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
     *("--moe-router-bias-update-rate", "0.02"),
 )
-FAST = [("pp2 vpp2", "dp2 distributed"), ("dp2 distributed", "tp2")]
+# Every layout is saved under once and loaded into once, next to one that shares the state out in another way.
+RING = ["pp2 vpp2", "dp2 distributed", "tp2", "cp2 dp2 distributed", "tp2 pp2", "1", "pp2 vpp2 dp2 distributed", "dp2"]
+RING += ["tp2 sp dp2 distributed", "pp2", "1 distributed", "cp2"]
+RING_OF_EXPERTS = ["cp2 ep2", "1", "tp2 sp ep2", "ep2 distributed", "tp2 sp", "pp2 ep2 distributed", "ep2"]
 
 
 class Grid:
@@ -81,7 +81,7 @@ class Grid:
     def _run(self, layout: str, steps: int, flags: tuple[str, ...]) -> Path:
         key = (layout, str(steps), *flags)
         if key not in self._made:
-            processes, words = (LAYOUTS | LAYOUTS_OF_EXPERTS)[layout]
+            processes, words = LAYOUTS[layout]
             folder = self.folder / f"run{len(self._made)}"
             every = [*CONFIG, *COMMON, *self.data.flags, *words.split(), *flags]
             Commands(processes).run(SCRIPT, *every, "--train-iters", steps, "--save", folder)
@@ -94,48 +94,24 @@ def grid(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Gri
     return Grid(small_data, tmp_path_factory.mktemp("grid"))
 
 
-def _pairs() -> list[object]:
-    names = list(LAYOUTS)
-    plain = [(source, target) for source in names[:8] for target in names[:8]]
-    beyond = [(name, "1") for name in names[8:]] + [("1", name) for name in names[8:]]
-    beyond += [("tp2 sp dp2 distributed", "pp2 vpp2 dp2 distributed"), ("pp2 vpp2 dp2 distributed", "tp2 pp2")]
-    slow = [pair for pair in plain + beyond if pair not in FAST]
-    return [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in slow)]
+def around(ring: list[str], quick: int) -> list[object]:
+    """Return each layout with the one after it; all but the first `quick` pairs are slow."""
+    pairs = list(zip(ring, ring[1:] + ring[:1], strict=True))
+    return [*pairs[:quick], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs[quick:])]
 
 
-@pytest.mark.parametrize(("source", "target"), _pairs())
+@pytest.mark.parametrize(("source", "target"), around(RING, quick=2))
 def test_the_next_losses_are_those_of_the_run_that_went_on(grid: Grid, source: str, target: str) -> None:
     assert relative(*grid.both(source, target)) <= TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("ep2", "1"),
-        ("1", "tp2 sp ep2"),
-        ("ep2 distributed", "tp2 sp"),
-        ("tp2 sp", "ep2 distributed"),
-        ("cp2 ep2", "1 distributed"),
-        ("pp2 ep2 distributed", "ep2"),
-    ],
-)
-def test_experts_find_their_ranks(grid: Grid, source: str, target: str) -> None:
-    assert relative(*grid.both(source, target, *EXPERTS)) <= TOLERANCE
+ALONE_IN_BF16 = pytest.param("1", "1", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "more"),
-    [
-        ("cp2 ep2", "1", ()),
-        pytest.param("pp2 ep2 distributed", "tp2 sp", (), marks=pytest.mark.slow),
-        pytest.param("tp2 sp", "ep2 distributed", (), marks=pytest.mark.slow),
-        pytest.param("1", "1", ("--bf16",), marks=pytest.mark.slow),
-    ],
-)
-def test_expert_biases_go_on(grid: Grid, source: str, target: str, more: tuple[str, ...]) -> None:
-    """Bit for bit, in float32: they are sums of steps of one size."""
-    flags = (*BIASED, *more)
+@pytest.mark.parametrize(("source", "target"), [*around(RING_OF_EXPERTS, quick=1), ALONE_IN_BF16])
+def test_experts_and_their_biases_go_on(grid: Grid, source: str, target: str) -> None:
+    """Biases bit for bit, in float32: they are sums of steps of one size."""
+    flags = (*BIASED, *(["--bf16"] if source == target else []))
     assert relative(*grid.both(source, target, *flags)) <= TOLERANCE
     biases = grid.biases("1", *flags)
     loaded = grid.biases(target, *flags, "--load", str(grid.source(source, *flags)))

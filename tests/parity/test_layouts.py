@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SmallData
-from runs import RunResult, launch, relative, weight_error
+
+from tests.conftest import SmallData
+from tests.runs import RunResult, launch, relative, weight_error
 
 STEPS = 5
 LENGTH = 64
@@ -27,7 +28,6 @@ class Layout:
 
 
 TIED = ("--no-untie-embeddings-and-output-weights",)
-QKV_BIAS = ("--add-qkv-bias",)
 GEMMA3 = ("--block", "gemma3", "--local-window", "20", "--window-attn-skip-freq", "2", "--rotary-base-local", "300")
 YARN = ("--rope-scaling", "yarn", "--rope-scaling-factor", "4", "--rope-original-length", "16")
 OLMO3 = ("--block", "olmo3", "--local-window", "20", "--window-attn-skip-freq", "4", "--rotary-base-local", "300")
@@ -62,83 +62,56 @@ MODULES = "--recompute-granularity selective --recompute-modules"
 FAST = {
     "pp2 vpp2": Layout(VPP2, 2),
     "dp2 distributed overlaps": Layout(OVERLAPS, 2),
-    "recompute modules tp2 sp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn layernorm mlp", 2),
-    "mlp blocks tp2 sp": Layout(f"{TP2} --sequence-parallel --mlp-block-tokens 50 {MODULES} layernorm", 2),
+    "mlp blocks recompute modules tp2 sp": Layout(
+        f"{TP2} --sequence-parallel --mlp-block-tokens 50 {MODULES} core_attn layernorm", 2
+    ),
     "dp2 balanced batches": Layout("--balance-batches", 2),
-    "gemma3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, GEMMA3),
     "olmo3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, OLMO3),
     "mixtral ep2": Layout(EP2, 2, MIXTRAL),
-    "qwen3-moe cp2 ep2": Layout(f"{CP2} {EP2}", 2, QWEN3_MOE),
     "deepseek cp2 ep2": Layout(f"{CP2} {EP2} --cp-scheme exchange", 2, DEEPSEEK),
-    "dots1 cp2 ep2 recompute full": Layout(f"{CP2} {EP2} --recompute-granularity full", 2, DOTS1),
 }
+# What test_random_combinations.py does not draw, or not together; each with as many options as one run can show.
 SLOW = {
-    "tp2 sp": Layout(TP2 + " --sequence-parallel", 2),
-    "micro-batch 4": Layout("--micro-batch-size 4", 1),
     # the output matrix of the last stage in a bucket of its own: nothing but its own layer awaits its gather
     "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
-    "phi tp2 sp recompute mlp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn mlp", 2, PHI),
-    "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
-    "pp4": Layout("--pipeline-model-parallel-size 4", 4),
-    "dp4 distributed micro-batch 1": Layout(DISTRIBUTED + " --micro-batch-size 1", 4),
-    "tp2 pp2": Layout(f"{TP2} {PP2}", 4),
-    "tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4),
-    "tp2 dp2": Layout(TP2, 4),
     "tp2 sp dp2 distributed overlaps": Layout(f"{TP2} --sequence-parallel {OVERLAPS}", 4),
     "pp2 vpp2 dp2 distributed overlaps": Layout(f"{VPP2} {OVERLAPS}", 4),
-    "recompute selective": Layout("--recompute-granularity selective", 1),
-    "recompute modules pp2 vpp2": Layout(f"{VPP2} {MODULES} core_attn layernorm mlp", 2),
-    "inputs on the host pp2": Layout(f"{PP2} --recompute-granularity full --offload-layer-inputs", 2),
+    "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
     "mlp blocks recompute full": Layout("--mlp-block-tokens 50 --recompute-granularity full", 1),
-    "mlp blocks phi pp2 vpp2": Layout(f"--mlp-block-tokens 50 {VPP2}", 2, PHI),
-    "compile tp2 sp": Layout(f"{TP2} --sequence-parallel --compile", 2),
-    "compile pp2 vpp2 dp2 distributed overlaps": Layout(f"{VPP2} {OVERLAPS} --compile", 4),
-    "recompute full tp2 sp": Layout(f"{TP2} --sequence-parallel --recompute-granularity full", 2),
-    "recompute full pp2": Layout(f"{PP2} --recompute-granularity full --recompute-method block", 2),
-    "loss blocks of 50 tokens tp2": Layout(f"{TP2} --loss-block-tokens 50", 2),
-    "tied tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, TIED),
-    "qkv bias tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, QKV_BIAS),
+    "compile dp2 distributed overlaps": Layout(f"{OVERLAPS} --compile", 2),
+    "olmo3 compile tp2 sp": Layout(f"{TP2} --sequence-parallel --compile", 2, OLMO3),
+    "phi tp2 sp recompute mlp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn mlp", 2, PHI),
+    "phi mlp blocks pp2 vpp2 distributed overlaps": Layout(f"--mlp-block-tokens 50 {VPP2} {OVERLAPS}", 2, PHI),
     "qwen3 tp2 sp cp2": Layout(f"{TP2} --sequence-parallel {CP2}", 4, QWEN3),
-    "gemma3 tied pp2": Layout(PP2, 2, (*GEMMA3, *TIED)),
-    "gemma3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, GEMMA3),
-    "latent tp2 cp2 ulysses recompute modules": Layout(
-        f"{TP2} {CP2} --cp-scheme ulysses {MODULES} core_attn", 4, LATENT
+    "gemma3 recompute full tp2 sp cp2": Layout(
+        f"{TP2} --sequence-parallel {CP2} --recompute-granularity full", 4, GEMMA3
     ),
+    "latent cp2 ulysses recompute modules": Layout(f"{CP2} --cp-scheme ulysses {MODULES} core_attn", 2, LATENT),
     "latent recompute full tp2 sp cp2": Layout(
         f"{TP2} --sequence-parallel {CP2} --cp-scheme exchange --recompute-granularity full", 4, LATENT
     ),
     "deepseek pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, DEEPSEEK),
-    "olmo3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, OLMO3),
-    "olmo3 pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, OLMO3),
-    "olmo3 compile tp2": Layout(f"{TP2} --compile", 2, OLMO3),
+    "olmo3 recompute full pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS} --recompute-granularity full", 2, OLMO3),
     "two bases cp2": Layout(CP2, 2, TWO_BASES),
     "attention sinks tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, SINKS),
     "gpt-oss pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, GPT_OSS),
     "gpt-oss cp2 ep2 recompute modules": Layout(f"{CP2} {EP2} {MODULES} core_attn mlp", 2, GPT_OSS),
-    "phi pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, PHI),
-    "phi recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, PHI),
-    "qwen3 pp2": Layout(PP2, 2, QWEN3),
     "mixtral tp2 sp": Layout(TP2 + " --sequence-parallel", 2, MIXTRAL),
-    "mixtral pp2 vpp2 recompute full": Layout(f"{VPP2} --recompute-granularity full", 2, MIXTRAL),
     "mixtral ep4 distributed overlaps micro-batch 1": Layout(
         f"--expert-model-parallel-size 4 {OVERLAPS} --micro-batch-size 1", 4, MIXTRAL
     ),
-    "qwen3-moe tp2 sp ep2": Layout(f"{TP2} --sequence-parallel {EP2}", 4, QWEN3_MOE),
-    "qwen3-moe pp2 ep2 recompute modules": Layout(f"{PP2} {EP2} {MODULES} core_attn layernorm mlp", 4, QWEN3_MOE),
     "qwen3-moe dp2 cp2 ep2 distributed": Layout(f"{CP2} {EP2} {DISTRIBUTED}", 4, QWEN3_MOE),
+    "dots1 cp2 ep2 recompute full": Layout(f"{CP2} {EP2} --recompute-granularity full", 2, DOTS1),
     "dots1 dp2 distributed micro-batch 1": Layout(f"{OVERLAPS} --micro-batch-size 1", 2, DOTS1),
     "dots1 pp2 vpp2 recompute modules": Layout(f"{VPP2} {MODULES} core_attn layernorm mlp", 2, DOTS1),
-    "dots1 pp2 ep2, a stage without experts": Layout(
-        f"{PP2} {EP2}", 4, (*DOTS1, "--moe-layer-freq", "0", "0", "1", "1")
+    "dots1 pp2 ep2 recompute modules, a stage without experts": Layout(
+        f"{PP2} {EP2} {MODULES} core_attn layernorm mlp", 4, (*DOTS1, "--moe-layer-freq", "0", "0", "1", "1")
     ),
     "dots1 tp2 sp ep2 token weights": Layout(f"{TP2} --sequence-parallel {EP2}", 4, (*DOTS1, *WEIGHTED)),
     # ranks that share experts have different numbers of short contexts
     "qwen3-moe token weights ep2 balanced batches": Layout(
         f"{EP2} --balance-batches", 2, (*QWEN3_MOE, *WEIGHTED, "--document-mask")
     ),
-    "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
-    "balanced batches micro-batch 4 tp2": Layout(f"--balance-batches --micro-batch-size 4 {TP2}", 2),
-    "token weights micro-batch 4": Layout("--micro-batch-size 4", 1, WEIGHTED),
 }
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SmallData, slow_but
-from runs import RunResult, launch, relative, weight_error
 
 from megatron_ext.checkpoint.tensors import Stored
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
+from tests.conftest import SmallData
+from tests.runs import RunResult, launch, relative, weight_error
 
 try:
     compat.check_muon()
@@ -80,8 +80,13 @@ def runner(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> R
     return Runner(small_data, tmp_path_factory.mktemp("muon"))
 
 
-@pytest.mark.parametrize("precision", [FP32, ""], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", slow_but(("tp2 sp", "mixtral ep2"), LAYOUTS))
+QUICK = [("tp2 sp", FP32), ("mixtral ep2", "")]
+CASES = [*((name, FP32) for name in LAYOUTS), *((name, "") for name in ("tp2 sp", "bf16 tp2 sp", "mixtral ep2"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_layout_trains_the_same_model(runner: Runner, name: str, precision: str) -> None:
     layout = LAYOUTS[name]
     reference = runner.run(f"{layout.model} {precision}")

@@ -5,11 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import TIMEOUT_S, Commands
-from runs import CONFIG, TRAINER, read_jsonl, without_times
 
 from megatron_ext.checkpoint.folders import folder_name, locate
+from tests.conftest import SmallData
+from tests.launcher import TIMEOUT_S, Commands
+from tests.runs import CONFIG, TRAINER, read_jsonl, without_times
 
 AHEAD = "tests/parity/one_step_ahead.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--window-schedule", "constant"]

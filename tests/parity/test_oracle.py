@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SmallData, slow_but
-from runs import RunResult, launch, relative, weight_error
 
 from megatron_ext.checkpoint.pretrained import Pretrained
-from parity.oracle import Repeated, repeat
+from tests.conftest import SmallData, slow_but
+from tests.parity.oracle import Repeated, repeat
+from tests.runs import RunResult, launch, relative, weight_error
+from tests.token_weighting.reference import exposure_weights
 
 STEPS = 8
 TOLERANCE = 1e-5
@@ -84,7 +85,7 @@ DEEPSEEK += " --moe-layer-freq 0 1 1 1 --moe-router-score-function sigmoid --moe
 DEEPSEEK += " --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias"
 DEEPSEEK += " --moe-router-bias-update-rate 0.01 --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 32"
 DEEPSEEK += " --rope-mscale-all-dim 0.7"
-FAST = ("own values", "token weights, z-loss", "Qwen3-MoE", "gpt-oss")
+FAST = ("token weights, z-loss", "Qwen3-MoE", "gpt-oss")
 CASES = {  # the length of rows, and flags
     "own values": (256, "--no-document-mask"),
     "token weights, z-loss": (128, f"--no-document-mask {UNFROZEN} --z-loss 1e-3"),
@@ -196,6 +197,37 @@ def test_dumped_token_weights_repeat_a_run_of_any_layout(
         assert run.metrics[step]["weight_max"] == ours["weights"].max() > 1.5
         assert 0 < np.isnan(ours["short_loss"]).mean() < 1
     # large weights make few tokens decide: Adam turns the rounding of their gradients into as much as 1.3e-5
+    assert_repeated(run, repeat(run.trajectory, run.series("learning_rate")), weights_apart=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [
+        *SHARED,
+        pytest.param(
+            f"--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 {EXPERTS} "
+            "--expert-model-parallel-size 2",
+            4,
+            id="tp2 sp cp2 ep2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_weights_by_effective_context_are_those_of_the_global_batch_in_any_layout(
+    small_data: SmallData, tmp_path: Path, layout: str, processes: int
+) -> None:
+    """While the window is shorter than the row; counted by hand from the dump, and what the engine trained with."""
+    flags = "--token-weighting unfrozen --weight-score exposure --weight-post none --exposure-tau 16 "
+    flags += "--exposure-alpha 1.5 --document-mask --eod-mask-loss --loss-denominator weights --seq-length 128 "
+    flags += f"--train-iters 3 --lr-warmup-iters 1 --window-start 20 --window-rate 39 {layout}"
+    run = launch([*small_data.flags, *flags.split()], processes, tmp_path / "run")
+    for step, metrics in enumerate(run.metrics):
+        batch = np.load(run.trajectory / f"step_{step:06d}.npz")
+        ends = np.split(batch["document_ends"], batch["document_ends_offsets"][1:-1])
+        by_hand = exposure_weights(list(ends), batch["loss_mask"], tau=16, alpha=1.5, gamma=0.5)
+        np.testing.assert_allclose(batch["weights"], by_hand * batch["loss_mask"], rtol=1e-6)
+        assert metrics["weight_max"] == batch["weights"].max() > 2
+        assert metrics["denominator"] == pytest.approx(batch["weights"].sum(), rel=1e-6)
     assert_repeated(run, repeat(run.trajectory, run.series("learning_rate")), weights_apart=2e-5)
 
 

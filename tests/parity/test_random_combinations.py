@@ -5,18 +5,17 @@ RANDOM_SEEDS=7,5000-5999 in the environment others instead. Its failure names th
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from launcher import Commands, Running
-from runs import RunResult, weight_error
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml
-from parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, prepare, write_data
+from tests.launcher import Commands, Running
+from tests.parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, prepare, write_data
+from tests.runs import RunResult, relative, weight_error
 
 QUICK, ALL = 4, 100
 TIMEOUT_S = 120
@@ -92,15 +91,6 @@ def finish(running: Running, run: Run, name: str) -> RunResult:
         raise AssertionError(f"{name}.yaml\n{error}") from None
     assert running.statuses == [0] * run.processes, f"{name}.yaml\n{running.words()}"
     return RunResult(Path(name), 0, done[0].stdout, done[0].stderr)
-
-
-def relative(ours: Sequence[Any], theirs: Sequence[Any], least: float = 0.0) -> float:
-    """max |a - b| / max(|b|, least); 0 where both are."""
-    a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    assert a.shape == b.shape, (a.shape, b.shape)
-    assert np.isfinite(a).all(), ours
-    apart, size = np.abs(a - b), np.maximum(np.abs(b), least)
-    return float(np.max(np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size != 0), initial=0.0))
 
 
 def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str, float]:

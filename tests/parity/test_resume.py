@@ -6,15 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import Commands, Running
-from runs import CONFIG, RunResult, finish, launch, read_jsonl, refusal, start, weight_error, without_times
+
+from tests.conftest import SmallData
+from tests.launcher import Commands, Running
+from tests.runs import CONFIG, RunResult, finish, launch, read_jsonl, refusal, start, weight_error, without_times
 
 STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
 EVALUATION = ["--eval-interval", "4", "--eval-iters", "1"]
 COMMON = ["--seq-length", "64", "--train-iters", str(STEPS), *WINDOW, *EVALUATION]
-DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+EXPOSURE = ("--token-weighting", "unfrozen", "--weight-score", "exposure", "--weight-post", "none")
+DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *EXPOSURE)
 
 
 def resuming(data: SmallData, folder: Path, *flags: object) -> list[object]:
@@ -66,46 +68,30 @@ Wholes = Callable[..., RunResult]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "layout", "stops"),
-    [
-        (1, (), [(signal.SIGTERM, False), (signal.SIGINT, False)]),
-        (2, DP2, [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)]),
-    ],
-)
-def test_stopped_and_resumed(
-    small_data: SmallData,
-    wholes: Wholes,
-    tmp_path: Path,
-    processes: int,
-    layout: tuple[str, ...],
-    stops: list[tuple[signal.Signals, bool]],
-) -> None:
-    """Signals ask for an orderly stop, each sent to one worker or to torchrun.
+def test_stopped_and_resumed(small_data: SmallData, wholes: Wholes, tmp_path: Path) -> None:
+    """Signals to one worker or to torchrun, which always exits with 1, but stopped.json tells.
 
-    A stopped run saves and exits with 85, or 130 for a person's SIGINT; torchrun always exits with 1, but
-    stopped.json tells.
+    What a process alone exits with: faults/test_signals.py.
     """
     folder = tmp_path / "run"
-    command = resuming(small_data, folder, *layout)
-    for number, to_torchrun in stops:
+    command = resuming(small_data, folder, *DP2)
+    for number, to_torchrun in ((signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)):
         since, loaded = time.time(), saved_steps(folder)
-        process = start(command, processes, folder)
+        process = start(command, 2, folder)
         wait_for_steps(process, folder, since, loaded + 2)
-        (process.agent if to_torchrun or processes == 1 else process.workers()[-1]).send_signal(number)
+        (process.agent if to_torchrun else process.workers()[-1]).send_signal(number)
         stopped = finish(process, folder)
         steps = len(stopped.metrics)
-        by_person = number == signal.SIGINT
-        assert stopped.returncode == (1 if processes > 1 else 130 if by_person else 85), stopped.stderr
+        assert stopped.returncode == 1, stopped.stderr
         facts = {"signal": number.name, "exit_code": 85, "step": steps, "checkpoint": f"checkpoints/iter_{steps:07d}"}
-        assert read_jsonl(folder / "stopped.json") == ([] if by_person else [facts])
+        assert read_jsonl(folder / "stopped.json") == ([] if number == signal.SIGINT else [facts])
         assert loaded + 2 <= steps < STEPS
         assert saved_steps(folder) == steps
         assert f"stopped by a signal; saved after {steps} steps" in stopped.stdout + stopped.stderr
-    result = finish(start(command, processes, folder), folder)
+    result = finish(start(command, 2, folder), folder)
     assert result.returncode == 0, result.stderr
     assert not (folder / "stopped.json").exists()
-    assert_uninterrupted(result, wholes(processes, *layout))
+    assert_uninterrupted(result, wholes(2, *DP2))
 
 
 def refused(alone: Commands, *flags: object) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG, finish, read_jsonl, relative, start, without_times
 
-from parity.test_resume import wait_for_steps
+from tests.conftest import SmallData
+from tests.launcher import Commands
+from tests.parity.test_resume import wait_for_steps
+from tests.runs import CONFIG, finish, read_jsonl, relative, start, without_times
 
 TRAINER = "pretrain_skyladder.py"
 STEPS = 3  # of each stage

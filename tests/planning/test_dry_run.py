@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
-from launcher import Commands, Done
+
+from tests.conftest import SmallData
+from tests.launcher import Commands, Done
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., Done]

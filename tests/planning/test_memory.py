@@ -1,7 +1,6 @@
 """The memory formula: shares of a layout, the fullest stage, what is not counted. Rehearsals check the bytes."""
 
 import pytest
-from fullest import fullest_stage
 
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
@@ -9,6 +8,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
 from megatron_ext.planning.memory import estimate, stage_memory, uncounted
 from megatron_ext.planning.run_plan import describe
+from tests.planning.fullest import fullest_stage
 
 SHAPE = "--hidden-size 256 --ffn-hidden-size 768 --num-layers 4 --num-attention-heads 8 --num-query-groups 2"
 BATCH = "--seq-length 512 --global-batch-size 4"

@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from recipe_files import Recipe, known
 
 from megatron_ext.config import Config
 from megatron_ext.config.matrix import MARK
@@ -13,12 +12,13 @@ from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.files.reading import read_yaml
 from megatron_ext.planning.flops import RunFlops, run_flops
 from megatron_ext.planning.memory import estimate
+from tests.planning.recipe_files import Recipe, known
 from tools import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPERS = {"skyladder": "arXiv 2503.15450", "prolong": "arXiv 2410.02660", "token_weighting": "arXiv 2503.09202"}
 PAPERS |= {"olmo3": "arXiv 2512.13961"}
-OF_ANOTHER = {"token_weighting_longce": "arXiv 2410.23771"}
+OF_ANOTHER = {"token_weighting_longce": "arXiv 2410.23771", "token_weighting_exact": "arXiv 2605.10544"}
 QUICK = ("skyladder_table22_gradual_4_5", "prolong_ablation_length_512k", "token_weighting_table4_shifted_ppmi")
 SOME = (*QUICK, "prolong_8b", "skyladder_120m_8k")
 some_or_all = pytest.mark.parametrize("names", [SOME, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])

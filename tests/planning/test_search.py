@@ -1,5 +1,6 @@
 """The search for layouts: what it lists is legal and fits, and nothing that it passed over would have been better."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -63,11 +64,11 @@ def test_no_legal_layout_that_fits_is_faster_than_the_best(experts: int | None) 
     machine = Machine(gpus, "H100", vocabulary, SPEEDS)
     found = search(config, machine, top=1)
     for axis, name in SIZE.items():
-        sizes = {getattr(one.parallel, name) for one in candidates(config, machine)}
+        sizes = {getattr(one.parallel, name) for one in candidates(config, machine, Counter())}
         assert sizes >= ({1} if axis == "expert" and experts is None else {1, 2})
     legal = [
         one
-        for kept in candidates(config, machine)
+        for kept in candidates(config, machine, Counter())
         for one in (kept, *with_less_kept(kept))
         if estimate(one, gpus, vocabulary).total <= USABLE * 80 * 2**30 and not list(mistakes(one, gpus))
     ]
@@ -98,7 +99,7 @@ def test_inputs_go_to_the_host_only_where_the_layout_does_not_fit_without() -> N
 
 def test_blocks_of_the_mlp_are_tried_where_norms_are_not_recomputed() -> None:
     config = replace(recipe("skyladder/skyladder_1b_32k.yaml"), model=parse(["--model-preset", "Olmo-3-7B"]).model)
-    plain = next(candidates(config, Machine(1, "H100", 100278, SPEEDS)))
+    plain = next(candidates(config, Machine(1, "H100", 100278, SPEEDS), Counter()))
     lighter = [one.parallel for one in with_less_kept(plain) if not list(mistakes(one, 1))]
     assert any(one.mlp_block_tokens and one.recompute_granularity is None for one in lighter)
 

@@ -8,11 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from checkpoint.models import write_model
-from conftest import VOCABULARY, SmallData
-from launcher import Commands
-from recipe_files import Recipe, known
-from runs import attempt, read_jsonl
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
@@ -20,6 +15,11 @@ from megatron_ext.config.checks import check_stages
 from megatron_ext.config.matrix import MARK
 from megatron_ext.config.stages import Stage
 from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
+from tests.checkpoint.models import write_model
+from tests.conftest import VOCABULARY, SmallData
+from tests.launcher import Commands
+from tests.planning.recipe_files import Recipe, known
+from tests.runs import attempt, read_jsonl
 from tools import twin_recipe
 
 TRAIN = "pretrain_skyladder.py"

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import slow_but
-from launcher import Commands, free_port
-from mocked import TINY, mocked
-from planning.fullest import fullest_rank, fullest_stage
-from planning.rank_work import rank_work
-from planning.recipe_files import Recipe, known
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.planning.memory import attention_shapes, stage_memory
 from megatron_ext.planning.step_time import Machine, read_speeds
-from megatron_ext.rehearsal.process import Request, in_process
+from megatron_ext.rehearsal.process import Request
+from tests.conftest import slow_but
+from tests.launcher import Commands, free_port
+from tests.planning.fullest import fullest_rank, fullest_stage
+from tests.planning.rank_work import rank_work
+from tests.planning.recipe_files import Recipe, known
+from tests.rehearsal.mocked import TINY, mocked
+from tests.rehearsal.server import in_child
 from tools.rehearse import main as rehearse
 
 HERE = Path(__file__).resolve().parent
@@ -177,9 +178,7 @@ def within(case: Case) -> None:
     """Memory and FLOPs of the fullest rank, under the widest window and with one document in each row."""
     config, sizes = case.config, (case.world_size, case.vocab_size)
     window, stage = config.window_schedule().end, fullest_stage(config, *sizes)
-    (step,) = in_process(Request([*case.argv], case.world_size, fullest_rank(config, *sizes), [window], "whole"))[
-        "steps"
-    ]
+    (step,) = in_child(Request([*case.argv], case.world_size, fullest_rank(config, *sizes), [window], "whole"))["steps"]
     assert step["fault"] is None, step["fault"]["traceback"]
     rehearsed = sum(step["memory"].values())
     assert stage_memory(config, *sizes, stage).total == pytest.approx(rehearsed, rel=LARGEST_DIFFERENCE), step["memory"]
@@ -217,7 +216,7 @@ def test_many_short_segments(backend: str) -> None:
     case = case_of("skyladder_1b_32k")
     argv = [*case.argv, "--num-layers", "3", "--global-batch-size", "16", "--window-start", "8"]
     argv += ["--attention-backend", backend]
-    (step,) = in_process(Request(argv, 8, 0, [8], "whole"))["steps"]
+    (step,) = in_child(Request(argv, 8, 0, [8], "whole"))["steps"]
     assert ("scratch" in step["peak_at"]) == (backend == "torch_varlen")
     memory = stage_memory(parse(argv), 8, case.vocab_size, 0, 8)
     assert memory.total == pytest.approx(sum(step["memory"].values()), rel=LARGEST_DIFFERENCE)
@@ -274,7 +273,7 @@ def test_micro_batches_that_are_not_run_count_like_those_that_are(flags: str) ->
     full = (5, 6) if flags else (3,)
     for count in (*full, 9):
         argv = [*TINY.split(), *flags.split(), "--global-batch-size", str(count)]
-        (found[count],) = in_process(Request(argv, processes, 0, [256], "whole"))["steps"]
+        (found[count],) = in_child(Request(argv, processes, 0, [256], "whole"))["steps"]
         assert found[count]["fault"] is None
     first, second, many = found[full[0]], found[full[-1]], found[9]
     assert [found[count]["measured"] for count in (*full, 9)] == [*full, 4 if flags else 2]

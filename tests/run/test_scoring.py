@@ -7,9 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from checkpoint.models import write_model
-from launcher import call
-from theirs import write_theirs
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WindowConfig
@@ -19,6 +16,9 @@ from megatron_ext.inference.model import open_model
 from megatron_ext.run.scoring import score_missing, score_rows
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from tests.checkpoint.models import write_model
+from tests.launcher import call
+from tests.theirs import write_theirs
 
 LENGTH, CHUNK, VOCABULARY = 24, 6, 50
 WHOLE_CHUNKS = ShortContext(CHUNK, CHUNK, every_token=True)

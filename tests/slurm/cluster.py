@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-import launcher
 import psutil
+
+from tests import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slurm.cluster import Cluster, missing_programs
+from tests.slurm.cluster import Cluster, missing_programs
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from conftest import SmallData
-from launcher import PYTHONPATH, ROOT, Commands
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slurm.cluster import Cluster, wait_until
+from tests.conftest import SmallData
+from tests.launcher import PYTHONPATH, ROOT, Commands
+from tests.slurm.cluster import Cluster, wait_until
 
 JOB_S = 300
 SMALL = ["--cpus-per-task=1", "--time=10"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.cluster import ROOT, Cluster, wait_until
+from tests.slurm.cluster import ROOT, Cluster, wait_until
 
 LAUNCH = "examples/slurm/launch.sh"
 PRETRAIN = "examples/slurm/pretrain.sbatch"
@@ -90,7 +90,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 NUMBERS = {
     LAUNCH: ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "MAX_CRASHES"),
     "examples/slurm/preprocess.sbatch": ("PARTS", "SLURM_ARRAY_TASK_ID"),
-    "benchmarks/gpu.sh": ("MINUTES",),
+    "benchmarks/gpu.sh": ("MINUTES", "STEPS"),
 }
 
 

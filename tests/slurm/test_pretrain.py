@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SmallData
-from launcher import PYTHONPATH
-from runs import read_jsonl, without_times
 
-from slurm.cluster import Cluster, wait_until
+from tests.conftest import SmallData
+from tests.launcher import PYTHONPATH
+from tests.runs import read_jsonl, without_times
+from tests.slurm.cluster import Cluster, wait_until
 
 pytestmark = pytest.mark.timeout(1800)  # generous: each wait below fails by itself, with the logs
 STEPS = 24

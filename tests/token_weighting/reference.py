@@ -43,3 +43,30 @@ def row_weights(scores: list[float | None], post: str, strength: float, seed: in
     for i, weight in chosen.items():
         weights[i] = weight
     return weights
+
+
+def exposure_weights(ends: list[list[int]], trained: np.ndarray, *, tau: int, alpha: float, gamma: float) -> np.ndarray:
+    """The weights of EXACT of the targets of rows, float64 [R, L]; `ends` are the document ends of each row.
+
+    Each bucket is found by trying all, each context by counting tokens back to the start of the document.
+    """
+    buckets = [(0, 7)] + [(2**power, 2 ** (power + 1) - 1) for power in range(3, 40)]
+
+    borders = [{0, *map(int, of_row)} for of_row in ends]
+
+    def bucket_of(row: int, target: int) -> tuple[int, int]:
+        before = 0
+        while target - before not in borders[row]:
+            before += 1
+        return next((low, high) for low, high in buckets if low <= before <= high)
+
+    of_targets = [[bucket_of(row, target) for target in range(1, trained.shape[1] + 1)] for row in range(len(trained))]
+    counts: dict[tuple[int, int], int] = {}
+    for row, places in enumerate(of_targets):
+        for place, bucket in enumerate(places):
+            if trained[row, place] and bucket[0] >= tau:
+                counts[bucket] = counts.get(bucket, 0) + 1
+    share = {bucket: count / sum(counts.values()) for bucket, count in counts.items()}
+    rarity = {bucket: q**-gamma for bucket, q in share.items()}
+    mean = math.fsum(share[bucket] * rarity[bucket] for bucket in share)
+    return np.array([[1 + alpha * rarity.get(bucket, 0.0) / mean for bucket in places] for places in of_targets])

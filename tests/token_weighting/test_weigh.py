@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ON_GPU
 
 from megatron_ext.token_weighting import weigh
 from megatron_ext.token_weighting.weigh import POSTS
+from tests.conftest import ON_GPU
 
 LONG = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 2.5, 0.5, 1.0]], dtype=np.float32)
 SHORT = np.array([[3.0, 2.0, 2.0, 5.0], [2.0, 2.0, 2.5, 0.0]], dtype=np.float32)

@@ -5,9 +5,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-from launcher import ROOT
 
 from megatron_ext.checkpoint.manifest import Manifest, facts_of
+from tests.launcher import ROOT
 
 main = runpy.run_path(str(ROOT / "tools" / "checkpoints.py"))["main"]
 

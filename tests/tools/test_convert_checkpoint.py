@@ -7,17 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint.models import ARCHITECTURES, write_model
-from conftest import SmallData, slow_but
-from launcher import ROOT, Commands
-from runs import CONFIG, RunResult, launch, weight_error
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from tests.checkpoint.models import ARCHITECTURES, write_model
+from tests.conftest import SmallData, slow_but
+from tests.launcher import ROOT, Commands
+from tests.runs import CONFIG, RunResult, launch, weight_error
+
 TOOL = "tools/convert_checkpoint.py"
 QUICK = ("llama", "qwen3-tied", "phi", "gemma3", "mixtral", "mixtral-top1", "deepseek_v3-top1-wide")
+# others that differ from another one in shapes, or in angles that checkpoint/hf/test_rope.py compares
+ALIKE = ("llama-tied", "llama-mha", "mistral", "mistral-uneven", "qwen3-local", "phi-tied", "dots1", "gemma3-global")
+ALIKE += ("llama-linear", "llama-llama3")
 BYTES = ("--tokenizer", "bytes", "--tokens", 60)
 SHORT = ("--train-iters", 2, "--global-batch-size", 4, "--seq-length", 128, "--lr-warmup-iters", 0, "--lr", 1e-4)
 
@@ -88,7 +92,7 @@ def logits_said(message: str) -> tuple[float, float]:
     return scale, difference
 
 
-@pytest.mark.parametrize("architecture", slow_but(QUICK, ARCHITECTURES))
+@pytest.mark.parametrize("architecture", slow_but(QUICK, [one for one in ARCHITECTURES if one not in ALIKE]))
 def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: str) -> None:
     """Logits to 1e-5 of the largest, loss to 1e-5 and greedy tokens, on a text longer than any local window."""
     model = write_model(tmp_path / "model", architecture)

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint.models import write_model
-from launcher import Commands
+
+from tests.checkpoint.models import write_model
+from tests.launcher import Commands
 
 pytestmark = pytest.mark.slow  # `make test-eval` runs them
 TOOL = "tools/evaluate.py"

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint.models import write_model
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG
 from transformers import AutoModelForCausalLM
+
+from tests.checkpoint.models import write_model
+from tests.conftest import SmallData
+from tests.launcher import Commands
+from tests.runs import CONFIG
 
 TOOL = "tools/evaluate.py"
 SOURCES = ["one", "two"]

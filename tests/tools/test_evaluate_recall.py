@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation.plain import greedy_texts
-from launcher import Commands
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.probe import NEW_TOKENS, make_samples
+from tests.evaluation.plain import greedy_texts
+from tests.launcher import Commands
 
 TOOL = "tools/evaluate.py"
 LENGTHS = [600, 1500]

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from checkpoint.models import EACH, write_model
-from evaluation.plain import greedy_texts
-from launcher import Commands
-from runs import refusal
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from tests.chats import END, PLAIN, put_tokenizer, put_wide_tokenizer
+from tests.checkpoint.models import EACH, write_model
+from tests.evaluation.plain import greedy_texts
+from tests.launcher import Commands
+from tests.runs import refusal
 
 TOOL = "tools/generate.py"
 PROMPTS = ["Once upon a time", "The", "Lily and Tom went to the park to see", "A dog", "One day, the sun"]

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SmallData
 
+from tests.conftest import SmallData
 from tools.inspect_pack import main
 
 ROOT = Path(__file__).resolve().parents[2]

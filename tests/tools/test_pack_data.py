@@ -1,13 +1,23 @@
 """Plans made by the tool are what the trainer reads; without one it says how to make it."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from conftest import SmallData
-from launcher import Commands, Done
-from runs import CONFIG, read_jsonl
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.data.rows.packed import PackedRows
+from megatron_ext.run.identity import checked_vocab_size, row_identity
+from megatron_ext.run.inputs import open_split, splits
+from megatron_ext.token_weighting.gain import document_gains
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from tests.conftest import SmallData
+from tests.launcher import Commands, Done
+from tests.runs import CONFIG, read_jsonl
 
 SCRIPT, TOOL = "pretrain_skyladder.py", "tools/pack_data.py"
 
@@ -65,3 +75,58 @@ def test_all_stages_are_packed_at_once(pack: Callable[..., Done], small_data: Sm
     assert made.status == 0, made.stderr
     found = [folder.name.split("-")[0] for folder in (tmp_path / "corpus.packing").iterdir()]
     assert sorted(found) == ["best_fit", "carry_over"]
+
+
+def test_documents_are_kept_by_their_gain(
+    alone: Commands, pack: Callable[..., Done], small_data: SmallData, tmp_path: Path
+) -> None:
+    """From stores of the run's rows; a run reads the plan; stores of other rows, or in the wrong order, are refused."""
+    flags = [*copied(small_data, tmp_path), "--packing", "best_fit"]
+    assert pack(*flags).status == 0
+    config = parse([str(flag) for flag in flags])
+    vocab_size = checked_vocab_size(config)
+    identity: dict[str, Any] = row_identity(config, vocab_size)
+    (split,) = splits(config, vocab_size, 0)
+    rows = open_split(split, config)
+    assert isinstance(rows, PackedRows)
+    losses = np.random.default_rng(5).gamma(2.0, 1.0, (2, rows.plan.rows, 128)).astype(np.float32)
+    for name, context, of_rows in zip(("short", "long"), (16, 128), losses, strict=True):
+        facts = StoreIdentity(rows=rows.plan.rows, short_context=context, short_stride=context, model="m", **identity)
+        store = ScoreStore.create_or_resume(tmp_path / name, facts)
+        for row, values in enumerate(of_rows):
+            store.write(row, values)
+    both = [tmp_path / "short", tmp_path / "long"]
+    made = pack(*flags, "--filter-by-gain", 0.3, *both)
+    assert made.status == 0, made.stderr
+    gains = document_gains(rows, *(ScoreStore.open(store) for store in both), 0)
+    kept = np.argsort(-gains[np.isfinite(gains)], kind="stable")[: math.ceil(0.3 * np.isfinite(gains).sum())]
+    wanted = np.flatnonzero(np.isfinite(gains))[kept]
+    (folder,) = [file.parent for file in tmp_path.glob("corpus.packing/*/plan.json") if "filter" in file.read_text()]
+    assert set(np.load(folder / "pieces.npy")[:, 0].tolist()) == set(wanted.tolist())
+    record = json.loads((folder / "plan.json").read_text())["filter"]
+    assert (record["kept"], record["with_scores"]) == (len(wanted), np.isfinite(gains).sum())
+    assert (record["least_gain"], record["short"]["short_context"]) == (gains[wanted].min(), 16)
+    option = ["--packing-options", "filter_by_gain=0.3"]
+    alone.run(SCRIPT, *CONFIG, *flags, *option, "--save", tmp_path / "run")
+    both[0].rename(tmp_path / "before")
+    facts = StoreIdentity(rows=rows.plan.rows, short_context=8, short_stride=8, model="m", **identity)
+    store = ScoreStore.create_or_resume(both[0], facts)
+    for row in range(rows.plan.rows):
+        store.write(row, losses[0, -row])
+    stale = pack(*flags, "--filter-by-gain", 0.3, *both)
+    assert "was made with other scores" in stale.stderr.splitlines()[-1]
+    folder.rename(tmp_path / "away")
+    for wrong, text in (
+        ([*flags, "--filter-by-gain", 0, *both], "filter_by_gain"),
+        ([*flags, "--filter-by-gain", 1.5, *both], "filter_by_gain"),
+        ([*flags, "--filter-by-gain", "half", *both], "filter_by_gain"),
+        ([*flags, "--filter-by-gain", 0.3, *both[::-1]], "name the short-context store first"),
+        ([*flags, "--seed", 7, "--filter-by-gain", 0.3, *both], "its seed is 1234"),
+        ([*flags, "--no-document-mask", "--filter-by-gain", 0.3, *both], "its packing is"),
+        ([*flags, "--filter-by-gain", 0.3, tmp_path / "none", both[1]], "there is no store here"),
+        ([*copied(small_data, tmp_path), "--filter-by-gain", 0.3, *both], "which needs no plan"),
+        ([*flags, *option], "filter_by_gain: needs scores"),
+    ):
+        refused = pack(*wrong)
+        assert refused.status == 2, (wrong, refused.stdout)
+        assert text in refused.stderr.splitlines()[-1], (text, refused.stderr)

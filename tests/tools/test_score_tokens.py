@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from checkpoint.models import write_model
-from conftest import SmallData
-from launcher import Commands
-from runs import CONFIG, read_jsonl
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.checkpoint.models import write_model
+from tests.conftest import SmallData
+from tests.launcher import Commands
+from tests.runs import CONFIG, read_jsonl
 
 SCORE, TRAIN = "tools/score_tokens.py", "pretrain_skyladder.py"
 LENGTH, STEPS, BATCH = 128, 2, 4

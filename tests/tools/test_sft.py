@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launcher import Commands
-from runs import read_jsonl
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from tests.chats import END, MARKED, START, conversations, put_chats, put_tokenizer
+from tests.launcher import Commands
+from tests.runs import read_jsonl
 
 PREPROCESS, PACK, TRAIN = "tools/preprocess_data.py", "tools/pack_data.py", "pretrain_skyladder.py"
 LENGTH, BATCH, STEPS = 256, 4, 3

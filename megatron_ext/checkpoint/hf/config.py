@@ -7,7 +7,9 @@ results.
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 
@@ -15,29 +17,17 @@ from megatron_ext.checkpoint.hf.rope import Angles, rope_entries, with_rope
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.config.checks import mistakes
 from megatron_ext.errors import UserError, echo
-
-_SHAPES = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-}
-_LLAMA = _SHAPES | {"rms_norm_eps": "norm_epsilon"}
-_LATENT = _LLAMA | {
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_head_dim",
-    "qk_rope_head_dim": "qk_pos_emb_head_dim",
-    "v_head_dim": "v_head_dim",
-}
+from megatron_ext.files.reading import read_yaml, typed
 
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture of transformers."""
+    """An architecture of transformers, an entry of families.yaml."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     architecture: str  # its class in transformers
+    names: dict[str, str]  # the options that equal an entry, by its name
     options: dict[str, Any] = field(default_factory=dict)  # our options that all its models have
     # transformers' values of missing entries, if they differ from ours
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +37,6 @@ class Family:
     local: Literal["all", "some"] | None = None
     # the names of the number of experts and of their width; None if there are no experts
     experts: tuple[str, str] | None = None
-    names: dict[str, str] = field(default_factory=lambda: _LLAMA)  # the options that equal an entry, by its name
     ignored: tuple[str, ...] = ()  # further entries that transformers does not read for this family
 
     @property
@@ -56,121 +45,13 @@ class Family:
         return "first_k_dense_replace" in self.defaults
 
 
+_FILE = Path(__file__).with_name("families.yaml")
+_WRITTEN = read_yaml(_FILE)
+_SILENT = set(chain.from_iterable(_WRITTEN[".silent"]))  # entries that do not change what the model computes
+# names with a dot are shared parts
+FAMILIES = typed({k: family for k, family in _WRITTEN.items() if k[0] != "."}, dict[str, Family], _FILE)
 _FIXED = {"hidden_act": "silu"}
-_UNREAD_BY_DEEPSEEK = (  # its own code computes the same; further tokens are not predicted here
-    *("auto_map", "topk_method", "ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim", "num_nextn_predict_layers"),
-)
-_DEEPSEEK_EXPERTS = {"norm_topk_prob": True, "scoring_func": "sigmoid", "moe_layer_freq": 1}
-# these ignore `sliding_window` without `use_sliding_window`, and in Qwen2 and Qwen3 the first layers are global
-_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-
-# an export has the first of these that computes the same function
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", {"add_qkv_bias": True}, _QWEN | {"num_key_value_heads": 32}, local="some",
-        ignored=("attention_bias",),
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", {"qk_layernorm": True}, _QWEN | {"num_key_value_heads": 32, "head_dim": 128}, local="some"
-    ),
-    "mistral": Family(
-        "MistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, local="all",
-        ignored=("attention_bias",),
-    ),
-    "ministral": Family(
-        "MinistralForCausalLM", {}, {"num_key_value_heads": 8, "sliding_window": 4096}, local="some",
-        ignored=("attention_bias",),
-    ),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM",
-        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
-        | {"no_rope_layer_interval": 4},
-        fixed={"use_sliding_window": False},
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", {"qk_layernorm": True},
-        _QWEN
-        | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-        | {"norm_topk_prob": False},
-        {"norm_topk_prob": True, "decoder_sparse_step": 1},
-        local="all", experts=("num_experts", "moe_intermediate_size"),
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM", {},
-        {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
-        local="all", experts=("num_local_experts", "intermediate_size"), ignored=("attention_bias",),
-    ),
-    "phi": Family(
-        "PhiForCausalLM", {"block": "phi"}, fixed={"hidden_act": "gelu_new"},
-        names=_SHAPES | {"layer_norm_eps": "norm_epsilon"}, ignored=("attention_bias",),
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", {"block": "gemma3"},
-        {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-        | {"sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        {"hidden_activation": "gelu_pytorch_tanh"},
-        local="some", names=_LLAMA | {"query_pre_attn_scalar": "query_pre_attn_scalar"},
-    ),
-    "olmo3": Family(
-        "Olmo3ForCausalLM", {"block": "olmo3"},
-        {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
-        local="some",
-    ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM", {"block": "gpt_oss"},
-        {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2}
-        | {"num_local_experts": 128, "num_experts_per_tok": 4, "max_position_embeddings": 131_072, "rope_theta": 1.5e5}
-        | {"rope_parameters": {
-            "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096,
-        }},
-        {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        local="some", experts=("num_local_experts", "intermediate_size"),
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", {"multi_latent_attention": True},
-        {"num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
-        | {"qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8}
-        | {"moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
-        | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "max_position_embeddings": 4096},
-        _DEEPSEEK_EXPERTS | {"rope_interleave": True},
-        experts=("n_routed_experts", "moe_intermediate_size"), names=_LATENT, ignored=_UNREAD_BY_DEEPSEEK,
-    ),
-    "dots1": Family(
-        "Dots1ForCausalLM", {"qk_layernorm": True},
-        {"num_key_value_heads": 32, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
-        | {"routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "norm_topk_prob": False}
-        | {"sliding_window": 4096, "max_window_layers": 62},
-        _DEEPSEEK_EXPERTS,
-        local="some", experts=("n_routed_experts", "moe_intermediate_size"), ignored=_UNREAD_BY_DEEPSEEK,
-    ),
-}  # fmt: skip
 _LAYER_TYPES = ("sliding_attention", "full_attention")
-_SILENT = (  # entries that do not change what the model computes
-    # the file, the software and the outputs
-    "model_type architectures _name_or_path name_or_path transformers_version torch_dtype dtype _commit_hash "
-    "unsloth_version unsloth_fixed transformers.js_config is_llama_config pretraining_tp chunk_size_feed_forward "
-    "return_dict torchscript attn_implementation _attn_implementation _attn_implementation_autoset "
-    "_experts_implementation use_bfloat16 id2label label2id num_labels problem_type finetuning_task "
-    "task_specific_params is_decoder tie_encoder_decoder "
-    "experts_per_token initial_context_length "  # gpt-oss: other names of entries that are there, too
-    # training: --init-method-std, --hidden-dropout, --moe-aux-loss-coeff
-    "initializer_range resid_pdrop embd_pdrop router_aux_loss_coef output_router_logits router_jitter_noise "
-    "tokenizer_class prefix model_max_length bos_token_id eos_token_id pad_token_id sep_token_id "  # text
-    # generation, in transformers' GenerationConfig
-    "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids "
-    "begin_suppress_tokens cache_config cache_implementation compile_config constraints continuous_batching_config "
-    "decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers early_stopping "
-    "encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
-    "exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale "
-    "is_assistant length_penalty low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens max_time "
-    "min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule "
-    "num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_logits "
-    "output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits "
-    "repetition_penalty return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens "
-    "target_lookbehind temperature token_healing top_h top_k top_p typical_p use_cache use_mtp watermarking_config "
-)
-
 _Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
 _Number = Annotated[float, Field(strict=True, gt=0, le=1e300, allow_inf_nan=False)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=10_000)]
@@ -263,7 +144,7 @@ def _check(entries: dict[str, Any], family: Family) -> None:
         value = entries.get(name, ours)
         if value != ours and (value is not None or ours is True):  # transformers takes null for false
             raise UserError(f"has {name} {echo(value)}, this model has {ours!r} only; use another model")
-    known = {*_FIELDS, *_SILENT.split(), *fixed, *family.ignored}
+    known = {*_FIELDS, *_SILENT, *fixed, *family.ignored}
     for name, value in entries.items():
         if value and name not in known:
             remedy = "remove it if it does not change what the model computes"

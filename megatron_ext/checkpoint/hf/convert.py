@@ -194,7 +194,7 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
             files.append(list(tensors))
             tensors.clear()
 
-        stacks = model.block == "gpt_oss"
+        stacks = model.traits.stacked_experts
         for name, same in groupby(exported(), lambda named: stacked_name(named[0]) if stacks else named[0]):
             parts = [part for _, part in same]
             nbytes = sum(part.nbytes for part in parts)

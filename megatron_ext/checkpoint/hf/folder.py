@@ -56,7 +56,7 @@ def shapes_in_files(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
     shapes: dict[str, tuple[int, ...]] = {}
     for name in (name for row in parameters_of(model) for place in row.places(model) for name in row.names(place)):
         shape = full_shape(name, model, vocab_size)
-        stacked = stacked_name(name) if model.block == "gpt_oss" else name
+        stacked = stacked_name(name) if model.traits.stacked_experts else name
         if stacked != name:
             rows, *columns = shape
             shape = (model.num_experts or 0, *columns, 2 * rows if "gate_up" in stacked else rows)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.blocks import BLOCKS
 
 
 class Cut(Enum):
@@ -115,24 +116,28 @@ def _experts(
 @cache
 def parameters_of(model: ModelConfig) -> tuple[Parameter, ...]:
     """Return the rows of the table that apply to this model."""
-    block, latent, low_rank = model.block, model.multi_latent_attention, model.q_lora_rank is not None
+    block, latent, low_rank = model.traits, model.multi_latent_attention, model.q_lora_rank is not None
     apart = model.qk_layernorm or model.moe_router_score_function == "sigmoid"
     traits = {
-        block: True,
-        "not_phi": block != "phi",
-        "post_norms": block in ("gemma3", "olmo3"),
-        "input_norm": block != "olmo3" and not latent,
+        **{family if family == model.block else f"not_{family}": True for family in BLOCKS},
+        "layer_norm": block.norm == "LayerNorm",
+        "post_norms": block.post_norm,
+        "mlp_norm": block.pre_mlp_norm and not block.post_norm,
+        "input_norm": block.pre_norm and not latent,
         "qkv": not latent,
         "qkv_bias": model.has_qkv_bias,
-        "head_norms": model.has_qk_norms and block != "olmo3",
+        "head_norms": model.has_qk_norms and block.qk_norm != "all_heads",
+        "whole_norms": block.qk_norm == "all_heads",
         "latent": latent,
         "full_rank_queries": latent and not low_rank,
         "low_rank_queries": latent and low_rank,
         "sinks": model.has_sinks,
+        "gated": block.gated_mlp,
+        "output_bias": block.output_bias,
         "dense": model.expert_layers < model.num_layers,
         "experts": model.expert_layers > 0,
         "as_qwen": apart,
-        "as_mixtral": not apart and block != "gpt_oss",
+        "as_mixtral": not (apart or block.stacked_experts),
         "router_bias": model.moe_router_enable_expert_bias,
         "shared_experts": model.moe_shared_expert_intermediate_size is not None,
         "untied": model.untie_embeddings_and_output_weights,
@@ -147,14 +152,14 @@ TABLE: tuple[Parameter, ...] = (
     _row("", Cut.VOCABULARY, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),
     _layer("input_norm", Cut.WHOLE, f"input_layernorm.weight {_QKV}.layer_norm_weight", "input_layernorm.weight"),
     _layer("latent", Cut.WHOLE, "input_layernorm.weight", "input_layernorm.weight"),  # two matrices read its output
-    _layer("phi", Cut.WHOLE, f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias"),
+    _layer("layer_norm", Cut.WHOLE, f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias"),
     _layer("qkv", Cut.QKV, f"{_QKV}.weight", "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight"),
     _layer("qkv_bias", Cut.QKV, f"{_QKV}.bias", "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias"),
     _layer("head_norms", Cut.WHOLE, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
     _layer("head_norms", Cut.WHOLE, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-    # Olmo's have a weight for each head, distributed like the heads
-    _layer("olmo3", Cut.ROWS, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    _layer("olmo3", Cut.ROWS, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    # these have a weight for each head, distributed like the heads
+    _layer("whole_norms", Cut.ROWS, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _layer("whole_norms", Cut.ROWS, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
     _layer("full_rank_queries", Cut.ROWS, "self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
     _layer("low_rank_queries", Cut.WHOLE, "self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
     _layer("low_rank_queries", Cut.WHOLE, "self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
@@ -167,14 +172,14 @@ TABLE: tuple[Parameter, ...] = (
     _layer("phi", Cut.COLUMNS, "self_attention.linear_proj.weight", "self_attn.dense.weight"),
     _layer("phi", Cut.WHOLE, "self_attention.linear_proj.bias", "self_attn.dense.bias"),
     _layer("gpt_oss", Cut.WHOLE, "self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
-    _layer("llama dense", Cut.WHOLE, _MLP_NORM, "post_attention_layernorm.weight"),
+    _layer("mlp_norm dense", Cut.WHOLE, _MLP_NORM, "post_attention_layernorm.weight"),
     # not fused, because a router is between this norm and the matrices after it
     _layer("experts", Cut.WHOLE, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
     _layer("post_norms", Cut.WHOLE, "post_attention_norm.weight", "post_attention_layernorm.weight"),
     _layer("gemma3", Cut.WHOLE, _MLP_NORM, "pre_feedforward_layernorm.weight"),
     _layer("post_norms", Cut.WHOLE, "post_mlp_norm.weight", "post_feedforward_layernorm.weight"),
-    _layer("not_phi dense", Cut.GATE_UP, "mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight"),
-    _layer("not_phi dense", Cut.COLUMNS, "mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+    _layer("gated dense", Cut.GATE_UP, "mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight"),
+    _layer("gated dense", Cut.COLUMNS, "mlp.linear_fc2.weight", "mlp.down_proj.weight"),
     *_experts("as_qwen", "mlp", "gate", "gate_proj up_proj", "down_proj"),
     *_experts("as_mixtral", "block_sparse_moe", "gate", "w1 w3", "w2"),
     _layer(
@@ -203,7 +208,7 @@ TABLE: tuple[Parameter, ...] = (
     _row("phi", Cut.WHOLE, "decoder.final_layernorm.weight", "model.final_layernorm.weight"),
     _row("phi", Cut.WHOLE, "decoder.final_layernorm.bias", "model.final_layernorm.bias"),
     _row("untied", Cut.VOCABULARY, "output_layer.weight", "lm_head.weight"),
-    _row("phi", Cut.VOCABULARY, "output_layer.bias", "lm_head.bias"),
+    _row("output_bias", Cut.VOCABULARY, "output_layer.bias", "lm_head.bias"),
 )
 
 
@@ -232,7 +237,7 @@ def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert:
 def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
     """Return the shape of a Hugging Face parameter of this model."""
     width, heads, groups, rank = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.q_lora_rank
-    inner = model.ffn_hidden_size
+    inner, whole = model.ffn_hidden_size, model.traits.qk_norm == "all_heads"
     if ".experts." in hugging_face_name:
         inner = model.expert_width
     elif ".shared_experts." in hugging_face_name:
@@ -243,8 +248,8 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "q_proj": (heads * model.head_size, width),
         "k_proj": (groups * model.head_size, width),
         "v_proj": (groups * model.head_size, width),
-        "q_norm": (model.head_size * (heads if model.block == "olmo3" else 1),),
-        "k_norm": (model.head_size * (groups if model.block == "olmo3" else 1),),
+        "q_norm": (model.head_size * (heads if whole else 1),),
+        "k_norm": (model.head_size * (groups if whole else 1),),
         "self_attn": (heads,),  # the sinks
         "q_a_proj": (rank or 0, width),
         "q_a_layernorm": (rank or 0,),
@@ -331,7 +336,7 @@ def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters used per token: with experts, only those of the token's experts."""
     if model.num_experts is None:
         return count_parameters(model, vocab_size)
-    router_row = model.hidden_size + int(model.block == "gpt_oss")
+    router_row = model.hidden_size + int(model.traits.biases)
     return count_parameters(replace(model, num_experts=model.moe_router_topk), vocab_size) + (
         (model.num_experts - model.moe_router_topk) * router_row * model.expert_layers  # other router rows
     )

@@ -60,7 +60,7 @@ def with_rope(model: ModelConfig, entries: dict[str, Any]) -> ModelConfig:
     """Return the model with the rotary options of config.json; raise UserError naming one that is not supported."""
     base = _given({"rope_theta": entries.get("rope_theta")})
     scaling, parameters = _given(entries.get("rope_scaling")), _given(entries.get("rope_parameters"))
-    if model.block not in ("gemma3", "olmo3"):
+    if not model.traits.local_angles:
         # if both formats are present, transformers reads the old one
         return _with_angles(model, base | (scaling or parameters), entries)
     # local and global layers differ, and only the latter may be scaled; transformers ignores `type`
@@ -84,9 +84,9 @@ def _with_angles(model: ModelConfig, rope: dict[str, Any], entries: dict[str, An
     if unread := next((name for name in rope if name not in _READ[scaling]), None):
         raise UserError(f"has {unread} {echo(rope[unread])} in its rope_parameters, which {scaling} does not read")
     share = rope.get("partial_rotary_factor") or entries.get("partial_rotary_factor")
-    if model.block != "phi" and share not in (None, 1):
+    if not (partial := "rotary_percent" in model.traits.options) and share not in (None, 1):
         raise UserError(f"has partial_rotary_factor {echo(share)}, this model has 1.0 only; use another model")
-    if model.block == "phi":
+    if partial:
         model = replace(model, rotary_percent=float(share or 0.5))
     model = replace(model, rotary_base=float(rope.get("rope_theta", 10_000.0)))
     return replace(model, **_scaling(model, scaling, rope, entries))
@@ -139,7 +139,7 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
     entries: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
     if scaling != "none":
         entries["factor"] = model.rope_scaling_factor
-    if model.block == "phi":
+    if "rotary_percent" in model.traits.options:
         entries["partial_rotary_factor"] = model.rotary_percent
     if scaling in ("yarn", "llama3"):
         entries["original_max_position_embeddings"] = model.rope_original_length
@@ -155,7 +155,7 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
             entries["attention_factor"] = model.rope_attention_factor
     everywhere = entries | {"rope_theta": model.rotary_base}
     by_kind = {}
-    if model.block in ("gemma3", "olmo3"):
+    if model.traits.local_angles:
         own = {"rope_type": "default", "rope_theta": model.rotary_base_local}
         local = everywhere if model.rotary_base_local is None else own
         by_kind = {"rope_parameters": {"full_attention": everywhere, "sliding_attention": local}}

@@ -94,11 +94,12 @@ def plan_folder(prefix: str | Path, key: PlanKey) -> Path:
     return Path(f"{prefix}.packing") / f"{key.policy}-{key.row_length}-{short}"
 
 
-def save_plan(plan: PackingPlan, prefix: str | Path) -> None:
+def save_plan(plan: PackingPlan, prefix: str | Path, record: Mapping[str, object] | None = None) -> None:
+    """Write a plan; `record` is added to plan.json."""
     with atomic_folder(plan_folder(prefix, plan.key)) as partial:
         np.save(partial / OFFSETS, plan.row_offsets)
         np.save(partial / PIECES, plan.pieces)
-        content = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces)}
+        content = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces), **(record or {})}
         (partial / PLAN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ decomposition   L / 2^i pieces of 2^i tokens of a document      see `decompositi
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share, full_pieces
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, fingerprint
 from megatron_ext.data.row import Purpose, permutation, random_words
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, optional_module
 from megatron_ext.files.reading import typed
 
 Options = Mapping[str, int | float]
@@ -67,6 +67,13 @@ class Corpus:
 class Policy:
     """A way to create rows from documents; the fields are its options."""
 
+    # the share of documents that token_weighting/gain.py keeps; None: all, and no option
+    filter_by_gain: Annotated[float, Field(gt=0, le=1)] | None = field(default=None, kw_only=True)
+
+    @property
+    def options(self) -> dict[str, int | float]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
     def check(self, row_length: int) -> None:
         """Raise UserError if the options are invalid for rows of this length."""
 
@@ -100,6 +107,10 @@ def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packe
 @dataclass(frozen=True)
 class Random(Policy):
     """The rows of `RowDataset` that start in epoch 0; the last one extends into the next epochs."""
+
+    def check(self, row_length: int) -> None:
+        if self.filter_by_gain is not None:
+            raise UserError("packing: random reads no plan, and filter_by_gain needs one; name another policy")
 
     def pack(self, corpus: Corpus) -> Packed:
         total = int(corpus.lengths.sum())
@@ -235,7 +246,7 @@ class UpsampleLong(Policy):
     def pack(self, corpus: Corpus) -> Packed:
         sources = corpus.sources()
         own = np.zeros(len(corpus.documents), np.int64) if sources is None else sources
-        groups = []  # of each source: its long and short documents, the factor of the long ones, the growth of all
+        groups = []  # for each source: its long and short documents, the factor of the long ones, the growth of all
         for number in range(own.max() + 1):
             above = corpus.lengths > self.threshold
             long, short = np.flatnonzero((own == number) & above), np.flatnonzero((own == number) & ~above)
@@ -284,16 +295,12 @@ class Bm25(Policy):
 
 
 def _walk(texts: list[np.ndarray]) -> Int64:
-    try:
-        from bm25s import BM25
-    except ImportError:
-        raise missing_package("packing: bm25", "bm25s") from None
     size = len(texts)
     vocabulary, ids = np.unique(np.concatenate(texts), return_inverse=True)
     terms = np.split(ids, np.cumsum([len(text) for text in texts])[:-1])
     distinct = [np.unique(ids) for ids in terms]
     spread = np.bincount(np.concatenate(distinct), minlength=len(vocabulary))  # documents of each term
-    index = BM25(backend="numpy", csc_backend="numpy")
+    index = optional_module("packing: bm25", "bm25s").BM25(backend="numpy", csc_backend="numpy")
     corpus = ([ids.tolist() for ids in terms], {term: term for term in range(len(vocabulary))})
     index.index(corpus, create_empty_token=False, show_progress=False)
 
@@ -399,7 +406,7 @@ def plan_key(
 ) -> PlanKey:
     """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`."""
     chosen = check_options(policy, options or {}, row_length)
-    return PlanKey(policy, row_length, seed, asdict(chosen), fingerprint(source, documents))
+    return PlanKey(policy, row_length, seed, chosen.options, fingerprint(source, documents))
 
 
 def build_plan(

@@ -13,22 +13,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ext.data.indexed import dtype_of
 from megatron_ext.data.preprocess.shards import FileShard, Shard, write_texts
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
 from megatron_ext.data.text.documents import BLOCK, MAX_DOCUMENT_BYTES, Document, Fields, stop
+from megatron_ext.data.text.fast import PACKAGE
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, optional_module
 from megatron_ext.files.atomic import atomic_write
 
 logger = logging.getLogger(__name__)
 PROBLEMS_KEPT = 10
+COMPARED = 512  # characters of a document that both encoders encode
+COMPARED_DOCUMENTS = {8**k for k in range(12)}  # of each part, from 1
 
 
 @dataclass
@@ -107,6 +110,7 @@ class PreprocessOptions:
     max_document_bytes: int = MAX_DOCUMENT_BYTES
     shard_bytes: int | None = None
     resume: bool = False
+    encoder: str = "auto"
 
     @property
     def fields(self) -> Fields:
@@ -122,6 +126,8 @@ class PreprocessOptions:
                     raise UserError(
                         f"{name}: is for texts, not for the conversations of messages_field; use one of them"
                     )
+            if self.encoder == PACKAGE:
+                raise UserError(f"encoder: {PACKAGE} is for texts, not for conversations; pass --encoder auto")
         if self.bos_token is not None and not self.prepend_bos:
             raise UserError(f"bos_token: got {self.bos_token!r} without prepend_bos, which uses it; add --prepend-bos")
         if self.split_sentences:
@@ -133,7 +139,8 @@ class Encoder:
 
     def __init__(self, options: PreprocessOptions) -> None:
         self.options = options
-        self.tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
+        encoder = options.encoder if options.messages_field is None else "tokenizers"  # which gives the offsets
+        self.tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token, encoder)
         chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
         self.fields = replace(options.fields, chat=chat)
         append_eod = chat is None if options.append_eod is None else options.append_eod
@@ -177,7 +184,10 @@ class Encoder:
         lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
         masks = [np.zeros(0, np.uint8)]
         names: dict[str, int] = {}  # of sources, numbered in order of appearance
-        for document in documents:
+        bos, end = ([] if one is None else [np.array([one], np.uint32)] for one in (self.bos_id, self.eod_id))
+        for number, document in enumerate(documents, start=1):
+            if self.tokenizer.fast is not None and number in COMPARED_DOCUMENTS:
+                self._compare(document, number)
             sequences, mask = self._encode(document)
             if not sequences:
                 report.empty += 1
@@ -185,43 +195,46 @@ class Encoder:
             if mask is not None and not mask.any():
                 report.unanswered += 1
                 continue
-            if self.bos_id is not None and sequences[0][0] != self.bos_id:  # a template may add it
-                sequences[0].insert(0, self.bos_id)
-                mask = None if mask is None else np.insert(mask, 0, np.uint8(0))
-            if self.eod_id is not None:
-                sequences[-1].append(self.eod_id)
-                mask = None if mask is None else np.append(mask, np.uint8(0))
-            total = sum(map(len, sequences))
-            if total < least:
+            begin = bos if sequences[0][0] != self.bos_id else []  # a template may add it
+            ids = np.concatenate([*begin, *sequences, *end])
+            if len(ids) < least:
                 report.too_short += 1
                 continue
-            if most is not None and total > most:
+            if most is not None and len(ids) > most:
                 report.too_long += 1
                 continue
-            ids = np.array(list(chain.from_iterable(sequences)) if len(sequences) > 1 else sequences[0], np.int32)
-            assert 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size
-            file.write(ids.astype(self.dtype).tobytes())
+            assert ids.max() < self.tokenizer.vocab_size
+            file.write(ids.astype(self.dtype).data)
             lengths.extend(map(len, sequences))
+            lengths[-len(sequences)] += len(begin)
+            lengths[-1] += len(end)
             counts.append(len(sequences))
             if document.source_name is not None:
                 sources.append(names.setdefault(document.source_name, len(names)))
-            report.tokens += total
+            report.tokens += len(ids)
             if mask is not None:
-                masks.append(mask)
+                masks.append(np.pad(mask, (len(begin), len(end))))
                 report.trained += int(mask.sum())
         report.documents, report.sequences = len(counts), len(lengths)
         numbers = {"lengths": lengths, "counts": counts, "sources": sources}
         arrays = {name: np.array(values, np.int32) for name, values in numbers.items()}
         return arrays | {"mask": np.concatenate(masks), "source_names": np.array(list(names), np.str_)}
 
-    def _encode(self, document: Document) -> tuple[list[list[int]], np.ndarray | None]:
+    def _compare(self, document: Document, number: int) -> None:
+        """Raise UserError if gigatoken and tokenizers give other ids for a part of a document."""
+        start = number * 7919 % max(len(document.text) - COMPARED, 1)
+        if difference := self.tokenizer.compare(document.text[start : start + COMPARED]):
+            raise UserError(f"encoder: {difference}, in {document.source}; pass --encoder tokenizers")
+
+    def _encode(self, document: Document) -> tuple[list[NDArray[np.uint32]], np.ndarray | None]:
         """Return the ids of each sequence and, for a conversation, uint8 [tokens], 1 for the assistant's tokens."""
         if self.fields.chat is not None:
-            ids, offsets = self.tokenizer.encode_spelled(document.text)
-            return [ids] if ids else [], assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
+            spelled, offsets = self.tokenizer.encode_spelled(document.text)
+            mask = assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
+            return [np.array(spelled, np.uint32)] if spelled else [], mask
         text, options = document.text, self.options
         sentences = split_sentences(text, options.language) if options.split_sentences else [text]
-        return [ids for sentence in sentences if (ids := self.tokenizer.encode(sentence))], None
+        return [ids for sentence in sentences if len(ids := self.tokenizer.encode_array(sentence))], None
 
 
 encoder = lru_cache(maxsize=1)(Encoder)  # once per process
@@ -264,12 +277,9 @@ def split_sentences(text: str, language: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _sentence_splitter(language: str) -> Any:
+    punkt = optional_module("split_sentences", "nltk.tokenize.punkt")
     try:
-        from nltk.tokenize.punkt import PunktTokenizer
-    except ImportError:
-        raise missing_package("split_sentences", "nltk") from None
-    try:
-        return PunktTokenizer(language)
+        return punkt.PunktTokenizer(language)
     except (LookupError, ValueError):
         raise UserError(
             f"split_sentences: nltk's punkt_tab data for {language!r} is not on this machine; "

@@ -124,6 +124,7 @@ def _make(
         "lengths": length_table(document_lengths(arrays["lengths"], arrays["counts"])),
         "document_sources": source_names,
         "turn_end": turn_end,
+        "encoder": encoder.tokenizer.encoder,
     }
     write_dataset(options.output_prefix, folder, parts, arrays, metadata)
     return report

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
-from megatron_ext.errors import UserError, first_line, missing_package
+from megatron_ext.errors import UserError, first_line, optional_module
 
 TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -76,7 +76,7 @@ class ChatTemplate:
                 f"messages_field: the chat template of {file.parent} asks for today's date (strftime_now), so the "
                 "dataset would depend on the day; write a fixed date into the template"
             )
-        _renderer()  # fail here rather than in the first worker if transformers is missing
+        _templates()  # fail here rather than in the first worker if transformers is missing
         return cls(source, tuple(sorted(opened.named.items())), tuple(sorted(opened.special.values())))
 
     @property
@@ -114,7 +114,7 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, Spans]:
         try:
-            texts, indices = _renderer()(
+            texts, indices = _templates().render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=self.source,
@@ -186,9 +186,5 @@ def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
         raise ChatError(f"{who} the special token {spelled!r}")
 
 
-def _renderer() -> Any:
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError:
-        raise missing_package("messages_field", "transformers") from None
-    return render_jinja_template
+def _templates() -> Any:
+    return optional_module("messages_field", "transformers.utils.chat_template_utils")

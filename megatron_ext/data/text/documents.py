@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Conversation, Spans
-from megatron_ext.errors import UserError, first_line, missing_package
+from megatron_ext.errors import UserError, first_line, optional_module
 from megatron_ext.launch import is_first
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,8 @@ def open_lines(file: FileRange) -> Iterator[BinaryIO]:
             with gzip.open(file.path, "rb") as stream:
                 yield cast(BinaryIO, stream)
         else:
-            pyarrow = _import_pyarrow(file.path)  # unlike zstandard's own reader it detects truncated data
+            # unlike zstandard's own reader, pyarrow detects truncated data
+            pyarrow = optional_module(str(file.path), "pyarrow")
             with (
                 pyarrow.CompressedInputStream(pyarrow.OSFile(str(file.path)), "zstd") as compressed,
                 io.BufferedReader(compressed, BLOCK) as lines,
@@ -206,9 +207,9 @@ def read_rows(file: FileRange, columns: Sequence[str]) -> Iterator[tuple[int, di
 
 @contextmanager
 def _open_table(file: FileRange, columns: Sequence[str]) -> Iterator[Any]:
-    pyarrow = _import_pyarrow(file.path)
+    pyarrow, parquet = (optional_module(str(file.path), name) for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        with pyarrow.parquet.ParquetFile(file.path, buffer_size=BLOCK, pre_buffer=False) as table:
+        with parquet.ParquetFile(file.path, buffer_size=BLOCK, pre_buffer=False) as table:
             names = table.schema_arrow.names
             for name in columns:
                 if name not in names:
@@ -221,14 +222,6 @@ def _open_table(file: FileRange, columns: Sequence[str]) -> Iterator[Any]:
         if isinstance(error, OSError) and error.errno:  # a disk error; pyarrow's own have no errno
             raise
         raise UserError(f"{file.path}: damaged, or no .parquet file ({first_line(error)}); make it again") from None
-
-
-def _import_pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_package(str(path), "pyarrow") from None
-    return pyarrow
 
 
 @dataclass(frozen=True)

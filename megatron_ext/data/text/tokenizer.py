@@ -18,7 +18,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import AddedToken
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -27,6 +29,7 @@ from tokenizers.trainers import BpeTrainer
 
 from megatron_ext.cli import program
 from megatron_ext.data.text.cutting import ChunkEncoder, can_cut
+from megatron_ext.data.text.fast import PACKAGE, FastEncoder, UnservedError
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.files.reading import read_object
@@ -38,6 +41,7 @@ END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 KNOWN_BOS_TOKENS = ("<|begin_of_text|>", "<s>")
 BYTES_AND_EOD = 257
+ENCODERS = ("auto", PACKAGE, "tokenizers")
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -47,8 +51,9 @@ class Tokenizer:
     Special tokens spelled in a text ("</s>") are encoded as ordinary characters, so an end-of-document token (EOD)
     occurs only at the end of a document. `path` is a folder with tokenizer.json (and optionally the files that name
     more tokens, as in transformers), that file, or "bytes"; `eod_token` and `bos_token` (with which documents may
-    begin, BOS) replace those that the tokenizer names. Raises UserError if there is no tokenizer, or a token is not in
-    its vocabulary.
+    begin, BOS) replace those that the tokenizer names; `encoder`, one of ENCODERS, is what `encode_array` uses: auto is
+    gigatoken where it is installed and gives the same ids. Raises UserError if there is no tokenizer, a token is not in
+    its vocabulary, or gigatoken is asked for and cannot serve.
 
     Attributes:
         file: the file of the tokenizer.
@@ -57,14 +62,22 @@ class Tokenizer:
         special: the special tokens by id.
         byte_ids: the tokens that are single bytes, which are decoded together (byte fallback).
         vocab_size: the largest token id plus one.
+        encoder: what `encode_array` uses, with its version or why it is not gigatoken.
+        fast: the encoder of gigatoken, if it is used.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], eod_token: str | None = None, bos_token: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        eod_token: str | None = None,
+        bos_token: str | None = None,
+        encoder: str = "tokenizers",
     ) -> None:
         name = os.fspath(path)
         self._library: tokenizers.Tokenizer | None = None  # None for "bytes"
         self._chunks: ChunkEncoder | None = None
+        self.encoder = f"tokenizers {tokenizers.__version__}"
+        self.fast: FastEncoder | None = None
         self._eod_token, self._bos_token = eod_token, bos_token
         self.file, content, self.vocab_size = Path(name), BYTES.encode(), BYTES_AND_EOD
         self.named, self.special, self.byte_ids = dict[str, str](), dict[int, str](), frozenset[int]()
@@ -113,7 +126,11 @@ class Tokenizer:
             if (ordinary := _without_special(about, set(self.special.values()))) is not None:
                 self._ordinary = tokenizers.Tokenizer.from_str(ordinary)
                 self._ordinary.encode_special_tokens = True
-            self._chunks = ChunkEncoder(self._encode, about["added_tokens"]) if can_cut(about) else None
+            self._chunks = ChunkEncoder(self.encode_batch, about["added_tokens"]) if can_cut(about) else None
+            if encoder != "tokenizers":
+                self._use_gigatoken(about if ordinary is None else json.loads(ordinary), encoder == PACKAGE)
+        elif encoder == PACKAGE:
+            raise UserError(f"encoder: got {PACKAGE} for the tokenizer {BYTES}, which needs none; pass --encoder auto")
         self._refused = frozenset(self.special) - {unknown} | borders
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
@@ -122,9 +139,32 @@ class Tokenizer:
 
         Raises UserError if that is impossible, such as for an end token that is a character of the text.
         """
-        return self._encode([text])[0] if self._chunks is None else self._chunks(text)
+        return self.encode_batch([text])[0] if self._chunks is None else self._chunks(text)
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _use_gigatoken(self, about: dict[str, Any], needed: bool) -> None:
+        try:
+            if one := next((one for one in self.special.values() if len(one) == 1), None):
+                raise UnservedError(f"it would not refuse a text with the special token {one!r}")
+            self.fast = FastEncoder(about)
+            self.encoder = self.fast.name
+        except UnservedError as why:
+            if needed:
+                raise UserError(f"encoder: {PACKAGE} cannot serve {self.file}: {why}; pass --encoder auto") from None
+            self.encoder += f" (not {PACKAGE}: {why})"
+
+    def encode_array(self, text: str) -> NDArray[np.uint32]:
+        """Encode a text as `encode` does, with the encoder that was asked for."""
+        if self.fast is not None and self.fast.serves(text):
+            return self.fast(text)
+        return np.array(self.encode(text), np.uint32)
+
+    def compare(self, text: str) -> str | None:
+        """Return how the ids of gigatoken and of tokenizers differ for a text, or None if they are the same."""
+        ids, others = self.encode_array(text).tolist(), self.encode(text)
+        return None if ids == others else f"{self.encoder} gives {ids} and tokenizers {others} for {text!r}"
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Encode texts by tokenizers itself; raises as `encode`."""
         if self._ordinary is None:
             found = [list(text.encode()) for text in texts]
         else:

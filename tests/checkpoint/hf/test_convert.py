@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from checkpoint.models import ARCHITECTURES, SIZES, write_model
 from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
@@ -27,6 +25,8 @@ from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from tests.chats import END, PLAIN, conversations, put_chats, put_tokenizer
+from tests.checkpoint.models import ARCHITECTURES, SIZES, write_model
+from tests.launcher import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9

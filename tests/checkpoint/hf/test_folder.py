@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-from checkpoint.models import write_model
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, is_hugging_face, read_model_config
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
+from tests.checkpoint.models import write_model
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
 SIZES: dict[str, Any] = {

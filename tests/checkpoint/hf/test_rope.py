@@ -8,11 +8,11 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from checkpoint.models import ARCHITECTURES, SCALED, SIZES
 from megatron_ext.checkpoint.hf.config import hugging_face_config, model_config
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.rope import angles, attention_factor, model_frequencies, score_factor
+from tests.checkpoint.models import ARCHITECTURES, SCALED, SIZES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 

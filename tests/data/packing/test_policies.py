@@ -189,7 +189,7 @@ def test_only_documents_of_the_split_are_packed(policy: str) -> None:
     ("policy", "row_length", "options", "text"),
     [
         ("fill", 8, None, "no policy 'fill'; choose one of random,"),
-        ("carry_over", 8, {"factor": 2}, "carry_over has no option 'factor'; it takes none"),
+        ("carry_over", 8, {"factor": 2}, "carry_over has no option 'factor'; it takes filter_by_gain"),
         ("upsample_long", 8, {"factor": 0.5}, "factor: got 0.5, needs at least 1"),
         ("upsample_long", 8, {"factor": 2, "long_share": 0.5}, "factor beside long_share"),
         ("whole_document", 31, None, "whole_document makes no row of 31 tokens of these 2 documents"),

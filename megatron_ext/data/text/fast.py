@@ -1,0 +1,119 @@
+"""Encode texts with gigatoken, which gives the ids of the library tokenizers in a fiftieth of its CPU time.
+
+It serves what benchmarks/fuzz_ids.py found to be alike in both: byte-level BPE with a pattern that gigatoken knows, and
+BPE with byte fallback. Texts with code points that Python's Unicode (14 or later) does not know are left to tokenizers,
+because both libraries have later versions (17 and 16) and may differ in what is a letter. gigatoken remembers every
+word that it has encoded, so it is loaded anew when the process has grown by MEMORY.
+"""
+
+import json
+import re
+import unicodedata
+from functools import cache, partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import ByteLevel
+
+from megatron_ext.errors import first_line, installed_version
+
+PACKAGE = "gigatoken"
+MEMORY = 128 << 20  # bytes
+MEASURED_EVERY = 1 << 20  # characters
+LAST_PLANES = 0x40000
+MISREAD = re.compile(r"\d}\+")  # {1,3}+ is repeated in the Oniguruma of tokenizers, and possessive in gigatoken
+
+
+class UnservedError(Exception):
+    """Why gigatoken cannot encode for a tokenizer."""
+
+
+class FastEncoder:
+    """Encodes the texts that it `serves` as tokenizers does, for a tokenizer.json whose special tokens no text gives.
+
+    Raises UnservedError if gigatoken is not installed, or may give other ids.
+    """
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        if (version := installed_version(PACKAGE)) is None:
+            raise UnservedError(f"it is not installed; pip install {PACKAGE}")
+        about = {**about, "added_tokens": [token for token in about["added_tokens"] if not token["special"]]}
+        if other := _unserved(about):
+            raise UnservedError(f"it does not do {other}")
+        self.name = f"{PACKAGE} {version}"
+        self._json, self._nfc = json.dumps(about), about["normalizer"] == {"type": "NFC"}
+        self._load()
+
+    def _load(self) -> None:
+        from gigatoken.gigatoken_rs import load_hf_json
+
+        try:
+            self._loaded = load_hf_json(self._json)
+        except ValueError as error:
+            raise UnservedError(f"it refuses the tokenizer ({first_line(error)})") from None
+        self._characters, self._most = 0, psutil.Process().memory_info().rss + MEMORY
+
+    def serves(self, text: str) -> bool:
+        """Return whether both libraries know all code points of a text."""
+        return text.isascii() or _unknown(self._nfc).search(text) is None
+
+    def __call__(self, text: str) -> NDArray[np.uint32]:
+        """Return the token ids of a text, uint32 [n]."""
+        self._characters += len(text)
+        if self._characters > MEASURED_EVERY:
+            self._characters = 0
+            if psutil.Process().memory_info().rss > self._most:
+                self._load()
+        ids: NDArray[np.uint32] = self._loaded.encode(text)
+        return ids
+
+
+def _unserved(about: dict[str, Any]) -> str | None:
+    """Return what of a tokenizer.json without special tokens the libraries may do differently."""
+    model, normalizer, splits = about["model"], about["normalizer"], about["pre_tokenizer"]
+    if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
+        return "models other than BPE, or prefixes and suffixes of tokens"
+    flags = ("single_word", "lstrip", "rstrip", *(["normalized"] if normalizer else []))
+    if any(token[flag] for token in about["added_tokens"] for flag in flags):
+        return "added tokens that are looked for otherwise than as they are spelled"
+    needed = {f"<0x{byte:02X}>" for byte in range(256)} if model["byte_fallback"] else set(ByteLevel.alphabet())
+    if not needed <= model["vocab"].keys():
+        return "vocabularies without some bytes"
+    if model["byte_fallback"]:
+        steps = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
+        alike = all(step is None or step["type"] in ("Prepend", "Replace") for step in steps)
+    else:
+        *splits, last = splits["pretokenizers"] if splits and splits["type"] == "Sequence" else [splits]
+        alike = normalizer in (None, {"type": "NFC"}) and all(map(_is_pattern, splits))
+        wanted = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not splits}
+        alike = alike and last is not None and wanted.items() <= last.items()
+    return None if alike else "its normalizer or pre_tokenizer"
+
+
+def _is_pattern(step: dict[str, Any]) -> bool:
+    isolated = (step["type"], step.get("behavior"), step.get("invert")) == ("Split", "Isolated", False)
+    return isolated and MISREAD.search(step["pattern"].get("Regex", "{1}+")) is None
+
+
+@cache
+def _unknown(nfc: bool) -> re.Pattern[str]:
+    """Return a pattern of the code points that a text for gigatoken may not have.
+
+    These are what Python's Unicode does not know, the sparse last planes and, with NFC, what tokenizers composes or
+    orders otherwise than Python, because its table for that is of an early version.
+    """
+    known = [unicodedata.category(chr(number)) != "Cn" for number in range(LAST_PLANES)]
+    compose, correct = NFC().normalize_str, partial(unicodedata.normalize, "NFC")
+    for one in map(chr, range(LAST_PLANES) if nfc else ()):
+        if unicodedata.combining(one) or unicodedata.decomposition(one):
+            apart = unicodedata.normalize("NFD", one)
+            if any(compose(text) != correct(text) for text in (apart, one + "\u0334", "\u0345" + one)):
+                for part in apart:
+                    known[ord(part)] = False
+    runs = [list(run) for is_known, run in groupby(range(LAST_PLANES), known.__getitem__) if is_known]
+    longest_first = sorted(runs, key=len, reverse=True)  # most characters outside plane 0 are found at once
+    return re.compile("[^" + "".join(f"\\U{run[0]:08x}-\\U{run[-1]:08x}" for run in longest_first) + "]")

@@ -1,0 +1,116 @@
+"""Weights by effective context: against a count by hand, in every share of a global batch alike."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.config import Config, DataConfig, WeightingConfig, WindowConfig
+from megatron_ext.data.row import TokenRow
+from megatron_ext.run.batches import BatchMaker
+from megatron_ext.token_weighting.exposure import exposure_rows
+from tests.run.test_batches import ranks
+from tests.token_weighting.reference import exposure_weights
+
+LENGTH, ROWS = 300, 8
+EXPOSURE = WeightingConfig(token_weighting="unfrozen", weight_score="exposure", weight_post="none", exposure_tau=20)
+
+
+def row_at(sample: int) -> TokenRow:
+    """Documents that end anywhere, also at the row's end; half of the targets are trained, of one row none."""
+    chance = np.random.default_rng(sample)
+    ends = np.unique(np.cumsum(1 + LENGTH ** chance.random(30)).astype(int))
+    if sample % 3 == 0:
+        ends = np.append(ends[ends < LENGTH], LENGTH)
+    trained = (chance.random(LENGTH) < 0.5) & (sample % ROWS != 4)
+    return TokenRow(chance.integers(0, 50, LENGTH + 1), ends[ends <= LENGTH], trained)
+
+
+def config(weighting: WeightingConfig, *, document_mask: bool = True, **data: Any) -> Config:
+    return Config(
+        data=DataConfig(seq_length=LENGTH, global_batch_size=ROWS, **data),
+        window=WindowConfig(document_mask=document_mask),
+        weighting=weighting,
+    )
+
+
+def by_hand(samples: Sequence[int], weighting: WeightingConfig, *, document_mask: bool = True) -> np.ndarray:
+    """float64 [R, L]."""
+    rows = [row_at(sample) for sample in samples]
+    return exposure_weights(
+        [row.document_ends if document_mask else [] for row in rows],
+        np.stack([row.trained for row in rows]),
+        tau=LENGTH // 4 if weighting.exposure_tau is None else weighting.exposure_tau,
+        alpha=weighting.exposure_alpha,
+        gamma=weighting.exposure_gamma,
+    )
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"exposure_tau": None},
+        {"exposure_tau": 1},
+        {"exposure_tau": 64},
+        {"exposure_alpha": 2.0, "exposure_gamma": 1.0},
+        {"exposure_gamma": 0.0},
+    ],
+    ids=str,
+)
+def test_the_weights_are_those_of_a_count_by_hand(options: dict[str, Any], document_mask: bool) -> None:
+    weighting = replace(EXPOSURE, **options)
+    weighed = exposure_rows(row_at, range(ROWS), config(weighting, document_mask=document_mask))
+    ours = np.stack([weighed(sample).weights for sample in range(ROWS)])
+    theirs = by_hand(range(ROWS), weighting, document_mask=document_mask)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert len(np.unique(theirs)) > 1
+
+
+def test_the_tail_weighs_one_plus_alpha_on_average_and_rare_buckets_more() -> None:
+    """With gamma 1 every bucket of the tail has the same extra weight in total."""
+    lengths = [40, 100, 300]  # contexts 20 .. 299 in the buckets 32 .. 63, 64 .. 127, 128 .. 255, 256 .. 511
+    rows = [TokenRow(np.zeros(LENGTH + 1), np.array([length]), np.arange(1, LENGTH + 1) < length) for length in lengths]
+    weighting = replace(EXPOSURE, exposure_tau=32, exposure_alpha=0.6, exposure_gamma=1.0)
+    weighed = exposure_rows(rows.__getitem__, range(3), config(weighting))
+    extra: Counter[int] = Counter()
+    for number, length in enumerate(lengths):
+        weights = weighed(number).weights
+        assert (weights[:31] == 1).all()
+        for context in range(32, length):
+            extra[context.bit_length()] += weights[context - 1] - 1
+    targets = sum(length - 32 for length in lengths)
+    assert list(extra.values()) == pytest.approx([0.6 * targets / 4] * 4, rel=1e-5)
+
+
+def test_a_global_batch_without_a_tail_is_uniform() -> None:
+    """Also the largest power of a rarity is finite."""
+    short = replace(row_at(0), document_ends=np.arange(1, LENGTH + 1))
+    assert (exposure_rows(lambda _: short, range(ROWS), config(EXPOSURE))(0).weights == 1).all()
+    steep = config(replace(EXPOSURE, exposure_gamma=1e4))
+    assert np.isfinite(exposure_rows(row_at, range(ROWS), steep)(0).weights).all()
+
+
+@pytest.mark.parametrize("window", [7, LENGTH])
+@pytest.mark.parametrize(
+    "data", [{}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "balance_batches": True}], ids=str
+)
+def test_every_rank_and_window_weighs_by_the_whole_global_batch(data: dict[str, Any], window: int) -> None:
+    """A rank has its own rows, and a target's context is the full row's, whatever the window of the step."""
+    first, seen = 3 * ROWS, {}
+    samples = range(first, first + ROWS)
+    rows = {row_at(sample).tokens[:-1].tobytes(): number for number, sample in enumerate(samples)}
+    theirs, trained = by_hand(samples, EXPOSURE), np.stack([row_at(sample).trained for sample in samples])
+    for rank in range(2):
+        maker = BatchMaker(config(EXPOSURE, **data), ranks(rank, 2), None)
+        for batch in maker.train(row_at, 3, first, window).train:
+            assert batch.scores is None  # no losses are gathered
+            assert batch.total_weight == pytest.approx(batch.weights_t[batch.trained_t].sum().item())
+            for tokens, weights in zip(batch.tokens_t.split(LENGTH), batch.weights_t.split(LENGTH), strict=True):
+                seen[rows[tokens.numpy().tobytes()]] = weights.numpy()
+    ours = np.stack([seen[number] for number in range(ROWS)])
+    np.testing.assert_allclose(ours[trained], theirs[trained], rtol=1e-6)
