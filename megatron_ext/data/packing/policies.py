@@ -108,10 +108,6 @@ def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packe
 class Random(Policy):
     """The rows of `RowDataset` that start in epoch 0; the last one extends into the next epochs."""
 
-    def check(self, row_length: int) -> None:
-        if self.filter_by_gain is not None:
-            raise UserError("packing: random reads no plan, and filter_by_gain needs one; name another policy")
-
     def pack(self, corpus: Corpus) -> Packed:
         total = int(corpus.lengths.sum())
         wanted = -(-total // corpus.row_length) * corpus.row_length  # tokens up to the end of the epoch's last row
@@ -391,7 +387,7 @@ def check_options(policy: str, options: Options, row_length: int) -> Policy:
     if policy not in POLICIES:
         raise UserError(f"packing: there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
     kind = POLICIES[policy]
-    known = [option.name for option in fields(kind)]
+    known = [option.name for option in fields(kind) if kind is not Random]  # which reads no plan to filter
     if unknown := [name for name in options if name not in known]:
         raise UserError(f"packing: {policy} has no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
     chosen = typed(dict(options), kind, "packing")
