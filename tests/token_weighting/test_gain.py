@@ -79,5 +79,5 @@ def test_the_share_is_an_option_of_every_policy_but_random() -> None:
     for share in (0, 1.1):
         with pytest.raises(UserError, match="filter_by_gain"):
             plan_key("best_fit", *args, {"filter_by_gain": share})
-    with pytest.raises(UserError, match="random has no option .filter_by_gain"):
+    with pytest.raises(UserError, match="random has no option"):
         plan_key("random", *args, {"filter_by_gain": 0.5})
