@@ -142,7 +142,7 @@ def test_long_prompts_lose_their_middle() -> None:
         sent.extend(prompt.tokens for prompt in prompts)
         return [[] for _ in prompts]
 
-    text = SimpleNamespace(template=None, encode=lambda string, begin: list(range(int(string))), answer=lambda _: "")
+    text = SimpleNamespace(template=None, encode=lambda string, begin: list(range(int(string))), answer=lambda *_: "")
     requests = [SimpleNamespace(args=(length, {"max_gen_toks": 3, "until": []})) for length in ("4", "7", "20")]
     for cut_middle in (False, True):
         sender = SimpleNamespace(compute=compute, generator=SimpleNamespace(text=text))
