@@ -40,7 +40,6 @@ KINDS = {
     "sparse_unfrozen": "sparse, unfrozen",
     "sparse_frozen": "sparse, frozen",
 }
-ARMS = [kind for kind in KINDS if kind != "sparse_frozen"]  # which the first experiment had in place of two others
 GROUPS = {"first": "first in the row", "near": f"last seen <= {SHORT} back", "far": f"last seen > {SHORT} back"}
 CONTROLLED, PLANNED = "gain_far_less_first", "loss_far_less_first"
 MEASURES = ("loss", "gain", *(f"{kind}_{group}" for kind in ("loss", "gain") for group in GROUPS))
@@ -74,7 +73,7 @@ def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
     return [
         Planned(seed, kind, flags(kind, seed), script.get(kind, "pretrain_skyladder.py"))
         for seed in seeds
-        for kind in ARMS
+        for kind in KINDS
     ]
 
 
@@ -210,7 +209,7 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
 def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> dict[str, Any]:
     """Compute the numbers behind the tables."""
     names = held_out_names(hf, out, rows_evaluated)
-    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in ARMS}
+    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in KINDS}
     for plan in planned(seeds, out):
         for one, value in measured(out, plan, names).items():
             values[plan.name][one].append(value)

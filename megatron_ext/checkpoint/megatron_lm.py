@@ -79,7 +79,7 @@ class _Opaque:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows torch's dtypes and the index's data classes, and executes nothing: all else becomes `_Opaque`."""
+    """Execute nothing: only torch's dtypes and the index's data classes are known, all else becomes `_Opaque`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):

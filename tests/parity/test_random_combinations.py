@@ -45,7 +45,7 @@ BF16 = {
 }
 # Seeds whose rounding is amplified, each looked at; all others keep to the tolerances above.
 AMPLIFIED: dict[int, dict[str, float]] = {
-    10: {"train_loss": 8e-3, "grad_norm": 6e-2, "moved": 0.5},  # sparse picks other tokens in bf16; 2e-7 in fp32
+    10: {"train_loss": 8e-3, "grad_norm": 6e-2, "moved": 0.5},  # bf16; 2e-8 in fp32, 2e-4 with --weight-post none
     46: BF16,  # one process in blocks of 7 and micro-batches of 4 is as far from itself; 1e-6 with --weight-post none
     118: {"grad_norm": 1e-5},  # 3e-6 apart; one process is 2e-6 from itself with the loss in blocks of 7
     120: {"weights": 3e-5},  # 1.3e-5, by one of 2,560 elements; with --adam-eps 1e-2 the same layout is 1.5e-7 apart
