@@ -105,7 +105,8 @@ def _make(
         return list(parts)
 
     size = sum(file.size for file in files)
-    shard_bytes = options.shard_bytes or min(max(size // 1024, 1 << 20), 64 << 20)  # about a thousand shards, or more
+    least = min(max(size // 16, 1 << 20), 4 << 20)
+    shard_bytes = options.shard_bytes or min(max(size // 1024, least), 64 << 20)  # about a thousand shards, or fewer
     shards = cut(files, encoder.fields, shard_bytes)
     if options.concat_by is not None:
         shards = group(make_parts(shards, "group"), shard_bytes)

@@ -271,17 +271,17 @@ def stop(problem: str) -> None:
 
 def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Document]:
     """Yield the documents of a file or a part of it, in order; call `refuse` with a line of text for each bad one."""
-    number = 0
+    number, is_text = 0, file.ending == ".txt"
     for number, raw in _items(file, fields):
         try:
             if isinstance(raw, dict):
                 yield _document(raw, file.path, fields)
-            elif file.ending == ".txt" or raw.strip():  # a blank line is no document
-                yield _document(_record(raw, file.ending == ".txt", fields), file.path, fields)
+            elif is_text or raw.strip():  # a blank line is no document
+                yield _document(_record(raw, is_text, fields), file.path, fields)
         except (_BadDocumentError, ChatError) as bad:
             # Counting the lines before a range means reading the file up to it, so it is done only for a bad line.
             before = count_lines(file.path, file.start) if file.ending == ".jsonl" else 0
-            refuse(f"{file.path}{'' if file.ending == '.txt' else f':{before + number}'}: {bad}")
+            refuse(f"{file.path}{'' if is_text else f':{before + number}'}: {bad}")
     if not number and not file.start:
         refuse(f"{file.path}: the file is empty")
 

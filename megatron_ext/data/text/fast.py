@@ -25,6 +25,7 @@ PACKAGE = "gigatoken"
 MEMORY = 128 << 20  # bytes
 MEASURED_EVERY = 1 << 20  # characters
 LAST_PLANES = 0x40000
+ASCII = bytes(range(128))
 MISREAD = re.compile(r"\d}\+")  # {1,3}+ is repeated in the Oniguruma of tokenizers, and possessive in gigatoken
 
 
@@ -59,7 +60,7 @@ class FastEncoder:
 
     def serves(self, text: str) -> bool:
         """Return whether both libraries know all code points of a text."""
-        return text.isascii() or _unknown(self._nfc).search(text) is None
+        return text.isascii() or _unknown(self._nfc).search(text.encode().translate(None, ASCII).decode()) is None
 
     def __call__(self, text: str) -> NDArray[np.uint32]:
         """Return the token ids of a text, uint32 [n]."""
