@@ -9,12 +9,13 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from megatron_ext.engine import compat
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, first_line
 from megatron_ext.launch import LaunchError, read_launch
 
 _CPU = torch.device("cpu")
@@ -39,8 +40,8 @@ def find(device: str) -> Platform:
     """Find the device of this process; a CUDA device becomes the current one.
 
     Raises:
-        UserError: CUDA is requested but not available, or the CPU is requested although a CUDA device is visible; or
-            LOCAL_RANK is the number of no GPU.
+        UserError: CUDA is requested but not available, or the CPU is requested although a CUDA device is visible;
+            LOCAL_RANK is the number of no GPU; or the import of an installed Transformer Engine fails.
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -57,10 +58,15 @@ def find(device: str) -> Platform:
         raise LaunchError(f"LOCAL_RANK: got {number}, but this process sees {gpus} GPUs; start one process for each")
     local = torch.device("cuda", number)
     torch.cuda.set_device(local)
+    if find_spec("transformer_engine") is None:
+        return Platform(local, "nccl", transformer_engine=False)
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except ImportError:
-        return Platform(local, "nccl", transformer_engine=False)
+    except ImportError as error:
+        raise UserError(
+            f"transformer-engine: is installed, but its import fails ({first_line(error)}); install one that was built "
+            "for this torch, or uninstall it to train with Megatron-Core's layers"
+        ) from None
     return Platform(local, "nccl", transformer_engine=True)
 
 

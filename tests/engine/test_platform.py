@@ -1,6 +1,7 @@
 """Megatron-Core runs on a CPU, and needs each of the patches; warnings about ranks whose environments differ."""
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron_ext.config import Config
 from megatron_ext.engine import environment, platform
 from megatron_ext.errors import UserError
 from tests.conftest import SmallData
+from tests.engine.fake_modules import empty
 from tests.engine.needed import needed
 from tests.runs import attempt
 from tools import environment as tool
@@ -95,3 +97,15 @@ def test_differences_between_ranks_are_reported_once_per_host() -> None:
         f"warning: pyarrow on n2: None; on n1: {first.versions['pyarrow']}",
         "warning: torch on n2: 2.10.0; on n1: 2.11.0",
     ]
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run does not fall back to slower layers without a word."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as if it were not installed
+    assert not platform.find("cuda").transformer_engine
+    monkeypatch.setitem(sys.modules, "transformer_engine", empty("transformer_engine"))  # without its part for torch
+    with pytest.raises(UserError, match="transformer-engine"):
+        platform.find("cuda")
