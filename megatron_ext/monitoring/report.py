@@ -52,6 +52,7 @@ METRICS = (  # metrics of training steps: key, title, unit
     ("zero_share", "Tokens of weight 0", "share of tokens"),
     ("score_mean", "Mean score", "score"),
 )
+FIRST = ("Training loss", "Validation loss", "Context window", "Throughput")  # charts above the table
 LOG_AXES = ("window", "effective_context", "grad_norm", "weight_max")
 CLOCKS: dict[str, tuple[str, Callable[[Float64], Float64]]] = {  # other x axes of the training loss, from a metric
     "tokens": ("consumed_tokens", lambda tokens: tokens),
@@ -72,8 +73,9 @@ _THEME = go.layout.Template(  # legible on light and dark pages
         "font": {"color": "#7f8794"},
         "xaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False},
         "yaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False, "exponentformat": "SI"},
-        "margin": {"l": 60, "r": 10, "t": 10, "b": 45},
-        "legend": {"orientation": "h", "y": -0.2},
+        "margin": {"l": 60, "r": 10, "t": 40, "b": 45},  # the tool bar and the windows are above the curves
+        "modebar": {"bgcolor": "rgba(0,0,0,0)"},
+        "legend": {"orientation": "h", "y": -0.32},
         "hovermode": "x unified",
         "height": 340,
     }
@@ -238,7 +240,7 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
     ]
     columns = [table(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
-    config = {"responsive": True, "displaylogo": False}
+    config = {"responsive": True, "displaylogo": False, "displayModeBar": "hover"}
     template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     text = jinja2.Template(template, autoescape=True, undefined=jinja2.StrictUndefined).render(
         title=runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs",
@@ -247,6 +249,7 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
         colors=RUN_COLORS,
         rows=[(label, [column.get(label, "\N{EN DASH}") for column in columns]) for label in labels],
         notes=notes,
+        first=FIRST,
         charts={
             title: figure.to_html(config=config, full_html=False, include_plotlyjs=False)
             for title, figure in charts(runs).items()
@@ -316,15 +319,15 @@ def _numbered(run: Run, key: str) -> list[tuple[int, Curve]]:
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Return the charts of one or several runs by title, one color for each run; empty charts are omitted."""
-    found = {"Training loss": go.Figure(), **_validations(runs)}  # these come first
+    found = {**dict.fromkeys(FIRST, go.Figure()), **_validations(runs)}  # this is their order
     for key, title, unit in METRICS:
+        is_loss = key in ("lm_loss", "train_loss")
         traces = [
             trace
             for number, run in enumerate(runs)
             if run.curve(key).values.any() and (key != "train_loss" or "weight_std" in run.train)
-            for trace in _steps(run.curve(key), run.name, number, extremes=len(runs) == 1)
+            for trace in _steps(run.curve(key), run.name, number, extremes=len(runs) == 1, smooth=is_loss)
         ]
-        is_loss = key in ("lm_loss", "train_loss")
         found[title] = _figure(traces, unit, log=key in LOG_AXES, without_first=is_loss)
     for axis, (key, sum_up) in CLOCKS.items():
         traces = []
@@ -347,6 +350,10 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         found[title] = _figure(traces, unit)
     for run in runs:
         found[f"Mixture as drawn by {run.name}"] = _figure(list(_mixture(run)), "share of tokens drawn so far")
+    if len(runs) == 1:
+        for title in FIRST:
+            if found[title].data:
+                _shade_windows(found[title], runs[0].curve("window"))
     return {title: figure for title, figure in found.items() if figure.data}
 
 
@@ -390,8 +397,37 @@ def _mixture(run: Run) -> Iterator[go.Scatter]:
         yield _trace(steps[[0, -1]], requested, f"{name}, requested", number, **style)
 
 
-def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False) -> list[go.Scatter]:
-    """Draw a metric of training steps: means over at most `MOST_POINTS` spans of steps, and perhaps their extremes."""
+def _shade_windows(figure: go.Figure, windows: Curve) -> None:
+    """Shade the steps of each doubling of the window, darker for longer windows, with the longest of each above."""
+    doublings = np.floor(np.log2(np.maximum(windows.values, 1)))
+    starts = np.flatnonzero(np.diff(doublings, prepend=np.nan))
+    if len(starts) < 2:
+        return
+    ends, last = [*starts[1:], windows.steps.size], windows.steps[-1] + 1
+    for start, end in zip(starts, ends, strict=True):
+        x0, x1 = windows.steps[start], windows.steps[end] if end < windows.steps.size else last
+        shade = (doublings[start] - doublings.min()) / max(np.ptp(doublings), 1)
+        figure.add_vrect(x0, x1, fillcolor="#7f8794", opacity=0.02 + 0.2 * shade, line_width=0, layer="below")
+        if x1 - x0 > 0.08 * (last - windows.steps[0]):  # room for the number
+            text = f"{windows.values[start:end].max():,.0f}"
+            middle = {"x": (x0 + x1) / 2, "xanchor": "center", "y": 1, "yref": "paper", "yanchor": "bottom"}
+            figure.add_annotation(text=text, showarrow=False, font_size=11, **middle)
+
+
+def _smooth(values: Float64) -> Float64:
+    """Return centered means over a 25th of the values, at least 5; over fewer at the ends, as many on each side."""
+    size = values.size
+    at = np.arange(size)
+    reach = np.minimum(max(size // 50, 2), np.minimum(at, size - 1 - at))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
+
+
+def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False, smooth: bool = False) -> list[go.Scatter]:
+    """Draw a metric of training steps: means over at most `MOST_POINTS` spans of steps, and perhaps their extremes.
+
+    With `smooth` they are faint, below a smoothed curve.
+    """
     size = curve.steps.size
     starts = np.linspace(0, size, min(size, MOST_POINTS), endpoint=False, dtype=np.int64)
     steps, values = curve.steps[starts], curve.values
@@ -400,6 +436,9 @@ def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False) -> l
     if extremes and size > MOST_POINTS:
         both = np.stack([np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)], axis=1)
         traces.insert(0, _trace(np.repeat(steps, 2), both.ravel(), "lowest and highest", number, opacity=0.35))
+    if smooth:
+        faint = [trace.update(opacity=0.35, line_width=1, showlegend=False) for trace in traces]
+        traces = [*faint, _trace(steps, _smooth(values)[starts], f"{name}, smoothed", number)]
     return traces
 
 

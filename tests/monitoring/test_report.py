@@ -152,6 +152,26 @@ def test_a_long_curve_keeps_its_extremes(tmp_path):
     assert max(means.y) == 1 + 899.0 / 25
 
 
+def test_the_training_loss_is_smoothed_and_the_doublings_of_the_window_are_shaded(tmp_path):
+    line = [
+        step_record(step, window=64 << min(step // 40, 2), lm_loss=6 - step / 100 + step % 2) for step in range(200)
+    ]
+    found = charts([load_run(write_records(tmp_path, line))])
+    assert list(found)[:3] == ["Training loss", "Context window", "Throughput"]
+    raw, smoothed = found["Training loss"].data
+    assert raw.opacity < 1
+    assert np.abs(np.diff(smoothed.y[10:-10])).max() < 0.3 < np.abs(np.diff(raw.y)).min()
+    assert smoothed.y[10:-10] == pytest.approx(6.5 - np.arange(10, 190) / 100, abs=0.1)
+    assert [(shape.x0, shape.x1) for shape in found["Throughput"].layout.shapes] == [(0, 40), (40, 80), (80, 200)]
+    assert [note.text for note in found["Throughput"].layout.annotations] == ["64", "128", "256"]
+
+
+def test_the_first_charts_are_above_the_table(tmp_path):
+    text = _shown(_report(write_run(tmp_path, 60, evaluate_every=20)))
+    places = [text.index(title) for title in ("Validation loss", "Throughput", "Completed steps", "Learning rate")]
+    assert places == sorted(places)
+
+
 def test_a_comparison_has_a_trace_and_a_column_for_each_run(tmp_path):
     runs = [write_run(tmp_path / name, 60, evaluate_every=20, weighted=name == "b") for name in ("a", "b")]
     found = charts(load_runs(runs))
