@@ -1,6 +1,6 @@
 """Write a report on a training run, or compare several runs.
 
-python tools/report.py RUN                                    writes report.html into it, or into its stages
+python tools/report.py RUN                                    writes report.html into it and into its stages
 python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table
 python tools/report.py RUN ... --evaluations DIR              adds the tables of tools/evaluate.py
 python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's four stability figures of these steps
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.monitoring.metrics import stage_folders
-from megatron_ext.monitoring.report import Run, load_run, load_runs, stability_between, write_report
+from megatron_ext.monitoring.report import Run, join_stages, load_run, load_runs, stability_between, write_report
 
 
 def headline(run: Run) -> str:
@@ -54,9 +54,11 @@ def main(argv: list[str]) -> int:
     if several and options.output is not None:
         print(write_report(load_runs(options.runs), options.output, options.evaluations))
     elif not several:
-        for folder in stage_folders(options.runs[0]) or options.runs:
-            run = load_run(folder)
-            print(f"{headline(run)}\n{write_report([run], folder / 'report.html', options.evaluations)}")
+        runs = [load_run(folder) for folder in stage_folders(options.runs[0]) or options.runs]
+        if len(runs) > 1:
+            runs.append(join_stages(runs, options.runs[0]))
+        for run in runs:
+            print(f"{headline(run)}\n{write_report([run], run.folder / 'report.html', options.evaluations)}")
     return 0
 
 

@@ -7,7 +7,8 @@ import html
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ _THEME = go.layout.Template(  # legible on light and dark pages
         "xaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False},
         "yaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False, "exponentformat": "SI"},
         "margin": {"l": 60, "r": 10, "t": 40, "b": 45},  # the tool bar and the windows are above the curves
-        "modebar": {"bgcolor": "rgba(0,0,0,0)"},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#7f8794", "activecolor": "#2166ac"},
         "legend": {"orientation": "h", "y": -0.32},
         "hovermode": "x unified",
         "height": 340,
@@ -105,6 +106,7 @@ class Run:
     config: str  # text of config.yaml; empty if there is none
     passage: Passage | None  # with its latest token weights; None without token weighting
     history: History
+    stages: Mapping[str, int] = field(default_factory=dict)  # the first step of each, if these are joined stages
 
     def curve(self, key: str) -> Curve:
         """Return a training metric; empty if no step has it."""
@@ -161,6 +163,25 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
         raise UserError(f"runs: got {twice} twice, needs different runs; leave one of them out")
     common = os.path.commonpath(paths)
     return [load_run(path, str(path.relative_to(common))) for path in paths]
+
+
+def join_stages(stages: Sequence[Run], folder: Path) -> Run:
+    """Return the stages of a run as one run, whose steps count on; without tokens, which each stage counts anew."""
+    *firsts, steps = accumulate((run.steps for run in stages), initial=0)
+
+    def joined(curves: Iterable[Curves]) -> dict[str, Curve]:
+        found: dict[str, list[Curve]] = {}
+        for first, own in zip(firsts, curves, strict=True):
+            for name, curve in own.items():
+                found.setdefault(name, []).append(Curve(curve.steps + first, curve.values))
+        return {name: Curve(*map(np.concatenate, zip(*own, strict=True))) for name, own in found.items()}
+
+    train, validation = joined(run.train for run in stages), joined(run.validation for run in stages)
+    train.pop("consumed_tokens", None)
+    config = "\n".join(f"# stage {run.name}\n{run.config}" for run in stages)
+    history = replace(stages[-1].history, starts=tuple(start for run in stages for start in run.history.starts))
+    marks = dict(zip((run.name for run in stages), firsts, strict=True))
+    return Run(folder.resolve().name, folder, steps, train, validation, config, stages[-1].passage, history, marks)
 
 
 def _at_common_steps(first: Curve, second: Curve) -> tuple[Float64, Float64, Float64]:
@@ -240,7 +261,7 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
     ]
     columns = [table(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
-    config = {"responsive": True, "displaylogo": False, "displayModeBar": "hover"}
+    config = {"responsive": True, "displaylogo": False}
     template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     text = jinja2.Template(template, autoescape=True, undefined=jinja2.StrictUndefined).render(
         title=runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs",
@@ -350,10 +371,11 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
         found[title] = _figure(traces, unit)
     for run in runs:
         found[f"Mixture as drawn by {run.name}"] = _figure(list(_mixture(run)), "share of tokens drawn so far")
-    if len(runs) == 1:
-        for title in FIRST:
-            if found[title].data:
-                _shade_windows(found[title], runs[0].curve("window"))
+    for figure in [found[title] for title in FIRST if found[title].data] if len(runs) == 1 else []:
+        _shade_windows(figure, runs[0].curve("window"))
+        for name, first in runs[0].stages.items():
+            line = {"dash": "dot", "color": "#7f8794"}
+            figure.add_vline(first, line=line, annotation_text=html.escape(name))
     return {title: figure for title, figure in found.items() if figure.data}
 
 
@@ -403,31 +425,25 @@ def _shade_windows(figure: go.Figure, windows: Curve) -> None:
     starts = np.flatnonzero(np.diff(doublings, prepend=np.nan))
     if len(starts) < 2:
         return
-    ends, last = [*starts[1:], windows.steps.size], windows.steps[-1] + 1
-    for start, end in zip(starts, ends, strict=True):
-        x0, x1 = windows.steps[start], windows.steps[end] if end < windows.steps.size else last
-        shade = (doublings[start] - doublings.min()) / max(np.ptp(doublings), 1)
-        figure.add_vrect(x0, x1, fillcolor="#7f8794", opacity=0.02 + 0.2 * shade, line_width=0, layer="below")
-        if x1 - x0 > 0.08 * (last - windows.steps[0]):  # room for the number
-            text = f"{windows.values[start:end].max():,.0f}"
-            middle = {"x": (x0 + x1) / 2, "xanchor": "center", "y": 1, "yref": "paper", "yanchor": "bottom"}
-            figure.add_annotation(text=text, showarrow=False, font_size=11, **middle)
+    borders = np.append(windows.steps[starts], windows.steps[-1] + 1)
+    longest = np.maximum.reduceat(windows.values, starts)
+    shades = 0.02 + 0.2 * (doublings[starts] - doublings.min()) / max(np.ptp(doublings), 1)
+    for x0, x1, shade, window in zip(borders, borders[1:], shades, longest, strict=False):
+        text = f"{window:,.0f}" if x1 - x0 > 0.08 * (borders[-1] - borders[0]) else ""  # if it has room
+        note = {"annotation_text": text, "annotation_position": "outside top", "annotation_font_size": 11}
+        figure.add_vrect(x0, x1, fillcolor="#7f8794", opacity=shade, line_width=0, layer="below", **note)
 
 
 def _smooth(values: Float64) -> Float64:
     """Return centered means over a 25th of the values, at least 5; over fewer at the ends, as many on each side."""
-    size = values.size
-    at = np.arange(size)
-    reach = np.minimum(max(size // 50, 2), np.minimum(at, size - 1 - at))
+    at = np.arange(values.size)
+    reach = np.minimum(at, at[::-1]).clip(max=max(values.size // 50, 2))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
 
 
 def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False, smooth: bool = False) -> list[go.Scatter]:
-    """Draw a metric of training steps: means over at most `MOST_POINTS` spans of steps, and perhaps their extremes.
-
-    With `smooth` they are faint, below a smoothed curve.
-    """
+    """Draw a metric: means over at most `MOST_POINTS` spans of steps, perhaps their extremes or a smoothed curve."""
     size = curve.steps.size
     starts = np.linspace(0, size, min(size, MOST_POINTS), endpoint=False, dtype=np.int64)
     steps, values = curve.steps[starts], curve.values

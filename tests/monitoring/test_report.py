@@ -18,6 +18,7 @@ from megatron_ext.monitoring.metrics import note_history, stage_folders
 from megatron_ext.monitoring.report import (
     MOST_POINTS,
     charts,
+    join_stages,
     load_run,
     load_runs,
     loss_difference,
@@ -166,6 +167,15 @@ def test_the_training_loss_is_smoothed_and_the_doublings_of_the_window_are_shade
     assert [note.text for note in found["Throughput"].layout.annotations] == ["64", "128", "256"]
 
 
+def test_joined_stages_count_on_and_are_marked(tmp_path):
+    runs = [load_run(write_run(tmp_path / name, steps, evaluate_every=10)) for name, steps in (("a", 30), ("<b>", 20))]
+    run = join_stages(runs, tmp_path)
+    assert run.curve("lm_loss").steps.tolist() == list(range(50))
+    assert run.validation["valid_loss"].steps.max() == 30 + runs[1].validation["valid_loss"].steps.max()
+    marks = [note for note in charts([run])["Throughput"].layout.annotations if note.text in ("a", "&lt;b&gt;")]
+    assert [mark.x for mark in marks] == [0, 30]
+
+
 def test_the_first_charts_are_above_the_table(tmp_path):
     text = _shown(_report(write_run(tmp_path, 60, evaluate_every=20)))
     places = [text.index(title) for title in ("Validation loss", "Throughput", "Completed steps", "Learning rate")]
@@ -218,7 +228,7 @@ class TestCommandLine:
         ]
         status, out, err = report(tmp_path)
         assert (status, err) == (0, "")
-        assert out.splitlines()[1::2] == [str(stage / "report.html") for stage in stages]
+        assert out.splitlines()[1::2] == [str(folder / "report.html") for folder in (*stages, tmp_path)]
         assert out.startswith("training loss 5.5000 at the start, 5.3")
 
     def test_stability_figures_of_a_span_of_steps(self, report, tmp_path):
@@ -322,7 +332,8 @@ def test_a_length_may_be_evaluated_later_than_others(tmp_path):
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   const root = document.documentElement;
-  document.title = `${root.scrollWidth - root.clientWidth} ${document.querySelectorAll(".main-svg .scatter").length}`;
+  document.title = `${root.scrollWidth - root.clientWidth} ${document.querySelectorAll(".main-svg .scatter").length}`
+    + ` ${getComputedStyle(document.querySelector(".modebar")).opacity}`;
 }, 1000));</script>"""
 
 
@@ -338,6 +349,7 @@ def test_a_page_fits_its_window_and_draws_its_charts(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    wider, drawn = done.stdout.split("<title>")[1].split("</title>")[0].split()
+    wider, drawn, tool_bar = done.stdout.split("<title>")[1].split("</title>")[0].split()
     assert int(wider) == 0
     assert int(drawn) >= 14  # two runs in seven charts
+    assert int(tool_bar) == 0  # without a pointer
