@@ -26,33 +26,18 @@ def located(path: Path, **more: bool) -> Path | None:
     return None if checkpoint is None else checkpoint.folder
 
 
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
 def test_a_published_checkpoint_is_the_latest(tmp_path: Path) -> None:
     assert located(tmp_path) is None
     for step in (3, 12):
         assert write(tmp_path, step) == located(tmp_path)
-    assert names(tmp_path) == ["iter_0000003", "iter_0000012", POINTER]
-    assert folders.saved_steps(tmp_path) == [3, 12]
-
-
-def test_nothing_is_the_latest_before_it_is_published(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    aside = folders.begin(tmp_path, 6)
+    latest, aside = located(tmp_path), folders.begin(tmp_path, 16)
     (aside / "file").write_bytes(b"half")
-    assert located(tmp_path) == tmp_path / "checkpoints" / "iter_0000003"
-    assert folders.saved_steps(tmp_path) == [3]
-    folders.begin(tmp_path, 6)
+    assert located(tmp_path) == latest
+    assert folders.saved_steps(tmp_path) == [3, 12]
+    assert folders.begin(tmp_path, 18).exists()
     assert not aside.exists()  # the next one clears it away
-
-
-def test_without_a_pointer_it_is_the_newest(tmp_path: Path) -> None:
-    """A kill between the first rename and the first pointer."""
-    folder = write(tmp_path, 3)
-    (tmp_path / "checkpoints" / POINTER).unlink()
-    assert located(tmp_path) == folder
+    (tmp_path / "checkpoints" / POINTER).unlink()  # as after a kill between the first rename and the first pointer
+    assert located(tmp_path) == latest
 
 
 @pytest.mark.parametrize(
@@ -71,29 +56,9 @@ def test_a_pointer_that_leads_nowhere_is_named(tmp_path: Path, content: bytes, t
         located(tmp_path)
 
 
-def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pointer goes back first: after a kill, whoever begins again from it puts the rest away."""
     back, later = write(tmp_path, 3), write(tmp_path, 6, b"of the other future")
-    (left,) = folders.rewind(back)
-    assert located(tmp_path) == back
-    assert (left / "file").read_bytes() == b"of the other future"
-    assert not later.exists()
-    assert folders.rewind(back) == []
-
-
-def test_a_future_that_was_left_is_neither_counted_nor_offered(tmp_path: Path) -> None:
-    """The steps that are saved after going back fall between those of before."""
-    back, _ = write(tmp_path, 3), write(tmp_path, 6)
-    folders.rewind(back)
-    own, newest = write(tmp_path, 5), write(tmp_path, 7)
-    folders.delete_superfluous(tmp_path, 7, 2, 0)
-    assert folders.saved_steps(tmp_path) == [5, 7]
-    (newest / "manifest.json").unlink()
-    assert located(tmp_path, past_damaged=True) == own
-
-
-def test_a_kill_while_going_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pointer goes back first; whoever begins again from it puts the rest away."""
-    back, _ = write(tmp_path, 3), write(tmp_path, 6)
 
     def killed(folder: Path, other: Path) -> Path:
         raise KeyboardInterrupt
@@ -103,7 +68,17 @@ def test_a_kill_while_going_back_changes_nothing(tmp_path: Path, monkeypatch: py
         with pytest.raises(KeyboardInterrupt):
             folders.rewind(back)
     assert located(tmp_path) == back
-    assert len(folders.rewind(back)) == 1
+    (left,) = folders.rewind(back)
+    assert located(tmp_path) == back
+    assert (left / "file").read_bytes() == b"of the other future"
+    assert not later.exists()
+    assert folders.rewind(back) == []
+    # what is saved after it falls between the steps that were left, which are neither counted nor offered
+    own, newest = write(tmp_path, 5), write(tmp_path, 7)
+    folders.delete_superfluous(tmp_path, 7, 2, 0)
+    assert folders.saved_steps(tmp_path) == [5, 7]
+    (newest / "manifest.json").unlink()
+    assert located(tmp_path, past_damaged=True) == own
 
 
 def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,8 @@ def test_transformers_loads_it(folder: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     ours = Tokenizer(folder)
-    for theirs in (
-        AutoTokenizer.from_pretrained(folder, local_files_only=True),
-        PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True),
-    ):
+    for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+        theirs = kind.from_pretrained(folder, local_files_only=True)
         assert theirs.eos_token_id == ours.eod_id
         assert theirs.encode(TEXTS[7], add_special_tokens=False) == ours.encode(TEXTS[7])
         assert theirs.decode(ours.encode(TEXTS[7])) == TEXTS[7]
@@ -76,10 +75,7 @@ MAP = {"eos_token": token("<|e|>"), "pad_token": "<pad>", "additional_special_to
         ({}, {"special_tokens_map": MAP, "added_tokens": {"<tool>": 401, "<pad>": 402, "<|s|>": 400}}),
         ({"eos_token": "<a>", "additional_special_tokens": ["<b>"]}, {"special_tokens_map": MAP}),
         ({"extra_special_tokens": ["<b>"], "image_token": "<image>"}, {"added_tokens": {"<b>": 401, "<a>": 400}}),
-        (
-            {"extra_special_tokens": {"image_token": "<image>"}},
-            {"special_tokens_map": {"extra_special_tokens": ["<a>"]}},
-        ),
+        ({"extra_special_tokens": {"image_token": "<i>"}}, {"special_tokens_map": {"extra_special_tokens": ["<a>"]}}),
         ({"eos_token": token("<|e|>", lstrip=True) | {"__type": "AddedToken"}}, {}),
         (None, {"special_tokens_map": MAP}),
     ],
@@ -107,14 +103,12 @@ def test_tokens_beside_the_file_are_those_of_transformers(
     assert ChatTemplate.of(tmp_path).render(chat).text == theirs.apply_chat_template(chat, tokenize=False)
 
 
-@pytest.mark.parametrize(
-    "config", [{"added_tokens_decoder": {"1": "<a>"}}, {"added_tokens_decoder": {"x": token("a")}}]
-)
-def test_tokens_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_tokens_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copyfile(folder / "tokenizer.json", tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="correct its tokenizer_config"):
-        Tokenizer(tmp_path)
+    for tokens in ({"1": "<a>"}, {"x": token("a")}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+        with pytest.raises(UserError, match="correct its tokenizer_config"):
+            Tokenizer(tmp_path)
 
 
 CHARACTERS = "▁ abcdefghijklmnopqrstuvwxyz<>/\n"
@@ -201,12 +195,6 @@ def test_a_normalizer_makes_no_special_token_in_a_chat(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("a\uff1c/s\uff1eb")) == "a</s>b"
 
 
-def test_a_word_that_no_token_stands_for_is_refused(tmp_path: Path) -> None:
-    tokenizers.Tokenizer(WordLevel({"a": 0, "</s>": 1}, "<unk>")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="cannot encode a text"):
-        Tokenizer(tmp_path).encode("</s>")
-
-
 def test_settings_that_would_lose_text_are_off(folder: Path, tmp_path: Path) -> None:
     changed = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     changed.enable_truncation(4)
@@ -218,40 +206,34 @@ def test_settings_that_would_lose_text_are_off(folder: Path, tmp_path: Path) -> 
 
 
 def word_level(folder: Path, vocabulary: dict[str, int], config: object = None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="a")).save(str(folder / "tokenizer.json"))
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.mark.parametrize(
-    ("config", "eod"),
-    [
-        (None, 4),
-        ({"eos_token": "<end>"}, 9),
-        ({"eos_token": {"content": "<end>", "lstrip": False}}, 9),
-        ({"eos_token": None}, 4),
-    ],
-)
-def test_end_token(tmp_path: Path, config: object, eod: int) -> None:
-    tokenizer = Tokenizer(word_level(tmp_path, {"a": 0, "</s>": 4, "<end>": 9}, config))
-    assert tokenizer.eod_id == eod
-    assert tokenizer.vocab_size == 10  # ids may have gaps
-    assert Tokenizer(tmp_path, eod_token="a").eod_id == 0
-
-
-def test_end_token_refusals(tmp_path: Path) -> None:
-    folder = word_level(tmp_path, {"a": 0})
-    with pytest.raises(UserError, match="pass --eod-token"):
-        _ = Tokenizer(folder).eod_id
-    with pytest.raises(UserError, match="'<eos>' is not in the vocabulary"):
-        Tokenizer(folder, eod_token="<eos>")
+def test_end_tokens(tmp_path: Path) -> None:
+    """What the configuration names, by a name or an object, or one that is known; ids may have gaps."""
+    known = {"a": 0, "</s>": 4, "<end>": 9}
+    named = {"eos_token": "<end>"}, {"eos_token": {"content": "<end>", "lstrip": False}}
+    for config, eod in ((None, 4), ({"eos_token": None}, 4), *((one, 9) for one in named)):
+        tokenizer = Tokenizer(word_level(tmp_path, known, config))
+        assert (tokenizer.eod_id, tokenizer.vocab_size) == (eod, 10)
+        assert Tokenizer(tmp_path, eod_token="a").eod_id == 0
     word_level(tmp_path, {"a": 0, "</s>": 1}, {"eos_token": "<new>"})
-    assert (Tokenizer(folder).eod_id, Tokenizer(folder).vocab_size) == (2, 3)  # as transformers adds it
+    assert (Tokenizer(tmp_path).eod_id, Tokenizer(tmp_path).vocab_size) == (2, 3)  # as transformers adds it
+    word_level(tmp_path, {"a": 0}, {})
+    with pytest.raises(UserError, match="pass --eod-token"):
+        _ = Tokenizer(tmp_path).eod_id
+    with pytest.raises(UserError, match="'<eos>' is not in the vocabulary"):
+        Tokenizer(tmp_path, eod_token="<eos>")
     word_level(tmp_path, {"a": 0}, ["eos_token"])
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not a JSON object"):
-        _ = Tokenizer(folder).eod_id
+        _ = Tokenizer(tmp_path).eod_id
+    tokenizers.Tokenizer(WordLevel(known, "<unk>")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="cannot encode a text"):
+        Tokenizer(tmp_path).encode("</s>")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "cl100k_base.tiktoken"])
@@ -272,23 +254,20 @@ def test_bytes(text: str) -> None:
 
 
 def test_training_refusals(folder: Path, tmp_path: Path) -> None:
+    def failing() -> Iterator[str]:
+        yield "text"
+        raise UserError("file:3: bad")
+
+    for texts, message in (([], "no document"), (failing(), r"^file:3: bad$")):
+        with pytest.raises(UserError, match=message):
+            train_bpe(texts, 400, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
     with pytest.raises(UserError, match="vocab_size: got 256, needs at least 257"):
         train_bpe(TEXTS, 256, tmp_path)
     assert train_bpe(TEXTS, 257, tmp_path).vocab_size == 257
     with pytest.raises(UserError, match="exists; pass --overwrite"):
         train_bpe(TEXTS, 400, tmp_path)
     assert train_bpe(TEXTS, 400, tmp_path, overwrite=True).fingerprint == Tokenizer(folder).fingerprint
-    shutil.rmtree(tmp_path)
-    with pytest.raises(UserError, match="no document"):
-        train_bpe([], 400, tmp_path)
-    with pytest.raises(UserError, match=r"^file:3: bad$"):
-        train_bpe(failing(), 400, tmp_path)
-    assert not tmp_path.exists()
-
-
-def failing():
-    yield "text"
-    raise UserError("file:3: bad")
 
 
 TEXT = "Once upon a time 😀 naïve café — 漢字\n\n  spaces   end"
@@ -323,11 +302,3 @@ def test_streamed_pieces_joined_are_the_text_of_all_tokens(folder: Path, tmp_pat
             assert start + answer == whole
 
     check()
-
-
-def test_an_incomplete_character_at_the_end_is_returned() -> None:
-    tokenizer = Tokenizer("bytes")
-    stream = TextStream(tokenizer)
-    cut = tokenizer.encode("é")[:1]
-    assert [stream.put(token) for token in cut] == [""]
-    assert stream.end() == "\ufffd"
