@@ -1,5 +1,6 @@
 """A run's checkpoint folders: the pointer, what is complete, what may go."""
 
+import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from megatron_ext.checkpoint.folders import POINTER
 from megatron_ext.checkpoint.manifest import facts_of
 from megatron_ext.errors import UserError
 from tests.checkpoint.test_manifest import manifest
+from tests.launcher import ROOT
 
 
 def write(run: Path, step: int, content: bytes = b"tensors") -> Path:
@@ -111,3 +113,22 @@ def test_what_stays(tmp_path: Path, last: int, every: int, stay: list[int]) -> N
     folders.delete_superfluous(tmp_path, 7, last, every)
     assert folders.saved_steps(tmp_path) == stay
     assert located(tmp_path) == tmp_path / "checkpoints" / "iter_0000007"
+
+
+def test_the_tool_lists_checkpoints_and_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path, 2, bytes(2000))
+    folders.begin(tmp_path, 4)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "lm_loss": 5.7}\n{"step": 1, "lm_loss": 5.5658}\n')
+    main = runpy.run_path(str(ROOT / "tools" / "checkpoints.py"))["main"]
+    assert main([str(tmp_path), "--verify"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:2] == ["2", "320"]
+    assert "5.5658" in lines[2]
+    assert lines[3] == f"--load {tmp_path} takes step 2"
+    assert lines[4].startswith("iter_0000004.")
+    (folder / "file").write_bytes(bytes(1999) + b"x")
+    assert main([str(tmp_path)]) == 0  # sizes alone
+    assert main([str(tmp_path), "--verify"]) == 1
+    assert "file is damaged: its checksum differs" in capsys.readouterr().out
+    (folder / "file").unlink()
+    assert main([str(tmp_path)]) == 1

@@ -19,6 +19,7 @@ from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import platform
 from megatron_ext.errors import UserError
 from megatron_ext.inference.model import open_model
+from tests.conftest import slow_but
 from tests.launcher import call
 
 TOKENS = torch.randint(0, 120, (33,), generator=torch.Generator().manual_seed(1))
@@ -155,10 +156,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "moe": (MOE, EP2_PP2, {"renamed": UNFUSED}),
     "moe-some": (MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
 }  # fmt: skip
-SLOW = [name for name in VARIANTS if name not in ("stacked", "moe")]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in VARIANTS])
+@pytest.mark.parametrize("name", slow_but(["stacked", "moe"], VARIANTS))
 def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     """From TP 2 and PP 2, or EP 2 and PP 2, into our model, and back into another layout of theirs."""
     changes, layout, options = VARIANTS[name]

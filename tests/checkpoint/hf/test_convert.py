@@ -109,7 +109,6 @@ def test_a_tied_model_may_store_its_output_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "text"),
     [
-        ("model.layers.0.self_attn.q_norm.weight", torch.ones(8), "has model.layers.0.self_attn.q_norm.weight, which"),
         ("model.layers.4.mlp.gate_proj.weight", torch.ones(72, 32), "has model.layers.4.mlp.gate_proj.weight, which"),
         ("model.layers.0.mlp.up_proj.weight", None, "no tensor model.layers.0.mlp.up_proj.weight"),
         ("model.layers.0.mlp.up_proj.weight", torch.ones(71, 32), "is [71, 32], its config needs [72, 32]"),
@@ -117,27 +116,18 @@ def test_a_tied_model_may_store_its_output_matrix(tmp_path: Path) -> None:
         ("model.layers.0.mlp.up_proj.weight", torch.ones(72, 32).half(), "have types float16 and float32"),
     ],
 )
-def test_tensors_that_have_no_place_are_refused(
-    tmp_path: Path, name: str, tensor: torch.Tensor | None, text: str
-) -> None:
+def test_tensors_without_a_place(tmp_path: Path, name: str, tensor: torch.Tensor | None, text: str) -> None:
     folder = write_model(tmp_path / "model", "llama")
     with_tensor(folder, name, tensor)
     assert text in refusal(lambda: hf_to_megatron(folder, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "llama")
-    plain = shutil.copytree(folder, tmp_path / "plain")
-    with_tensor(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
-    hf_to_megatron(folder, tmp_path / "run")
-    back(tmp_path / "run", tmp_path / "written")
-    assert_same_tensors(plain, tmp_path / "written")
-
-
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_do_not_compute_the_model_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Angles that older files keep, and layers that predict further tokens."""
     plain = write_model(tmp_path / "plain", "deepseek_v3-dense")
     folder = write_model(tmp_path / "model", "deepseek_v3-dense", num_nextn_predict_layers=1)
+    with_tensor(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
     with_tensor(folder, "model.layers.4.eh_proj.weight", torch.ones(32, 64))
     hf_to_megatron(folder, tmp_path / "run")
     assert "num_nextn_predict_layers 1; these layers, 1 tensors, are left out" in caplog.text
@@ -176,17 +166,29 @@ def test_an_output_or_a_tokenizer_that_cannot_be_written(tmp_path: Path) -> None
 
 
 def test_all_auxiliary_files_are_carried(stories_model: Path, tmp_path: Path) -> None:
+    """And no code."""
     names = ["generation_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_templates/tool.jinja"]
-    shutil.copytree(stories_model, tmp_path / "model")
+    model, export = Path(shutil.copytree(stories_model, tmp_path / "model")), tmp_path / "export"
     for name in names:
-        path = tmp_path / "model" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("{}")
-    (tmp_path / "model/modeling_custom.py").touch()
-    hf_to_megatron(tmp_path / "model", tmp_path / "run")
-    back(tmp_path / "run", tmp_path / "export", tokenizer=None)
-    found = {str(path.relative_to(tmp_path / "export")) for path in (tmp_path / "export").rglob("*.*")}
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("{}")
+    (model / "modeling_custom.py").touch()
+    hf_to_megatron(model, tmp_path / "run")
+    back(tmp_path / "run", export, tokenizer=None)
+    found = {str(path.relative_to(export)) for path in export.rglob("*.*")}
     assert found == {*names, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_config_that_names_code_is_not_carried(tmp_path: Path) -> None:
+    """As Moonlight's, whose .py files are not copied."""
+    model, export = write_model(tmp_path / "model", "deepseek_v3-dense"), tmp_path / "export"
+    (model / "tokenizer.json").write_text("{}")
+    entries = json.loads((model / "config.json").read_text()) | {"auto_map": {"AutoConfig": "configuration.C"}}
+    (model / "config.json").write_text(json.dumps(entries))
+    hf_to_megatron(model, tmp_path / "run")
+    back(tmp_path / "run", export, tokenizer=None)
+    assert "auto_map" not in json.loads((export / "config.json").read_text())
+    assert comparable(read_model_config(export)) == comparable(read_model_config(model))
 
 
 def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,18 +215,6 @@ def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: py
         assert (AutoConfig.from_pretrained(output).eos_token_id, generation.eos_token_id) == ends
         assert generation.max_new_tokens == 50
         assert ("metadata of the run's data sets is missing" in caplog.text) is warned
-
-
-def test_a_config_that_names_code_is_not_carried(tmp_path: Path) -> None:
-    """As Moonlight's, whose .py files are not copied."""
-    model = write_model(tmp_path / "model", "deepseek_v3-dense")
-    (model / "tokenizer.json").write_text("{}")
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoConfig": "configuration.C"}}))
-    hf_to_megatron(model, tmp_path / "run")
-    back(tmp_path / "run", tmp_path / "export", tokenizer=None)
-    assert "auto_map" not in json.loads((tmp_path / "export/config.json").read_text())
-    assert comparable(read_model_config(tmp_path / "export")) == comparable(read_model_config(model))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_templates/a.jinja"])

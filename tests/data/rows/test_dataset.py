@@ -1,4 +1,4 @@
-"""RowDataset against naive concatenation, BlendedRows against a sorted list of events."""
+"""RowDataset against naive concatenation, BlendedRows against a sorted list of events; sequences laid into rows."""
 
 import math
 from collections import Counter
@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.row import TokenRow
-from megatron_ext.data.rows.blend import BlendedRows
+from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
-from tests.data.packing.sources import STRIDE, ListedSource, MaskedSource, assert_same, seeds
+from tests.data.packing.sources import PAD, STRIDE, ListedSource, MaskedSource, assert_same, seeds
 
 some_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 row_lengths = st.integers(1, 25)
@@ -30,9 +32,7 @@ class WeightedSource(MaskedSource):
 
 
 @given(lengths=some_lengths, row_length=row_lengths, mask_eod=st.booleans())
-def test_a_label_has_the_mask_and_the_weight_of_its_own_token(
-    lengths: list[int], row_length: int, mask_eod: bool
-) -> None:
+def test_a_label_has_its_own_mask_and_weight(lengths: list[int], row_length: int, mask_eod: bool) -> None:
     rows = RowDataset(WeightedSource(lengths), range(len(lengths)), row_length, seed=3, mask_eod=mask_eod)
     for sample in range(5):
         row = rows.row(sample)
@@ -133,3 +133,37 @@ def test_blend_reads_each_dataset_in_order_and_in_proportion(weights: list[float
         share = rows.weights[dataset]
         bound = (1 + share * max(0, len(weights) - 2)) / 2
         assert abs(drawn[dataset] - (sample + 1) * share) <= bound + 1e-3 + 1e-15 * start
+
+
+@given(lengths=some_lengths, length=st.sampled_from([1, 2, 4, 8]), count=st.sampled_from([1, 2, 4]), seed=seeds)
+def test_sequences_fill_rows_as_separate_documents(lengths: list[int], length: int, count: int, seed: int) -> None:
+    sequences = make(lengths, length, seed)
+    rows = LaidSequences(sequences, count * length)
+    assert rows.row_tokens == rows.row_length == count * length
+    for sample in range(3):
+        row, parts = rows.row(sample), [sequences.row(sample * count + number) for number in range(count)]
+        np.testing.assert_array_equal(row.tokens[:-1], np.concatenate([part.tokens[:-1] for part in parts]))
+        assert (np.diff(row.document_ends) > 0).all()
+        for number, part in enumerate(parts):
+            first, last = number * length, (number + 1) * length
+            inside = row.document_ends[(row.document_ends > first) & (row.document_ends < last)] - first
+            np.testing.assert_array_equal(inside, part.document_ends[part.document_ends < length])
+            assert last in row.document_ends or number == count - 1
+            labels = row.tokens[1:][first:last]
+            where = row.trained[first:last]
+            np.testing.assert_array_equal(labels[where], part.tokens[1:][where])
+            assert where.all() or (number < count - 1 and where[:-1].all() and not where[-1])
+
+
+def test_shares_are_of_tokens_where_rows_have_padding() -> None:
+    full = make([4096], 8)
+    three_of_eight = ListedSource([3] * 64)
+    padded = PackedRows(three_of_eight, build_plan("best_fit", three_of_eight, range(64), 4, 0), 0, pad_id=PAD)
+    assert padded.row_tokens == 3
+    rows = BlendedRows([full, LaidSequences(padded, 8)], [0.5, 0.5])
+    found: Counter[str] = Counter()
+    for sample in range(1400):
+        tokens = rows.row(sample).tokens[:-1]
+        source = "full" if rows.locate(sample)[0] == 0 else "padded"
+        found[source] += int((tokens != PAD).sum())
+    assert abs(found["full"] / found.total() - 0.5) < 1e-3

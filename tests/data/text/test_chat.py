@@ -1,8 +1,9 @@
-"""Conversations as tokens and masks, compared with transformers' own."""
+"""Conversations as tokens and masks, compared with transformers' own, and a run whose loss is the assistant's alone."""
 
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from tests.chats import END, HEADED, MARKED, PLAIN, START, conversations, put_chats, put_tokenizer
+from tests.launcher import Commands
+from tests.runs import read_jsonl
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
@@ -191,3 +194,42 @@ def test_unusable_templates_are_refused(tmp_path: Path) -> None:
     assert found.source == PLAIN
     assert dict(found.variables) == {"bos_token": "<|endoftext|>", "eos_token": END}
     assert set(found.special) == {"<|endoftext|>", START, END}
+
+
+STEPS = 3
+MODEL = ["--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 64, "--num-attention-heads", 2]
+TRAINING = ["--train-iters", STEPS, "--global-batch-size", 4, "--lr-warmup-iters", 1, "--eval-interval", 0]
+TRAINING += ["--seq-length", 256, "--document-mask"]
+
+
+def spoken(tokens: list[int], tokenizer: Tokenizer) -> Iterator[bool]:
+    """Whether each token is the assistant's, read from the tokens alone: what follows its heading, up to the end."""
+    heading = tokenizer.encode_spelled(f"{START}assistant\n")[0]
+    ((end,), _) = tokenizer.encode_spelled(END)
+    inside = False
+    for place, token in enumerate(tokens):
+        inside = inside or tokens[max(place - len(heading), 0) : place] == heading
+        yield inside
+        inside = inside and token != end
+
+
+def test_the_loss_counts_the_assistants_tokens_alone(alone: Commands, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    file = put_chats(tmp_path / "chats.jsonl", conversations(90))
+    put_tokenizer(folder, MARKED)
+    prefix = ["--output-prefix", tmp_path / "chats", "--messages-field", "--tokenizer-model", folder]
+    alone.run("tools/preprocess_data.py", "--input", file, *prefix)
+    options = ["--data-path", tmp_path / "chats", "--tokenizer-model", folder, "--split", "1,0,0", *MODEL, *TRAINING]
+    options += ["--packing", "drop_tail"]
+    alone.run("tools/pack_data.py", *options)
+    where = ["--save", tmp_path / "run", "--dump-trajectory", tmp_path / "dump"]
+    alone.run("pretrain_skyladder.py", *options, *where)
+    metrics, tokenizer = read_jsonl(tmp_path / "run" / "metrics.jsonl"), Tokenizer(folder)
+    assert len(metrics) == STEPS
+    for step, told in enumerate(metrics):
+        dumped = np.load(tmp_path / "dump" / f"step_{step:06}.npz")
+        mask = dumped["loss_mask"].astype(bool)
+        assert told["denominator"] == mask.sum() > 0
+        assert not mask.all()
+        for tokens, held in zip(dumped["tokens"].tolist(), mask.tolist(), strict=True):
+            assert held == list(spoken(tokens, tokenizer))[1:]

@@ -1,7 +1,6 @@
 """Files of folders and patterns, documents of files of every kind, and descriptions of bad ones."""
 
 import gzip
-import io
 import json
 import re
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.text.documents import Fields, FileRange, find_files, read_documents, read_lines, read_range
+from megatron_ext.data.text.documents import Fields, FileRange, find_files, read_documents, read_range
 from megatron_ext.errors import UserError
 
 
@@ -168,9 +167,7 @@ def test_folders_and_patterns_are_read_in_order_of_paths(folder: Path) -> None:
     assert names(folder, "a[1].txt") == ["a[1].txt"]
 
 
-def test_json_that_holds_lines_is_read_and_other_files_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_json_that_holds_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     line = '{"text": "x"}\n'
     raw = {"a.json": "\ufeff" + line * 2, "b.json": '{"text": "' + "y" * (2 << 20) + '"}', "c.jsonl": line}
     packed = {"d.json.gz": gzip.compress(line.encode()), "e.json.zst": zstd(line.encode())}
@@ -214,16 +211,3 @@ def test_bad_paths_are_named(folder: Path) -> None:
             find_files([folder / path])
     with pytest.raises(UserError, match=r"b\.txt twice"):
         find_files([folder / "b.txt", "a", folder / "a/../b.txt"])
-
-
-@given(
-    content=st.text(alphabet="ab\n", max_size=60).map(str.encode),
-    start=st.integers(0, 60),
-    end=st.integers(0, 60),
-    limit=st.integers(0, 8),
-)
-def test_lines_of_a_range(content: bytes, start: int, end: int, limit: int) -> None:
-    begins = [0, *(i + 1 for i, byte in enumerate(content) if byte == 10)]
-    begins = [begin for begin in begins if begin < len(content)]
-    wanted = [content[begin:].split(b"\n")[0][: limit + 1] for begin in begins if start <= begin < end]
-    assert list(read_lines(io.BytesIO(content), start, end, limit)) == wanted
