@@ -122,13 +122,13 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
 )
 @settings(max_examples=150, deadline=None)
 def test_ranges_hold_each_line_once(tmp_path_factory: pytest.TempPathFactory, texts, cuts, end) -> None:
-    """However a file is cut into byte ranges, its documents and its problems, with their lines, stay the same."""
+    """However a file is cut into byte ranges, its documents and its problems, also long lines, stay the same."""
     raw = b"\n".join(b"" if text is None else json.dumps({"text": text}).encode() for text in texts) + end
     file = put(tmp_path_factory.getbasetemp() / "ranges.jsonl", raw or b"{}")
     whole = FileRange.of(file)
     borders = [0, *sorted(cut for cut in cuts if 0 < cut < whole.size), whole.size]
     parts = [replace(whole, start=a, end=b) for a, b in pairwise(borders)]
-    assert items(parts, Fields()) == items([whole], Fields())
+    assert items(parts, Fields(limit=25)) == items([whole], Fields(limit=25))
 
 
 def test_groups_have_keys(tmp_path: Path) -> None:
