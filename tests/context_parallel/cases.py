@@ -1,6 +1,6 @@
 """What the parity tests of context parallelism share: cases, their rows, layouts of processes, and comparisons."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,16 +214,6 @@ class ProbeOutcome:
     losses: np.ndarray  # float32 [1 + places, t], as the rows are and with each place replaced
 
 
-def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> list[list[Any]]:
-    """For each job what each process saw: an `Outcome`, a `ProbeOutcome`, or a text where the job was refused.
-
-    Raises:
-        RuntimeError: a process failed; the message has its stderr.
-    """
-    everyone = call(_work, processes, parallel, list(jobs), timeout_s=TIMEOUT_S, group=False)
-    return [list(seen) for seen in zip(*everyone, strict=True)]
-
-
 def _work(rank: int, parallel: Parallel, jobs: list[Case | Probe]) -> list[Any]:
     from tests.context_parallel.worker import work  # imports Megatron
 
@@ -250,6 +240,37 @@ TP2, PP2, DP2 = Layout("tp2 sp", 2, 1, (_TP2, _SEQUENCE)), Layout("pp2", 2, 1, (
 CP2_TP2 = Layout("cp2 tp2 sp", 4, 2, (_TP2, _SEQUENCE))
 CP2_PP2 = Layout("cp2 pp2", 4, 2, (_PP2,))
 CP2_DP2 = Layout("cp2 dp2", 4, 2)
+
+
+class Runs:
+    """What came of the jobs of each layout; its processes are started once, when first asked for."""
+
+    def __init__(self, jobs_of: Callable[[Layout], Sequence[Case | Probe]]) -> None:
+        self._jobs_of = jobs_of
+        self._seen: dict[Layout, dict[Case | Probe, list[Any]]] = {}
+        self._alone: dict[Case | Probe, list[Any]] = {}
+
+    def of(self, layout: Layout, job: Case | Probe) -> list[Any]:
+        """What each process saw of a job: an `Outcome` or a `ProbeOutcome`."""
+        if layout not in self._seen:
+            self._seen[layout] = _run(layout.parallel, layout.processes, self._jobs_of(layout))
+        seen = self._seen[layout][job]
+        assert not isinstance(seen[0], str), f"{job} was refused: {seen[0]}"
+        return seen
+
+    def alone(self, case: Case) -> Outcome:
+        """What one process saw of a case of a layout that has run."""
+        if case.alone not in self._alone:
+            cases = [job.alone for layout in self._seen for job in self._jobs_of(layout) if isinstance(job, Case)]
+            self._alone |= _run({}, 1, [case for case in cases if case not in self._alone])
+        outcome: Outcome = self._alone[case.alone][0]
+        return outcome
+
+
+def _run(parallel: Parallel, processes: int, some: Sequence[Case | Probe]) -> dict[Case | Probe, list[Any]]:
+    jobs = list(dict.fromkeys(some))
+    everyone = call(_work, processes, parallel, jobs, timeout_s=TIMEOUT_S, group=False)
+    return dict(zip(jobs, map(list, zip(*everyone, strict=True)), strict=True))
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:

@@ -21,9 +21,9 @@ from tests.context_parallel.cases import (
     Case,
     Layout,
     Outcome,
+    Runs,
     Weighed,
     errors,
-    run,
 )
 
 TOLERANCE, DENSE_UNFROZEN = 1e-5, 2e-5
@@ -86,28 +86,9 @@ def sparse_unfrozen_cases() -> Iterator[Case]:
         yield Case(132, document_mask, "zigzag", weighting=unfrozen(weight_post="sparse"))
 
 
-class Runs:
-    """Every case under each layout; the processes are started once for each."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, dict[Case, list[Any]]] = {}
-
-    def of(self, layout: Layout | None, case: Case) -> list[Outcome]:
-        """By process."""
-        name = layout.name if layout else "alone"
-        if name not in self._seen:
-            cases = [*dense_cases(), *frozen_cases(), *sparse_unfrozen_cases()]
-            jobs = cases if layout else list(dict.fromkeys(one.alone for one in cases))
-            seen = run(layout.parallel, layout.processes, jobs) if layout else run({}, 1, jobs)
-            self._seen[name] = dict(zip(jobs, seen, strict=True))
-        outcomes = self._seen[name][case if layout else case.alone]
-        assert not isinstance(outcomes[0], str), f"{case}: {outcomes[0]}"
-        return outcomes
-
-
 @pytest.fixture(scope="module")
 def runs() -> Runs:
-    return Runs()
+    return Runs(lambda layout: [*dense_cases(), *frozen_cases(), *sparse_unfrozen_cases()])
 
 
 def by_row(outcomes: Sequence[Outcome], step: int, length: int) -> dict[int, np.ndarray]:
@@ -128,7 +109,7 @@ def by_row(outcomes: Sequence[Outcome], step: int, length: int) -> dict[int, np.
 
 
 def assert_same(runs: Runs, layout: Layout, case: Case, tolerance: float) -> None:
-    outcomes, (alone,) = runs.of(layout, case), runs.of(None, case)
+    outcomes, alone = runs.of(layout, case), runs.alone(case)
     found = errors(outcomes[0], alone)
     assert max(found.values()) <= tolerance, (case, found)
     for outcome in outcomes:
@@ -141,16 +122,21 @@ each_layout = pytest.mark.parametrize(
 )
 
 
+def both_by_row(runs: Runs, layout: Layout, case: Case, step: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each row of a step, what the layout's processes and what one process weighed."""
+    ours = by_row(runs.of(layout, case), step, case.length)
+    theirs = by_row([runs.alone(case)], step, case.length)
+    assert ours.keys() == theirs.keys()
+    yield from ((ours[seed], theirs[seed]) for seed in theirs)
+
+
 @each_layout
 def test_dense_weights_train_the_same_model(runs: Runs, layout: Layout) -> None:
     for case in dense_cases():
         assert_same(runs, layout, case, DENSE_UNFROZEN)
-        (alone,) = runs.of(None, case)
         for step in range(STEPS):
-            theirs, ours = by_row([alone], step, case.length), by_row(runs.of(layout, case), step, case.length)
-            assert ours.keys() == theirs.keys()
-            for seed, row in theirs.items():
-                np.testing.assert_allclose(ours[seed], row, rtol=2e-4, atol=2e-5)
+            for ours, theirs in both_by_row(runs, layout, case, step):
+                np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
 
 
 @each_layout
@@ -158,22 +144,17 @@ def test_frozen_scores_select_exactly_the_same_tokens(runs: Runs, layout: Layout
     for case in frozen_cases():
         assert_same(runs, layout, case, TOLERANCE)
         for step in range(STEPS):
-            theirs = by_row(runs.of(None, case), step, case.length)
-            ours = by_row(runs.of(layout, case), step, case.length)
-            assert ours.keys() == theirs.keys()
-            for seed, row in theirs.items():
+            for (weights, _), (others, _) in both_by_row(runs, layout, case, step):
                 if case.weighting.weight_post == "sparse":
-                    np.testing.assert_array_equal(ours[seed][0], row[0])
-                    assert 0 < (row[0] == 0).sum() < case.length
+                    np.testing.assert_array_equal(weights, others)
+                    assert 0 < (others == 0).sum() < case.length
 
 
 @each_layout
 def test_sparse_unfrozen_selections_differ_only_at_the_threshold(runs: Runs, layout: Layout) -> None:
     for case in sparse_unfrozen_cases():
-        theirs, ours = by_row(runs.of(None, case), 0, case.length), by_row(runs.of(layout, case), 0, case.length)
-        assert ours.keys() == theirs.keys()
-        for seed, (weights, scores) in theirs.items():
-            np.testing.assert_allclose(ours[seed][1], scores, atol=1e-5)
-            threshold = scores[weights > 0].min()
-            differs = (ours[seed][0] > 0) != (weights > 0)
-            assert (np.abs(scores[differs] - threshold) <= 1e-5).all()
+        for (weights, scores), (other_weights, other_scores) in both_by_row(runs, layout, case, 0):
+            np.testing.assert_allclose(scores, other_scores, atol=1e-5)
+            threshold = other_scores[other_weights > 0].min()
+            differs = (weights > 0) != (other_weights > 0)
+            assert (np.abs(other_scores[differs] - threshold) <= 1e-5).all()

@@ -156,13 +156,13 @@ class Worker:
             weight_metrics=[(r.weight_std, r.weight_max, r.terms.zero_count, r.terms.score_sum) for r in results],
         )
 
-    @torch.no_grad()
     def probe(self, probe: Probe) -> ProbeOutcome:
         case, config = probe.case, probe.case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
         context = context_options(config, group)
         (model,) = self.model(case)
 
+        @torch.no_grad()
         def losses(row_at: Callable[[int], TokenRow]) -> np.ndarray:
             first = BatchMaker(config, self.ranks, context).train(row_at, 0, 0, case.window).train[0]
             return model(first).cross_entropy_t.numpy()

@@ -217,3 +217,4 @@ def test_a_layout_trains_the_same_model(runner: Runner, name: str) -> None:
     assert_same_rows(run, reference)
     assert_same_training(run, reference, layout)
     assert_window_is_used(run)
+    assert (sum(run.series("cp_bytes")) > 0) == (CP2 in layout.flags)
