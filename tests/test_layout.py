@@ -1,4 +1,4 @@
-"""Segments against the mask written straight from its definition, token by token."""
+"""Segments against the mask written straight from its definition, token by token (test_masks.py)."""
 
 from itertools import pairwise
 
@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, build_layout, concatenate, segment_pairs
-from megatron_ext.masks import AttentionMask
+from megatron_ext.masks import AttentionMask, MaskOptions
+from tests.test_masks import formula
 
 
 def dense_mask(length: int, ends: list[int], window: int) -> np.ndarray:
-    """bool [L, L]: token i attends to j. floor(i/w)*w <= j <= i, and no document ends after j and up to i."""
-    mask = np.zeros((length, length), dtype=bool)
-    for i in range(length):
-        for j in range(length):
-            same_document = not any(j < end <= i for end in ends)
-            mask[i, j] = (i // window) * window <= j <= i and same_document
-    return mask
+    return formula(length, ends, MaskOptions(document_mask=True), window, local=False)
 
 
 def mask_of(layout: PackedLayout) -> np.ndarray:
@@ -66,17 +61,11 @@ def test_segments_are_the_dense_masks(row: tuple[int, list[int], int]) -> None:
     segment = np.repeat(np.arange(layout.segments), layout.lengths)
     assert (linked == (segment[:, None] == segment)).all()
     assert (np.diff(layout.cu_seqlens) > 0).all()
-
-
-@given(row=rows())
-@settings(max_examples=150, deadline=None)
-def test_positions_and_effective_context_count_keys(row: tuple[int, list[int], int]) -> None:
-    layout = build_layout(*row)
-    keys = dense_mask(*row).sum(axis=1)  # C_i, the token itself included
+    keys = mask.sum(axis=1)  # C_i, the token itself included
     assert layout.positions().tolist() == (keys - 1).tolist()
     assert layout.attention_pairs() == keys.sum()
     assert np.square(layout.lengths).sum() == (2 * keys - 1).sum()  # 1 + 3 + 5 + ... = len^2
-    assert AttentionMask(layout).effective_context == pytest.approx((2 * keys.sum() - row[0]) / row[0], rel=1e-12)
+    assert AttentionMask(layout).effective_context == pytest.approx((2 * keys.sum() - length) / length, rel=1e-12)
 
 
 @given(tokens=st.integers(0, 60), left_window=st.none() | st.integers(0, 70))

@@ -107,14 +107,6 @@ def test_a_block_within_the_local_window_needs_no_reach() -> None:
     assert reaches == {2: None, 3: None, 4: 2}
 
 
-def test_rows_lie_end_to_end() -> None:
-    options = MaskOptions(True, "sliding", local_window=3, global_every=2, num_layers=2)
-    masks = options.at(6, [np.array([2]), np.array([], dtype=np.int64)], 4)
-    assert masks.scheduled.layout.cu_seqlens.tolist() == [0, 2, 6, 12]
-    assert (masks.scheduled.left_window, masks.local and masks.local.left_window) == (4, 2)
-    assert options.at(6, [np.array([2])], 6).scheduled.left_window is None
-
-
 def test_the_drawn_dependencies() -> None:
     layout = build_layout(10, [7], 10)
     masks = LayerMasks(AttentionMask(layout, left_window=2), is_local=(False, False))

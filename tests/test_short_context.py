@@ -6,34 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.layout import PackedLayout, build_layout
-from megatron_ext.masks import AttentionMask, LayerMasks, MaskOptions
+from megatron_ext.masks import AttentionMask, LayerMasks
 from megatron_ext.short_context import Chunks, ShortContext, distribute, short_chunks
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[LayerMasks, ShortContext]:
-    length, layers = draw(st.integers(1, 30)), draw(st.integers(1, 3))
-    options = MaskOptions(
-        document_mask=True,
-        window_mask=draw(st.sampled_from(["grid", "sliding"])),
-        local_window=draw(st.none() | st.integers(1, 12)),
-        global_every=draw(st.none() | st.integers(2, 3)),
-        num_layers=layers,
-    )
-    ends = st.lists(st.integers(0, length), max_size=4).map(lambda found: np.array(found, dtype=np.int64))
-    masks = options.at(length, [draw(ends) for _ in range(draw(st.integers(1, 3)))], draw(st.integers(1, 40)))
-    n = draw(st.integers(1, 20))
-    return masks, ShortContext(n, draw(st.integers(1, n)), draw(st.booleans()))
-
-
-def contexts_of(masks: LayerMasks, short: ShortContext, token: int) -> tuple[int, int]:
-    """The first token on which `token` depends: in the long context, and in the chunk that scores it."""
-    length = masks.widest.row_length
-    row, place = divmod(token, length)
-    # chunk k scores the places n + (k-1) s .. n + k s - 1
-    chunk = 0 if place < short.length else (place - short.length) // short.stride + 1
-    first = int(masks.first_dependencies()[token])
-    return first, max(first, row * length + chunk * short.stride)
 
 
 def chunks_of(masks: LayerMasks, short: ShortContext) -> Chunks:
@@ -42,14 +16,6 @@ def chunks_of(masks: LayerMasks, short: ShortContext) -> Chunks:
 
 def of_layout(layout: PackedLayout) -> LayerMasks:
     return LayerMasks(AttentionMask(layout))
-
-
-@given(cases())
-def test_nothing_is_computed_that_no_score_needs(case: tuple[LayerMasks, ShortContext]) -> None:
-    masks, short = case
-    chunks = chunks_of(masks, short)
-    for start, scored in zip(chunks.start, chunks.scored, strict=True):
-        assert start == contexts_of(masks, short, scored)[1]  # a chunk begins where its first scored token looks
 
 
 def test_the_drawn_example() -> None:

@@ -1,9 +1,7 @@
 """Attention sinks against a dense softmax with one more column, output and all gradients."""
 
 import importlib.util
-import sys
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,43 +20,15 @@ from megatron_ext.context_parallel.exchange import QKV, Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import PackedLayout, build_layout
 from tests.attention.kernels import CPU, assert_right, call_of, inputs_of, results
-from tests.attention.test_reference import bottom_right_mask
+from tests.attention.test_reference import dense, visible
 from tests.launcher import call as on_ranks
 
 SINKS = torch.tensor([-9.0, -0.5, 0.7, 6.0])
 LENGTHS = [(3, 3), (2, 5), (1, 1), (18, 20)]
 
 
-def visible(call: AttentionCall) -> Tensor:
-    """bool [t, u]: the keys that each query sees."""
-    lengths = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
-    return bottom_right_mask(list(lengths), call.left_window)
-
-
-def dense(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
-    query, key, value, sink_N = inputs
-    assert sink_N is not None
-    share = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(share, dim=1), value.repeat_interleave(share, dim=1)
-    scores = (torch.einsum("tnh,unh->ntu", query, key) * scale).masked_fill(~visible(call), -torch.inf)
-    column = sink_N[:, None, None].expand(-1, len(query), 1)
-    return torch.einsum("ntu,unh->tnh", torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1], value)
-
-
 def with_sinks(call: AttentionCall, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [*inputs_of(call, dtype=dtype), SINKS.to(dtype)]
-
-
-@pytest.mark.parametrize("left_window", [None, 2])
-@pytest.mark.parametrize("lengths", [LENGTHS, [(20, 20)] * 2], ids=["mixed", "equal"])
-def test_the_reference(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]], left_window: int | None
-) -> None:
-    monkeypatch.setattr(reference, "MASKED_QUERIES", 7)
-    call = call_of(lengths, left_window)
-    inputs = with_sinks(call, torch.float64)
-    for got, want in zip(results(reference.attend, inputs, call), results(dense, inputs, call), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_the_ends() -> None:
@@ -147,21 +117,6 @@ def test_another_backward_of_torch_varlen_is_refused(
     )
     assert plain is None
     assert found is None if fits else "cannot differentiate attention sinks in torch" in found
-
-
-def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = call_of(LENGTHS)
-    cute = ModuleType("flash_attn.cute")
-
-    def attend(q, k, v, *, softmax_scale, learnable_sink, **options):  # type: ignore[no-untyped-def]
-        return reference.attend(QKV(q, k, v, learnable_sink), call, softmax_scale), None
-
-    cute.flash_attn_varlen_func = attend  # type: ignore[attr-defined]
-    for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
-        monkeypatch.setitem(sys.modules, name, module)
-    backend = replace(BACKENDS["flash_attn_4"], missing=lambda: None)
-    assert backend.objection(torch.device("cuda"), torch.bfloat16, 64, sinks=True) is None
-    assert_right(adapters.flash_attn_4, with_sinks(call), call)
 
 
 def test_backends_without_the_gradient_are_refused() -> None:

@@ -37,7 +37,8 @@ def test_the_bar_of_a_terminal_shows_step_loss_window_speed_and_time_left():
     assert re.search(r"\[\d\d:\d\d < \d+:\d\d\]", text)
 
 
-def test_first_last_and_every_tenth_step_get_a_line():
+def test_which_steps_get_a_line(monkeypatch):
+    """The first, the last and every tenth; of slow ones one each time the seconds are over."""
     stream = io.StringIO()
     progress = Progress(25, 0, stream=stream)
     for step in range(25):
@@ -47,9 +48,6 @@ def test_first_last_and_every_tenth_step_get_a_line():
     assert [line.split(" |")[0] for line in lines] == ["step 1/25", "step 11/25", "step 21/25", "step 25/25"]
     figures = r"loss 3\.1416 \| norm \S+ \| lr 4\.0e-04 \| window 1,024 \| 8,192 tokens/s"
     assert re.fullmatch(rf"step 25/25 \| {figures} \| 00:00 left", lines[-1])
-
-
-def test_slow_steps_get_a_line_each_time_the_seconds_are_over(monkeypatch):
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stream = io.StringIO()
