@@ -1,4 +1,4 @@
-"""Latent attention in float64: against transformers, and on several processes against one."""
+"""Latent attention in float64: on several processes against one, which parity/test_oracle.py has repeated."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import build_module
 from torch import Tensor
-from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from megatron_ext import rope
 from megatron_ext.batch import pack
@@ -135,51 +133,6 @@ def check(alone: dict[str, Any], one: dict[str, Any], layout: Layout, tensor_ran
                 want = want.chunk(layout.tp, axis)[tensor_rank]
         assert want.abs().max() > 1e-3, name
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} of {layout}: {m}")
-
-
-@pytest.mark.parametrize("query_latent", [True, False])
-def test_it_is_transformers(query_latent: bool) -> None:
-    config = DeepseekV3Config(
-        hidden_size=D,
-        num_attention_heads=N,
-        num_key_value_heads=N,
-        q_lora_rank=QUERY_LATENT if query_latent else None,
-        kv_lora_rank=LATENT,
-        qk_nope_head_dim=PLAIN,
-        qk_rope_head_dim=ROTATED,
-        v_head_dim=VALUE,
-        rms_norm_eps=1e-3,  # not that of the latents' norms
-        attn_implementation="sdpa",
-    )
-    theirs: Any = DeepseekV3Attention(config, 0).double()
-    norms = {"kv_a_layernorm": LATENT} | ({"q_a_layernorm": QUERY_LATENT} if query_latent else {})
-    for name, size in norms.items():  # theirs computes in float32
-        epsilon = getattr(theirs, name).variance_epsilon
-        setattr(theirs, name, torch.nn.RMSNorm(size, eps=epsilon, dtype=torch.float64))
-    names = {
-        "linear_q_down_proj": "q_a_proj",
-        "q_layernorm": "q_a_layernorm",
-        "linear_q_up_proj": "q_b_proj",
-        "linear_q_proj": "q_proj",
-        "linear_kv_down_proj": "kv_a_proj_with_mqa",
-        "kv_layernorm": "kv_a_layernorm",
-        "linear_kv_up_proj": "kv_b_proj",
-        "linear_proj": "o_proj",
-    }
-    with one_process():
-        (ours,) = of_rank(0, [Layout(query_latent=query_latent)])
-        weights = dict(build(Layout(query_latent=query_latent)).named_parameters())
-    for name, weight in weights.items():
-        getattr(theirs, names[name.removesuffix(".weight")]).weight.data = weight.data.clone()
-    document = torch.bucketize(torch.arange(T), torch.tensor(ENDS), right=True)
-    turned = angles(torch.arange(T) - torch.tensor([0, *ENDS])[document])[:, 0, 0][None]
-    sees = (document[:, None] == document) & torch.ones(T, T, dtype=torch.bool).tril()
-    x = drawn("hidden", T, 1, D).transpose(0, 1).requires_grad_()
-    out, _ = theirs(x, position_embeddings=(turned.cos(), turned.sin()), attention_mask=sees[None, None])
-    out.backward(drawn("gradient", T, 1, D).transpose(0, 1))
-    want = {"out": out.detach().transpose(0, 1), "hidden": x.grad.transpose(0, 1)}
-    want |= {name: getattr(theirs, names[name.removesuffix(".weight")]).weight.grad for name in weights}
-    check(want, ours, Layout(), 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import pytest
 
@@ -35,25 +36,28 @@ MIXTURE = [
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "vocabulary"),
-    [("skyladder/skyladder_1b_32k.yaml", 16, 32000), ("prolong/prolong_8b.yaml", 64, 128256), (None, 64, 151936)],
+    ("name", "gpus", "vocabulary", "optimizer"),
+    [
+        ("skyladder/skyladder_1b_32k.yaml", 16, 32000, "muon"),
+        ("prolong/prolong_8b.yaml", 64, 128256, "adam"),
+        (None, 64, 151936, "adam"),
+    ],
     ids=["skyladder", "prolong", "mixture"],
 )
-def test_what_is_listed_is_legal_fits_and_is_sorted(name: str | None, gpus: int, vocabulary: int) -> None:
+def test_what_is_listed_is_legal_fits_and_is_sorted(
+    name: str | None, gpus: int, vocabulary: int, optimizer: Literal["adam", "muon"]
+) -> None:
     config = parse(MIXTURE) if name is None else recipe(name)
+    config = replace(config, optimizer=OptimizerConfig(optimizer=optimizer))
     found = search(config, Machine(gpus, "H100", vocabulary, SPEEDS), top=5)
+    assert all(layout.seconds < found.best[0].seconds for layout in found.too_large)
+    assert found.too_large or name != "prolong/prolong_8b.yaml"
     assert len(found.best) == 5
     for layout in found.best:
         assert list(mistakes(layout.config, gpus)) == []
         assert layout.memory == estimate(layout.config, gpus, vocabulary).total <= USABLE * 80 * 2**30
         assert (f"EP {layout.config.parallel.expert_model_parallel_size}" in layout.name) == (name is None)
     assert [layout.seconds for layout in found.best] == sorted(layout.seconds for layout in found.best)
-
-
-def test_muon_is_searched_too() -> None:
-    config = replace(recipe("skyladder/skyladder_1b_32k.yaml"), optimizer=OptimizerConfig(optimizer="muon"))
-    for layout in search(config, Machine(16, "H100", 32000, SPEEDS), top=3).best:
-        assert list(mistakes(layout.config, 16)) == []
 
 
 @pytest.mark.parametrize("experts", [None, 8])
@@ -118,12 +122,6 @@ def test_memory_falls_with_each_sharding_axis(axis: str) -> None:
     # a later stage's loss head is the same; its layers are fewer, but more micro-batches are in flight
     shrinking = {"pipeline": "weights", "data": "optimizer", "expert": "weights"}.get(axis, "activations")
     assert all(getattr(one, shrinking) > getattr(other, shrinking) for one, other in pairwise(needs))
-
-
-def test_layouts_that_are_too_large_are_faster() -> None:
-    found = search(recipe("prolong/prolong_8b.yaml"), Machine(64, "H100", 128256, SPEEDS), top=1)
-    assert found.too_large
-    assert all(layout.seconds < found.best[0].seconds for layout in found.too_large)
 
 
 SKYLADDER = ["--config", str(ROOT / "examples/configs/skyladder/skyladder_1b_8k.yaml"), "--documents", "whole"]

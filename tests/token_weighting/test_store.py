@@ -96,18 +96,11 @@ def test_a_damaged_row_is_refused_and_can_be_rewritten(tmp_path: Path, damage: s
     assert "\n" not in str(refused.value)
     file.unlink()
     assert store.missing([6, 4, 3, 1]) == [4, 1]
+    for bad in (np.nan, np.inf):
+        with pytest.raises(UserError, match="row 4 has a loss that is not finite, at token 17;"):
+            store.write(4, np.where(np.isin(np.arange(IDENTITY.row_length), (17, 40)), bad, losses_of(4)))
     store.write(4, losses_of(4))
     assert store.missing(range(7)) == [1]
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_losses_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> None:
-    store = ScoreStore.create_or_resume(tmp_path / "store", IDENTITY)
-    losses = losses_of(2)
-    losses[[17, 40]] = bad
-    with pytest.raises(UserError, match="row 2 has a loss that is not finite, at token 17;"):
-        store.write(2, losses)
-    assert store.missing([2]) == [2]
 
 
 def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
