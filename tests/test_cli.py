@@ -68,7 +68,13 @@ def test_an_output_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert end(BrokenPipeError(), capsys) == (141, "")
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    assert command(lambda argv: print("lines") or 3)([]) == 3  # type: ignore[func-returns-value]
+
+    @command
+    def main(argv: list[str]) -> int:
+        print("lines")
+        return 3
+
+    assert main([]) == 3
 
 
 def test_which_processes_print(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,31 +10,27 @@ from megatron_ext.masks import AttentionMask, LayerMasks
 from megatron_ext.short_context import Chunks, ShortContext, distribute, short_chunks
 
 
-def chunks_of(masks: LayerMasks, short: ShortContext) -> Chunks:
-    return short_chunks(masks.widest.row_length, masks.first_dependencies(), short)
-
-
-def of_layout(layout: PackedLayout) -> LayerMasks:
-    return LayerMasks(AttentionMask(layout))
+def chunks_of(layout: PackedLayout, short: ShortContext) -> Chunks:
+    return short_chunks(layout.row_length, LayerMasks(AttentionMask(layout)).first_dependencies(), short)
 
 
 def test_the_drawn_example() -> None:
     layout = build_layout(16, [], 16)
-    drawn = chunks_of(of_layout(layout), ShortContext(6, 4, every_token=True))
+    drawn = chunks_of(layout, ShortContext(6, 4, every_token=True))
     assert (drawn.start.tolist(), drawn.end.tolist()) == ([0, 4, 8, 12], [6, 10, 14, 16])
     assert drawn.scored.tolist() == [0, 6, 10, 14]
-    unfrozen = chunks_of(of_layout(layout), ShortContext(6, 4))
+    unfrozen = chunks_of(layout, ShortContext(6, 4))
     assert unfrozen.start.tolist() == [4, 8, 12]
 
 
 def test_documents_inside_chunks_are_not_computed_again() -> None:
     """Where documents are shorter than the short context only those that cross into a chunk are left."""
     layout = build_layout(4096, range(0, 4096, 100), 4096)
-    chunks = chunks_of(of_layout(layout), ShortContext(1024, 768))
+    chunks = chunks_of(layout, ShortContext(1024, 768))
     assert len(chunks.start) <= 5
     assert chunks.lengths.sum() < 500
     aligned = build_layout(4096, range(0, 4096, 256), 4096)  # every chunk starts with a document
-    assert not len(chunks_of(of_layout(aligned), ShortContext(1024, 768)).start)
+    assert not len(chunks_of(aligned, ShortContext(1024, 768)).start)
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=30), capacity=st.integers(1, 60), multiple=st.integers(1, 4))

@@ -145,21 +145,15 @@ def dense_te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("dense_te")
 @pytest.mark.parametrize("part", [0, 1])
-def test_te_thd_with_heads_of_a_wider_tensor(part: int) -> None:
-    """As the exchange in parts hands them over: heads cut out of tensors of more heads."""
-    call = call_of([(3, 3), (2, 5), (1, 1)])
+@pytest.mark.parametrize("left_window", [None, 2])
+def test_te_thd_with_heads_of_a_wider_tensor_and_sinks(part: int, left_window: int | None) -> None:
+    """As the exchange in parts hands them over: heads cut out of tensors of more heads; sinks in place of its own."""
+    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
     wide = inputs_of(call, heads=8, groups=4)
     inputs = [x.chunk(2, dim=1)[part] for x in wide]
     assert not inputs[0].is_contiguous()
-    assert_right(adapters.te_thd, inputs, call)
-
-
-@pytest.mark.usefixtures("dense_te")
-@pytest.mark.parametrize("left_window", [None, 2])
-def test_te_gets_sinks_in_place_of_its_own(left_window: int | None) -> None:
-    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
-    for sinks in ([-9.0, -0.5, 0.7, 6.0], [1.0, 2.0, 3.0, 4.0]):
-        assert_right(adapters.te_thd, [*inputs_of(call), torch.tensor(sinks)], call)
+    for sinks in ([], [torch.tensor([-9.0, -0.5, 0.7, 6.0])], [torch.tensor([1.0, 2.0, 3.0, 4.0])]):
+        assert_right(adapters.te_thd, [*inputs, *sinks], call)
 
 
 @pytest.mark.parametrize(

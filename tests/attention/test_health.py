@@ -91,21 +91,6 @@ def test_measures_are_those_of_a_dense_computation(kind: str, share: str, monkey
         assert_close(measured(query, key, masks, local=local, queries=queries), expected)
 
 
-def test_a_sink_is_counted_by_head_and_by_pair() -> None:
-    """Two heads look at the first token alone; in the others attention is even, above 0.3 for three queries."""
-    masks = MaskOptions(document_mask=False).at(LENGTH, [ENDS[1]], LENGTH)
-    key = torch.zeros(LENGTH, GROUPS, SIZE)
-    key[0, :, 0] = 1.0
-    query = torch.zeros(LENGTH, HEADS, SIZE)
-    query[:, :2, 0] = 50.0
-    health = measured(query, key, masks, local=False, queries=np.arange(LENGTH))
-    assert health.sink_share == [0.5]
-    assert health.sink_pairs == [pytest.approx((2 * LENGTH + 2 * 3) / (4 * LENGTH))]
-    assert health.s_max == [50.0]
-    even = np.mean([np.log(n) for n in range(1, LENGTH + 1)])
-    assert health.entropy[0] == pytest.approx(even / 2, abs=1e-3)
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", MASKS)
 def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:

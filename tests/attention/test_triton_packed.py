@@ -4,19 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.attention import reference, triton_packed
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.triton_packed import Tile, Tiles, ranges
-from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.layout import build_layout
 from tests.attention.kernels import assert_right, call_of, exact, inputs_of, results
 from tests.conftest import slow_but
@@ -145,21 +142,6 @@ def test_its_operators_are_what_torch_takes_them_for() -> None:
     leaves = [x.requires_grad_() for x in (query, key, value)]
     arguments = (*leaves, *ranges(call, triton_packed.tiles(16).backward_key.keys), 0.3)
     torch.library.opcheck(triton_packed._forward, arguments)
-
-
-def test_it_runs_with_fake_tensors() -> None:
-    """As a rehearsal does: shapes, dtypes and devices, without a kernel."""
-    borders = build_layout(4096, [100], 32).cu_seqlens
-    with FakeTensorMode():
-        cu = torch.empty(len(borders), dtype=torch.int32)
-        call = replace(AttentionCall.of(borders, borders), borders=(cu, cu))
-        query, key, value = (
-            torch.empty(4096, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
-        )
-        out = triton_packed.attend(QKV(query, key, value), call, 1.0)
-        assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
-        out.sum().backward()
-        assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("size", slow_but([128], [64, 80, 96, 128, 192, 256]))

@@ -33,15 +33,6 @@ def help_of(flag_name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("given", "undone"),
-    [("model: {local_window: 8}", "--local-window"), ("training: {eval_lengths: [8]}", "--eval-lengths")],
-)
-def test_none_on_the_command_line_resets_a_file_value(tmp_path: Path, given: str, undone: str) -> None:
-    (tmp_path / "run.yaml").write_text(given)
-    assert parse(["--config", str(tmp_path / "run.yaml"), undone, "none"]) == Config()
-
-
 @pytest.fixture
 def config_file(tmp_path: Path) -> Any:
     """Writes YAML text or bytes and returns the `--config` flags."""
@@ -52,6 +43,11 @@ def config_file(tmp_path: Path) -> Any:
         return ["--config", str(path)]
 
     return write
+
+
+def test_none_on_the_command_line_resets_a_file_value(config_file: Any) -> None:
+    assert parse([*config_file("model: {local_window: 8}"), "--local-window", "none"]) == Config()
+    assert parse([*config_file("training: {eval_lengths: [8]}"), "--eval-lengths", "none"]) == Config()
 
 
 def refusal(argv: list[str]) -> str:

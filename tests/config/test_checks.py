@@ -218,18 +218,15 @@ def test_each_rule_refuses_its_mistake_and_accepts_a_neighbour() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("flags", "processes"),
-    [
+def test_what_only_training_cannot_do() -> None:
+    for flags, processes in (
         ("--num-experts 4 --moe-router-topk 1", 1),
         ("--num-experts 4 --tensor-model-parallel-size 2", 2),
         ("--multi-latent-attention --num-query-groups 4 --v-head-dim 200", 1),
-    ],
-)
-def test_what_only_training_cannot_do(flags: str, processes: int) -> None:
-    config = parse(f"{BASE} {flags}".split())
-    assert list(mistakes(config, processes))
-    assert not list(mistakes(config, processes, training=False))
+    ):
+        config = parse(f"{BASE} {flags}".split())
+        assert list(mistakes(config, processes))
+        assert not list(mistakes(config, processes, training=False))
 
 
 def test_a_configuration_made_in_python_is_checked_too() -> None:

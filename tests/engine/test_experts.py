@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_ext.batch import StepBatches, assemble, lay_end_to_end
-from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
+from megatron_ext.config import Config, TrainingConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.experts import balance_losses
@@ -30,12 +31,9 @@ def alone() -> Iterator[parallel.Ranks]:
         yield parallel.start(CONFIG.parallel, CONFIG.model.num_layers, platform.choose("cpu"), seed=1)
 
 
-CONFIG = Config(
-    model=ModelConfig(
-        num_layers=2, hidden_size=32, ffn_hidden_size=24, vocab_size=VOCABULARY, num_experts=EXPERTS, moe_router_topk=2
-    ),
-    data=DataConfig(seq_length=LENGTH, micro_batch_size=2, global_batch_size=4),
-)
+SIZES = f"--num-layers 2 --hidden-size 32 --vocab-size {VOCABULARY} --seq-length {LENGTH}"
+BATCH = "--micro-batch-size 2 --global-batch-size 4"
+CONFIG = parse(f"{SIZES} {BATCH} --ffn-hidden-size 24 --num-experts {EXPERTS}".split())
 
 
 def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,20 +62,15 @@ def stepper_of(ranks: parallel.Ranks, config: Config) -> Stepper:
     """A model with initial weights and what trains it."""
     cpu = platform.choose("cpu")
     model, optimizer = built(config, ranks, cpu)
-    group = parallel.context_group(config.parallel, ranks, cpu)
-    return Stepper(model=model, optimizer=optimizer, platform=cpu, ranks=ranks, config=config, context=group)
+    return Stepper(model, optimizer, cpu, ranks, config, parallel.context_group(config.parallel, ranks, cpu))
 
 
 def batches_of(config: Config, trained: float = 1.0, seed: int = 3) -> StepBatches:
     """A global batch of four random rows."""
     chance = np.random.default_rng(seed)
+    ends = np.array([LENGTH])
     rows = [
-        TokenRow(
-            tokens=chance.integers(0, VOCABULARY, LENGTH + 1),
-            document_ends=np.array([LENGTH]),
-            trained=chance.random(LENGTH) < trained,
-        )
-        for _ in range(4)
+        TokenRow(chance.integers(0, VOCABULARY, LENGTH + 1), ends, chance.random(LENGTH) < trained) for _ in range(4)
     ]
     size = config.data.micro_batch_size
     batches = []
@@ -126,38 +119,22 @@ def test_balancing_of_rows_does_not_depend_on_micro_batches(alone: parallel.Rank
     assert abs(by_batch[1][0].moe_aux_loss - by_row[0][0].moe_aux_loss) > 1e-3
 
 
-DEEPSEEK = replace(
-    CONFIG.model,
-    ffn_hidden_size=40,
-    num_experts=8,
-    moe_router_topk=4,
-    moe_ffn_hidden_size=24,
-    moe_shared_expert_intermediate_size=16,
-    moe_layer_freq=(0, 1),
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    moe_router_num_groups=4,
-    moe_router_group_topk=2,
-    moe_router_topk_scaling_factor=2.5,
-)
+ROUTING = "--num-experts 8 --moe-router-topk 4 --moe-layer-freq 0 1 --moe-router-num-groups 4 --moe-router-group-topk 2"
+BIASED = f"--moe-ffn-hidden-size 24 {ROUTING} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @pytest.mark.parametrize(("recompute", "bf16"), [(None, False), ("full", False), (None, True)])
 def test_the_bias_follows_the_counts_of_accepted_steps(
-    alone: parallel.Ranks, micro_batch_size: int, recompute: Literal["full"] | None, bf16: bool
+    alone: parallel.Ranks, micro_batch_size: int, recompute: str | None, bf16: bool
 ) -> None:
     """Evaluations, refused steps and steps without a trained token leave it unchanged, and are not counted later.
 
     In bf16 too it is float32, as are the counts: there may be more tokens than bf16 can count.
     """
-    config = replace(
-        CONFIG,
-        model=DEEPSEEK,
-        data=replace(CONFIG.data, micro_batch_size=micro_batch_size),
-        parallel=replace(CONFIG.parallel, recompute_granularity=recompute),
-        training=TrainingConfig(bf16=bf16, moe_router_bias_update_rate=2.0**-7),
-    )
+    more = f"--micro-batch-size {micro_batch_size} --recompute-granularity {recompute or 'none'} --global-batch-size 4"
+    more += f" --moe-router-bias-update-rate {2.0**-7}" + " --bf16" * bf16
+    config = parse(f"{SIZES} {BIASED} {more}".split())
     stepper = stepper_of(alone, config)
     router: Any = next(unwrap(stepper.model)).decoder.layers[1].mlp.router
     counts = torch.zeros(8)

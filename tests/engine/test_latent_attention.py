@@ -1,7 +1,6 @@
 """Latent attention in float64: on several processes against one, which parity/test_oracle.py has repeated."""
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,15 @@ from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.batch import pack
-from megatron_ext.config import Config, ModelConfig, ParallelConfig
+from megatron_ext.config import ParallelConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.context_parallel.exchange import QKV, Scheme
+from megatron_ext.context_parallel.exchange import Scheme
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.blocks import layer_specs
 from megatron_ext.engine.model import PackedAttention, PackedCall
 from megatron_ext.engine.transformer import transformer_config
-from megatron_ext.inference.cache import KeyValueCache
 from megatron_ext.masks import MaskOptions
 from tests.launcher import call
 from tests.one_process import one_process
@@ -52,25 +51,13 @@ def drawn(name: str, *shape: int) -> Tensor:
 
 def build(layout: Layout) -> Any:
     """Build this process's part of the module, with weights drawn by name."""
-    options = ParallelConfig(
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.sp,
-        recompute_granularity="selective" if layout.recompute else None,
-    )
-    model = ModelConfig(
-        num_layers=1,
-        hidden_size=D,
-        num_attention_heads=N,
-        num_query_groups=N,
-        multi_latent_attention=True,
-        q_lora_rank=QUERY_LATENT if layout.query_latent else None,
-        kv_lora_rank=LATENT,
-        qk_head_dim=PLAIN,
-        qk_pos_emb_head_dim=ROTATED,
-        v_head_dim=VALUE,
-    )
-    here = platform.Platform(CPU, "gloo", transformer_engine=False)
-    transformer = transformer_config(Config(model=model, parallel=options), here)
+    flags = f"--num-layers 1 --hidden-size {D} --num-attention-heads {N} --num-query-groups {N} --v-head-dim {VALUE}"
+    flags += f" --multi-latent-attention --kv-lora-rank {LATENT} --qk-head-dim {PLAIN} --qk-pos-emb-head-dim {ROTATED}"
+    flags += f" --tensor-model-parallel-size {layout.tp}" + f" --q-lora-rank {QUERY_LATENT}" * layout.query_latent
+    flags += " --sequence-parallel" * layout.sp + " --recompute-granularity selective" * layout.recompute
+    config = parse(flags.split())
+    model = config.model
+    transformer = transformer_config(config, platform.Platform(CPU, "gloo", transformer_engine=False))
     transformer.params_dtype = torch.float64
     (spec,) = layer_specs(transformer, model, PackedAttention, None, transformer_engine=False).layer_specs
     attention = build_module(spec, config=transformer, layer_number=1).self_attention
@@ -160,33 +147,3 @@ def test_processes_compute_what_one_does(processes: int, layout: Layout) -> None
     latent, full = (sum(results[n]["bytes"] for results in ranks) for n in (0, 1))
     assert latent * N // layout.tp * (PLAIN + ROTATED + VALUE) == full * (LATENT + ROTATED)
     assert (latent > 0) == (layout.cp > 1)
-
-
-def test_generation_and_probes_get_keys_of_all_heads() -> None:
-    """A text that comes in pieces, next to a cache, is what it is as a whole; each token is expanded once."""
-    with one_process():
-        (whole,) = of_rank(0, [Layout()])
-        attention = build(Layout()).eval()
-        backend, seen, observed = attention.core_attention.backend, [], []
-
-        def noted(inputs: QKV, *rest: Any) -> Tensor:
-            seen.append(inputs.key_uGH)
-            return backend(inputs, *rest)
-
-        attention.core_attention.backend = noted
-        cache, outputs = KeyValueCache(slots=1, capacity=ENDS[0]), []
-        for count in (3, 1, 1):
-            appended = cache.append([0], [count])
-            probe = SimpleNamespace(observe=lambda layer, local, query, key, scale: observed.append(key))
-            batch: Any = SimpleNamespace(attention=appended.call(None), local_attention=None, probe=probe)
-            first = int(appended.positions[0])
-            outputs.append(
-                attention(
-                    drawn("hidden", T, 1, D)[first : first + count],
-                    rotary_pos_emb=angles(torch.from_numpy(appended.positions)),
-                    packed_seq_params=PackedCall(batch, appended.extend),
-                )[0]
-            )
-    torch.testing.assert_close(torch.cat(outputs), whole["out"][: ENDS[0]], rtol=0, atol=1e-12)
-    assert [key.shape for key in seen] == [(n, N, PLAIN + ROTATED) for n in (3, 4, 5)]
-    assert torch.equal(torch.cat(observed), seen[-1])

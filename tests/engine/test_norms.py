@@ -9,16 +9,9 @@ from tests.engine.needed import needed
 
 
 def norm_config(sequence_parallel: bool) -> TransformerConfig:
-    tp = 2 if sequence_parallel else 1
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        normalization="RMSNorm",
-        sequence_parallel=sequence_parallel,
-        tensor_model_parallel_size=tp,
-        persist_layer_norm=False,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "tensor_model_parallel_size": 2}
+    how = {"normalization": "RMSNorm", "persist_layer_norm": False, "sequence_parallel": sequence_parallel}
+    return TransformerConfig(**sizes, **how)
 
 
 @needed("norms")

@@ -10,24 +10,31 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
-from megatron_ext.checkpoint.hf.names import Parameter, full_shape, fuse_into, parameters_of
+from megatron_ext.checkpoint.hf.names import Cut, Parameter, full_shape, fuse_into, parameters_of
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.engine.weights import deviation, shards_of
-from tests.sharding import shard
 
-SEED, VOCABULARY = 2**63 + 5, 57  # padded to 64
-MODEL = ModelConfig(
-    num_layers=3,
-    hidden_size=40,
-    ffn_hidden_size=36,
-    num_attention_heads=8,
-    num_query_groups=4,
-    kv_channels=6,
-    add_qkv_bias=True,
-    softmax_type="learnable",
-    make_vocab_size_divisible_by=8,
-    init_method_std=0.1,
-)
+VOCABULARY = 57  # padded to 64
+FLAGS = """--num-layers 3 --hidden-size 40 --ffn-hidden-size 36 --num-attention-heads 8 --num-query-groups 4
+    --kv-channels 6 --add-qkv-bias --softmax-type learnable --make-vocab-size-divisible-by 8"""
+MODEL = parse(FLAGS.split()).model
+
+
+def shard(parameter: Parameter, full: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
+    """Cut a TP rank's Megatron tensor from the full Hugging Face tensors at once: others are filled in parts."""
+    if parameter.cut is Cut.WHOLE:
+        return full[0]
+    if parameter.cut is Cut.COLUMNS:
+        return full[0].chunk(tp_size, dim=1)[tp_rank]
+    if parameter.cut is Cut.VOCABULARY:
+        missing = MODEL.padded_vocab_size(len(full[0])) - len(full[0])
+        padded = torch.cat([full[0], full[0].new_zeros(missing, *full[0].shape[1:])])
+        return padded.chunk(tp_size)[tp_rank]
+    if parameter.cut is Cut.QKV:
+        by_group = [part.unflatten(0, (MODEL.num_query_groups, -1)) for part in full]
+        return torch.cat(by_group, dim=1).chunk(tp_size)[tp_rank].flatten(0, 1)
+    return torch.cat([part.chunk(tp_size)[tp_rank] for part in full])
 
 
 def names(parameter: Parameter) -> list[str]:
@@ -61,7 +68,7 @@ def test_a_hugging_face_folder_is_read_in_parts(tmp_path: Path, tp: int) -> None
 
     for parameter in parameters_of(MODEL):
         for rank in range(tp):
-            expected = shard(parameter, [tensors[name] for name in names(parameter)], MODEL, rank, tp)
+            expected = shard(parameter, [tensors[name] for name in names(parameter)], rank, tp)
             part = filled(parameter, expected, [Counting(name) for name in names(parameter)], rank, tp)
             assert torch.equal(part, expected), (parameter.megatron[0], rank)
     matrices = sum(tensor.numel() for tensor in tensors.values() if tensor.ndim == 2)

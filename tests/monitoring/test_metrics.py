@@ -62,28 +62,14 @@ class TestCutBack:
             assert path.read_bytes() == _lines([record for record in whole if record["step"] < resume])
             assert [file.name for file in Path(folder).iterdir()] == ["metrics.jsonl"]
 
-    @given(content=st.binary() | st.text(alphabet='{}[]":0123456789step,N \n').map(str.encode), resume=STEPS)
-    @settings(deadline=None)
-    def test_any_bytes_are_either_cut_to_a_readable_file_or_refused_and_left_alone(self, content, resume):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "metrics.jsonl"
-            path.write_bytes(content)
-            try:
-                cut_back(path, lambda step: step < resume)
-            except UserError:
-                assert path.read_bytes() == content
-            else:
-                assert all(step < resume for step in _steps(path))
-                assert all(line in content for line in path.read_bytes().splitlines())
-
     @pytest.mark.parametrize("bad", [b'{"step": 1', b'{"step": true}', b"[1]", b"\xff\xfe", b"\0\0\0"])
-    def test_a_corrupt_line_in_the_middle_is_named_by_file_and_line(self, tmp_path, bad):
+    def test_a_corrupt_line_in_the_middle_is_named_and_the_file_left_alone(self, tmp_path, bad):
         path = tmp_path / "metrics.jsonl"
-        path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
-        with pytest.raises(
-            UserError, match=r"metrics\.jsonl, line 2: got .*, needs one JSON object with an integer step; restore"
-        ):
-            cut_back(path, lambda step: True)
+        path.write_bytes(content := b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
+        said = r"metrics\.jsonl, line 2: got .*, needs one JSON object with an integer step; restore"
+        with pytest.raises(UserError, match=said):
+            cut_back(path, lambda step: step < 1)
+        assert path.read_bytes() == content
 
     def test_a_long_file_is_never_in_memory_whole(self, tmp_path):
         path = tmp_path / "metrics.jsonl"

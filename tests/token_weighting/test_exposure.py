@@ -52,10 +52,8 @@ def by_hand(samples: Sequence[int], weighting: WeightingConfig, *, document_mask
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"exposure_tau": None},
         {"exposure_tau": 1},
-        {"exposure_tau": 64},
         {"exposure_alpha": 2.0, "exposure_gamma": 1.0},
         {"exposure_gamma": 0.0},
     ],
