@@ -16,6 +16,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_ext.config import Config
 from megatron_ext.engine import compat, platform
@@ -104,6 +105,16 @@ def test_upstream_still_requires_transformer_engine_to_recompute_a_norm(monkeypa
         torch.testing.assert_close(checkpoint().checkpoint(torch.square, x), x.square())
     finally:
         platform.uninstall_cpu()
+
+
+@needed("norms")
+def test_upstream_norm_still_refuses_sequence_parallel() -> None:
+    """Where this fails, see whether WrappedTorchNorm marks its weight too: then remove `_MarkedNorm`."""
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "tensor_model_parallel_size": 2}
+    norm = {"normalization": "RMSNorm", "persist_layer_norm": False}
+    assert isinstance(WrappedTorchNorm(TransformerConfig(**sizes, **norm), 8), torch.nn.RMSNorm)
+    with pytest.raises(AssertionError, match="sequence parallel not supported by torch LayerNorm"):
+        WrappedTorchNorm(TransformerConfig(**sizes, **norm, sequence_parallel=True), 8)
 
 
 @needed("copy_storage")

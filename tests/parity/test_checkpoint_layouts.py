@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.tensors import Stored
-from tests.parity.test_layouts import MIXTRAL, SIGMOID
+from tests.parity.test_layouts import DOTS1, MIXTRAL
 from tests.runs import Launched, RunResult, relative
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
@@ -78,7 +78,7 @@ def test_the_next_losses_are_those_of_the_run_that_went_on(launched: Launched, s
 )
 def test_experts_and_their_biases_go_on(launched: Launched, source: str, target: str) -> None:
     """Biases bit for bit, in float32: they are sums of steps of one size."""
-    flags = (*SIGMOID.split(), *(["--bf16"] if source == target else []))
+    flags = (*DOTS1.split(), *(["--bf16"] if source == target else []))
     whole, run = trained(launched, "1", STEPS, *flags), resumed(launched, source, target, *flags)
     assert apart(run, whole) <= TOLERANCE
     assert biases(run).dtype == torch.float32
