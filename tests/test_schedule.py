@@ -71,15 +71,6 @@ def ramps(draw: st.DrawFn) -> tuple[int, int, Fraction]:
     return start, start + draw(st.integers(0, 5000)), draw(RATES)
 
 
-def check(schedule: WindowSchedule, step: int, rate: Fraction) -> None:
-    options = {"switch_step": schedule.switch_step, "round_to": schedule.round_to, "cycles": schedule.cycles}
-    window = schedule.window_at(step)
-    wanted = possible_windows(schedule.kind.value, step, schedule.start, schedule.end, rate, **options)
-    assert window in wanted, (schedule, step)
-    assert type(window) is int
-    assert schedule.start <= window <= schedule.end
-
-
 @pytest.mark.parametrize("kind", [kind.value for kind in ScheduleKind])
 @given(ramp=ramps(), share=st.floats(0, 1.2), round_to=st.integers(1, 2000), data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -90,10 +81,12 @@ def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round
     schedule = build_schedule(
         kind, start=start, end=end, rate=float(rate), round_to=round_to, cycles=cycles, switch_step=switch
     )
-    end_step = schedule.expansion_steps
-    for step in (0, 1, end_step - 1, end_step, end_step + 1, 10 * end_step + 7, int(share * end_step)):
-        if step >= 0:
-            check(schedule, step, rate)
+    last = schedule.expansion_steps
+    for step in (0, 1, max(last - 1, 0), last, last + 1, 10 * last + 7, int(share * last)):
+        window, options = schedule.window_at(step), {"switch_step": switch, "round_to": round_to, "cycles": cycles}
+        assert window in possible_windows(kind, step, start, end, rate, **options), (schedule, step)
+        assert type(window) is int
+        assert start <= window <= end
     if kind in RAMPS:
         assert schedule.expansion_steps == math.ceil(Fraction(end - start) / rate)
 
