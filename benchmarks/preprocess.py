@@ -8,10 +8,11 @@ For each tokenizer and size of documents, all tools run as commands with the sam
 .bin must be equal. "Megatron-LM" is its preprocess_data.py, "Megatron-LM fast" its preprocess_data_fast.py, which uses
 gigatoken in threads, and "megatron_ext slow" ours without gigatoken. Each is timed on all documents and on the first
 quarter of them: "tokens_per_cpu_s" is for all documents, including start-up, "steady" is computed from the difference
-of the two, without start-up. The fastest of several alternating rounds counts. "peak_mb" is the largest process's, for
-both inputs. "after_kill" is the share of the CPU time that a second run takes after the first was killed with half of
-the tokens on disk, with --datatrove (Megatron-LM starts again). Without --input: the sources of Python's standard
-library. The tokenizers are trained on the input, in the shapes of real ones (fuzz_ids.py).
+of the two, without start-up; it is null if all take less than 1.25 times as long as the quarter: use a larger input.
+The fastest of several alternating rounds counts. "peak_mb" is the largest process's, for both inputs. "after_kill" is
+the share of the CPU time that a second run takes after the first was killed with half of the tokens on disk, with
+--datatrove (Megatron-LM starts again). Without --input: the sources of Python's standard library. The tokenizers are
+trained on the input, in the shapes of real ones (fuzz_ids.py).
 """
 
 import argparse
@@ -175,13 +176,15 @@ def measure(options: argparse.Namespace, inputs: list[Path], tokenizer: Path, fo
         records.add(tool=tool.name, **about, **figures)
     ours = found.pop("megatron_ext")
     for name, theirs in found.items():
-        records.add(tool=f"ratio to {name}", **about, **{key: ours[key] / theirs[key] for key in ours})
+        ratios = {key: mine and theirs[key] and mine / theirs[key] for key, mine in ours.items()}
+        records.add(tool=f"ratio to {name}", **about, **ratios)
 
 
-def rates(small: list[Spent], large: list[Spent], tokens: list[int]) -> dict[str, float]:
-    """Compute the tokens per CPU second of the large input, and of its difference from the small one."""
+def rates(small: list[Spent], large: list[Spent], tokens: list[int]) -> dict[str, float | None]:
+    """Compute the tokens per CPU second of the large input, and of its difference from the small one if it is large."""
     less, more = (min(run.cpu for run in runs) for runs in (small, large))
-    return {"tokens_per_cpu_s": tokens[1] / more, "steady_tokens_per_cpu_s": (tokens[1] - tokens[0]) / (more - less)}
+    steady = (tokens[1] - tokens[0]) / (more - less) if more > 1.25 * less else None
+    return {"tokens_per_cpu_s": tokens[1] / more, "steady_tokens_per_cpu_s": steady}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from tests.launcher import Commands
+from tests.runs import Launched
 
 ON_GPU = "ON_GPU" in os.environ
 if not ON_GPU:  # of all processes; CUDA asks at its first call, Triton as it is imported: its kernels then run on a CPU
@@ -73,6 +74,11 @@ def small_data(alone: Commands, tmp_path_factory: pytest.TempPathFactory) -> Sma
 def alone() -> Commands:
     """Runs any of the project's commands in one process, without importing Megatron again."""
     return Commands()
+
+
+@pytest.fixture(scope="module")
+def launched(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    return Launched(small_data.flags, tmp_path_factory.mktemp("launched"))
 
 
 @pytest.fixture(scope="session")

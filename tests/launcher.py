@@ -148,10 +148,12 @@ class Commands:
         """Run `script` to its end, whatever comes of it; what each process left."""
         return self.start(script, *flags).finish(timeout_s)
 
-    def run(self, script: str, *flags: object) -> None:
+    def run(self, script: str, *flags: object) -> list[Done]:
+        """Run `script` to its good end; what each process left."""
         running = self.start(script, *flags)
-        running.finish(600)
+        done = running.finish(600)
         assert running.statuses == [0] * self._processes, running.words()
+        return done
 
 
 def call(

@@ -72,6 +72,20 @@ def launch(flags: Flags, processes: int, folder: Path) -> RunResult:
     return RunResult(folder, 0, done[0].stdout, done[0].stderr)
 
 
+class Launched:
+    """Runs on one data set, each launched once."""
+
+    def __init__(self, data: Flags, folder: Path) -> None:
+        self._data, self._folder = data, folder
+        self._made: dict[tuple[object, ...], RunResult] = {}
+
+    def __call__(self, flags: Flags, processes: int) -> RunResult:
+        key = (processes, *map(str, flags))
+        if key not in self._made:
+            self._made[key] = launch([*self._data, *flags], processes, self._folder / f"run{len(self._made)}")
+        return self._made[key]
+
+
 def attempt(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -> RunResult:
     """Run the trainer with --save `folder` as a user does, under torchrun, whatever comes of it."""
     return finish(start(flags, processes, folder, script), folder)

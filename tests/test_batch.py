@@ -20,7 +20,7 @@ ROWS = [
 ]
 
 
-def test_two_rows_literal() -> None:
+def test_literal_rows() -> None:
     batch = pack(ROWS, 4, MaskOptions(document_mask=True))
     assert batch.tokens_t.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
     assert batch.labels_t.tolist() == [2, 3, 4, 5, 7, 8, 9, 10]
@@ -29,22 +29,12 @@ def test_two_rows_literal() -> None:
     assert batch.weights_t.tolist() == [1.0] * 8
     assert batch.layout.cu_seqlens.tolist() == [0, 3, 4, 8]
     assert (batch.wanted, batch.places, batch.scores, batch.local_attention) == (None,) * 4
-
-
-def test_the_window_restarts_at_each_row() -> None:
-    assert pack(ROWS, 3, MaskOptions(document_mask=False)).layout.cu_seqlens.tolist() == [0, 3, 4, 7, 8]
-
-
-def test_weights_of_the_data_are_laid_out_like_its_tokens() -> None:
+    restarts = pack(ROWS, 3, MaskOptions(document_mask=False)).layout  # the window, at each row
+    assert restarts.cu_seqlens.tolist() == [0, 3, 4, 7, 8]
     rows = [
-        TokenRow(row.tokens, row.document_ends, row.trained, np.float32([1, 2, 3, number]))
-        for number, row in enumerate(ROWS)
+        TokenRow(row.tokens, row.document_ends, row.trained, np.float32([1, 2, 3, n])) for n, row in enumerate(ROWS)
     ]
-    weights = lay_end_to_end(rows).weights
-    assert weights.tolist() == [1, 2, 3, 0, 1, 2, 3, 1]
-
-
-def test_places_of_each_rank() -> None:
+    assert lay_end_to_end(rows).weights.tolist() == [1, 2, 3, 0, 1, 2, 3, 1]
     places = Places((2, 0, 3), torch.tensor([4, 1, 0, 2, 3]))
     assert [places.of_rank(rank).tolist() for rank in range(3)] == [[4, 1], [], [0, 2, 3]]
 

@@ -47,6 +47,7 @@ def test_a_file_that_the_user_must_see_to_is_bad_input(capsys: pytest.CaptureFix
     assert end(missing, capsys) == (2, "error: a/b: No such file or directory\n")
     full = OSError(errno.ENOSPC, "No space left on device")
     assert end(full, capsys) == (2, "error: No space left on device\n")
+    assert end(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), OSError(errno.EIO, "Input/output error", "a"), OSError("x")])
@@ -57,29 +58,22 @@ def test_any_other_error_is_a_traceback_on_stderr(error: Exception, capsys: pyte
     assert "in main" in text
 
 
-def test_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
-    assert end(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
-
-
-def test_a_broken_pipe_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A broken pipe, and a closed standard output, in whose place Python has None."""
     read, write = os.pipe()
     with os.fdopen(write, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         os.close(read)
         output.write("lines")
         assert end(BrokenPipeError(), capsys) == (141, "")
-
-
-def test_a_standard_output_that_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python then has None in its place."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
 
     @command
     def main(argv: list[str]) -> int:
         print("lines")
         return 3
 
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
     assert main([]) == 3
 
 
@@ -125,6 +119,7 @@ def test_values_are_shown_within_a_line() -> None:
 
 def test_every_subcommand_has_a_main_and_every_tool_is_a_subcommand() -> None:
     assert PROJECT["scripts"] == {"megatron-ext": "megatron_ext.cli:main"}
+    assert PROJECT["version"] == megatron_ext.__version__
     for module in COMMANDS.values():
         tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
         (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
@@ -143,7 +138,3 @@ def test_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert program("report") == "megatron-ext report"
     monkeypatch.setattr(sys, "argv", ["pretrain_skyladder.py"])
     assert [program("report"), program("pretrain")] == ["python tools/report.py", "python pretrain_skyladder.py"]
-
-
-def test_one_version() -> None:
-    assert PROJECT["version"] == megatron_ext.__version__

@@ -22,19 +22,10 @@ SLURM = """
     --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task
     --export --distribution --dependency --job-name
 """
-OTHERS = {
-    *TORCHRUN.split(),
-    *SLURM.split(),
-    "--model",
-    "--task",
-    "--tasks",
-    "--output-dir",
-    "--no-build-isolation",
-    "--no-python",
-    "--prefix",
-    "--dist-ckpt-strictness",
-    *("--rm", "--gpus", "--ipc", "--volume"),
-}  # lm-eval's, OLMES's, pip's, torchrun's, torchfrtrace's, Megatron-LM's, docker's
+# lm-eval's, OLMES's, pip's, torchfrtrace's, Megatron-LM's, docker's
+OTHERS = """
+    --model --task --tasks --output-dir --no-build-isolation --prefix --dist-ckpt-strictness --rm --gpus --ipc --volume
+"""
 
 
 def missing_paths(page: Path, text: str) -> list[str]:
@@ -52,17 +43,14 @@ def known_flags() -> set[str]:
     named = {flag for text in scripts for flag in FLAG.findall(text)}
     switches = {name for text in scripts for name in re.findall(r'"--([\w-]+)", action=argparse.BooleanOptional', text)}
     trainer = {option for action in arguments._parser()._actions for option in action.option_strings}
-    return trainer | named | {f"--no-{name}" for name in switches} | OTHERS
+    return trainer | named | {f"--no-{name}" for name in switches} | {*f"{TORCHRUN} {SLURM} {OTHERS}".split()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_path_of_a_page_exists(page: Path) -> None:
-    assert missing_paths(page, page.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_flag_of_a_page_exists(page: Path) -> None:
-    named = set(FLAG.findall(page.read_text(encoding="utf-8"))) - known_flags()
+def test_every_path_and_flag_of_a_page_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert missing_paths(page, text) == []
+    named = set(FLAG.findall(text)) - known_flags()
     if page.stem == "from-megatron-lm":
         named -= {"--append-eod"} | {name for name in named if megatron_lm.equivalent(name, "")}
     assert named == set()

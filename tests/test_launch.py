@@ -33,6 +33,15 @@ def test_good_environments() -> None:
     assert with_environment(dict.fromkeys(GOOD) | elsewhere) == Launch(0, 1, 0)
 
 
+NUMBERS = {  # what each needs, and numbers that are outside
+    "RANK": ("0..1", "-1 2"),
+    "WORLD_SIZE": ("1..1048576", "0 -2 9999999999"),
+    "LOCAL_RANK": ("0..1", "-1 2"),
+    "LOCAL_WORLD_SIZE": ("1..2", "0 3"),
+    "MASTER_PORT": ("1..65535", "0 65536 99999"),
+}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -44,30 +53,19 @@ def test_good_environments() -> None:
             ({"MASTER_ADDR": host}, "MASTER_ADDR: got ")
             for host in ("nowhere.invalid", "two words", "x" * 70, "a..b", "127.0.0.1:29500")
         ),
+        *(
+            ({name: wrong}, f"{name}: got {echo(wrong)}, needs {needs}; ")
+            for name, (needs, outside) in NUMBERS.items()
+            for wrong in (*outside.split(), "x", "1.0", " 1", "01", "1\n", "\u0661", "1" * 5000)
+        ),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_wrong_environments(change: dict[str, str | None], text: str) -> None:
     with pytest.raises(LaunchError) as caught:
         with_environment(change)
     assert str(caught.value).startswith(text)
     assert "torchrun" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "needs", "outside"),
-    [
-        ("RANK", "0..1", "-1 2"),
-        ("WORLD_SIZE", "1..1048576", "0 -2 9999999999"),
-        ("LOCAL_RANK", "0..1", "-1 2"),
-        ("LOCAL_WORLD_SIZE", "1..2", "0 3"),
-        ("MASTER_PORT", "1..65535", "0 65536 99999"),
-    ],
-)
-def test_wrong_numbers(name: str, needs: str, outside: str) -> None:
-    for wrong in (*outside.split(), "x", "1.0", " 1", "01", "1\n", "\u0661", "1" * 5000):
-        with pytest.raises(LaunchError) as caught:
-            with_environment({name: wrong})
-        assert str(caught.value).startswith(f"{name}: got {echo(wrong)}, needs {needs}; start with torchrun")
 
 
 def test_a_port_that_another_program_has(small_data: SmallData) -> None:

@@ -1,4 +1,4 @@
-"""Segments against the mask written straight from its definition, token by token."""
+"""Segments against the mask written straight from its definition, token by token (test_masks.py)."""
 
 from itertools import pairwise
 
@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, build_layout, concatenate, segment_pairs
-from megatron_ext.masks import AttentionMask
+from megatron_ext.masks import AttentionMask, MaskOptions
+from tests.test_masks import formula
 
 
 def dense_mask(length: int, ends: list[int], window: int) -> np.ndarray:
-    """bool [L, L]: token i attends to j. floor(i/w)*w <= j <= i, and no document ends after j and up to i."""
-    mask = np.zeros((length, length), dtype=bool)
-    for i in range(length):
-        for j in range(length):
-            same_document = not any(j < end <= i for end in ends)
-            mask[i, j] = (i // window) * window <= j <= i and same_document
-    return mask
+    return formula(length, ends, MaskOptions(document_mask=True), window, local=False)
 
 
 def mask_of(layout: PackedLayout) -> np.ndarray:
@@ -30,8 +25,7 @@ def mask_of(layout: PackedLayout) -> np.ndarray:
 
 
 @st.composite
-def rows(draw: st.DrawFn, length: int | None = None) -> tuple[int, list[int], int]:
-    length = draw(st.integers(1, 40)) if length is None else length
+def rows(draw: st.DrawFn, length: int) -> tuple[int, list[int], int]:
     place = st.one_of(st.integers(0, length), st.sampled_from([0, 1, length - 1, length]))
     ends = draw(st.lists(place.map(lambda end: max(end, 0)), max_size=8))
     window = draw(st.one_of(st.integers(1, length + 3), st.sampled_from([1, length, 10**9])))
@@ -51,34 +45,6 @@ def test_the_drawing() -> None:
     assert AttentionMask(layout).effective_context == (9 + 1 + 16 + 4 + 4) / 12
 
 
-@given(row=rows())
-@example(row=(5, [0, 1, 4, 5], 5))
-@example(row=(5, [5, 5, 1], 2))
-@settings(max_examples=300, deadline=None)
-def test_segments_are_the_dense_masks(row: tuple[int, list[int], int]) -> None:
-    length, ends, window = row
-    given_ends = np.array(ends, dtype=np.int64)
-    layout, mask = build_layout(length, given_ends, window), dense_mask(*row)
-    assert (mask_of(layout) == mask).all()
-    assert given_ends.tolist() == ends
-    # two tokens share a segment exactly where the mask links them, in one direction or through others
-    linked = mask | mask.T
-    segment = np.repeat(np.arange(layout.segments), layout.lengths)
-    assert (linked == (segment[:, None] == segment)).all()
-    assert (np.diff(layout.cu_seqlens) > 0).all()
-
-
-@given(row=rows())
-@settings(max_examples=150, deadline=None)
-def test_positions_and_effective_context_count_keys(row: tuple[int, list[int], int]) -> None:
-    layout = build_layout(*row)
-    keys = dense_mask(*row).sum(axis=1)  # C_i, the token itself included
-    assert layout.positions().tolist() == (keys - 1).tolist()
-    assert layout.attention_pairs() == keys.sum()
-    assert np.square(layout.lengths).sum() == (2 * keys - 1).sum()  # 1 + 3 + 5 + ... = len^2
-    assert AttentionMask(layout).effective_context == pytest.approx((2 * keys.sum() - row[0]) / row[0], rel=1e-12)
-
-
 @given(tokens=st.integers(0, 60), left_window=st.none() | st.integers(0, 70))
 def test_the_pairs_of_a_segment_are_counted(tokens: int, left_window: int | None) -> None:
     wanted = sum(token + 1 if left_window is None else min(token, left_window) + 1 for token in range(tokens))
@@ -92,10 +58,11 @@ def test_squares_of_a_long_row_do_not_overflow() -> None:
     assert AttentionMask(concatenate([layout] * 4)).effective_context == 2**19
 
 
-@given(length=st.integers(1, 24), count=st.integers(1, 4), data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_concatenate_is_rows_side_by_side(length: int, count: int, data: st.DataObject) -> None:
-    drawn = [data.draw(rows(length)) for _ in range(count)]
+@given(drawn=st.integers(1, 24).flatmap(lambda length: st.lists(rows(length), min_size=1, max_size=4)))
+@example(drawn=[(5, [0, 1, 4, 5], 5), (5, [5, 5, 1], 2)])
+@settings(max_examples=300, deadline=None)
+def test_segments_are_the_dense_masks_of_rows_side_by_side(drawn: list[tuple[int, list[int], int]]) -> None:
+    length, count = drawn[0][0], len(drawn)
     joined = concatenate([build_layout(*row) for row in drawn])
     wanted = np.zeros((count * length, count * length), dtype=bool)
     for number, row in enumerate(drawn):
@@ -104,7 +71,12 @@ def test_concatenate_is_rows_side_by_side(length: int, count: int, data: st.Data
     assert (mask_of(joined) == wanted).all()
     assert (joined.row_length, joined.tokens) == (length, count * length)
     assert joined.cu_seqlens.dtype == np.int32
-    assert joined.positions().tolist() == (wanted.sum(axis=1) - 1).tolist()
+    assert (np.diff(joined.cu_seqlens) > 0).all()
+    keys = wanted.sum(axis=1)  # C_i, the token itself included
+    assert joined.positions().tolist() == (keys - 1).tolist()
+    assert joined.attention_pairs() == keys.sum()
+    assert np.square(joined.lengths).sum() == (2 * keys - 1).sum()  # 1 + 3 + 5 + ... = len^2
+    assert AttentionMask(joined).effective_context == pytest.approx((2 * keys.sum() - len(keys)) / len(keys), rel=1e-12)
 
 
 def test_more_tokens_than_int32_counts_are_refused() -> None:

@@ -82,7 +82,7 @@ def test_statistics_equal_float64(case: str, kinds: int) -> None:
     assert (got[:, [0, 8]] == 7).all()  # nothing beside the block's tokens
 
 
-def test_statistics_of_minus_infinity_count_nothing() -> None:
+def test_statistics_of_infinities_of_nan_and_of_padding_alone() -> None:
     logits = drawn(3, 50)
     logits[0, :40], logits[1, 20:], logits[2, ::2] = NEVER, NEVER, NEVER
     got = torch.empty(4, 3, device=DEVICE)
@@ -91,21 +91,12 @@ def test_statistics_of_minus_infinity_count_nothing() -> None:
     wanted = statistics(logits, labels, 0, 50)
     assert wanted[2, 2] == NEVER
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=2e-6, atol=2e-6)
-
-
-def test_statistics_of_padding_alone_are_those_of_nothing() -> None:
-    got = torch.empty(4, 2, device=DEVICE)
-    loss_kernels.softmax_statistics(drawn(2, 40).to(DEVICE), torch.tensor([3, 90], device=DEVICE), got, 80, 0)
-    assert got[1:].cpu().tolist() == [[0.0, 0.0]] * 3
+    logits[1, 3] = torch.nan
+    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), got, 0, 50)
+    assert got[1].isnan().tolist() == [False, True, False]
+    loss_kernels.softmax_statistics(logits.to(DEVICE), labels.to(DEVICE), got, 80, 0)
+    assert got[1:].cpu().tolist() == [[0.0] * 3] * 3
     assert torch.isfinite(got).all()
-
-
-def test_a_nan_is_not_hidden() -> None:
-    logits = drawn(2, 50)
-    logits[1, 33] = torch.nan
-    got = torch.empty(3, 2, device=DEVICE)
-    loss_kernels.softmax_statistics(logits.to(DEVICE), torch.tensor([0, 0], device=DEVICE), got, 0, 50)
-    assert got[1].isnan().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,19 +116,12 @@ def test_gradient_equals_float64(case: str, dtype: torch.dtype) -> None:
     given = [x.to(DEVICE) for x in (labels, highest.float(), scales, loss_grad)]
     loss_kernels.softmax_gradient(block, *given, first, entries, dtype)
     got = loss_kernels.in_place_of(block, dtype)
-    assert (got.shape, got.dtype) == (wanted.shape, dtype)
+    assert (got.shape, got.dtype, got.stride(1)) == (wanted.shape, dtype, 1)  # a factor of a product, not copied
+    assert [row.data_ptr() for row in got] == [row.data_ptr() for row in block]
     # half a unit in bf16's last of 8 places; the interpreter cuts off instead of rounding: a whole one
     narrow = 0 if dtype == torch.float32 else 2.0 ** (-8 if DEVICE == "cuda" else -7)
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=narrow + 2e-6, atol=1e-6)
     assert not got[:, entries:].any()
-
-
-def test_the_gradient_takes_the_logits_place() -> None:
-    block = drawn(3, 40).to(DEVICE)
-    for dtype in (torch.float32, torch.bfloat16):
-        view = loss_kernels.in_place_of(block, dtype)
-        assert [row.data_ptr() for row in view] == [row.data_ptr() for row in block]
-        assert view.stride(1) == 1  # as a factor of a product it is not copied
 
 
 def losses_and_gradients(
@@ -158,17 +142,12 @@ def test_the_loss_equals_float64_and_the_plain_path(rows: int, vocabulary: int, 
     assert_all_close(fused, whole(*inputs, vocabulary))
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
-
-
-def test_the_loss_in_bf16_equals_the_plain_path() -> None:
-    hidden, weight, labels, grad = problem(11, 8, 48, 33)
-    inputs = hidden.bfloat16(), weight.bfloat16(), labels, grad
-    fused, plain = (losses_and_gradients(*inputs, VocabularyShard(0, 33), 4, way) for way in (True, False))
-    assert fused[1].dtype == torch.bfloat16
+    inputs = inputs[0].bfloat16(), inputs[1].bfloat16(), *inputs[2:]
+    fused, plain = (losses_and_gradients(*inputs, shard, block, way) for way in (True, False))
     for one, other in zip(fused, plain, strict=True):
-        torch.testing.assert_close(
-            one.float(), other.float(), rtol=2e-2 if one.dtype == torch.bfloat16 else 1e-5, atol=1e-3
-        )
+        assert one.dtype == other.dtype
+        rounding = 2e-2 if one.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(one.float(), other.float(), rtol=rounding, atol=1e-3)
 
 
 def test_gradients_and_labels_need_not_lie_close_together() -> None:
@@ -224,21 +203,14 @@ def test_a_block_takes_six_launches_and_no_result_is_rounded(entropy: bool) -> N
     tokens, width, rows = 100, 16, 256
 
     def run(block: int) -> tuple[Counter[str], int]:
-        hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        weight = torch.empty(rows, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        hidden, weight = (
+            torch.empty(size, width, dtype=torch.bfloat16, device="meta", requires_grad=True) for size in (tokens, rows)
+        )
         labels = torch.empty(tokens, dtype=torch.int64, device="meta")
         total = torch.empty(rows, width, dtype=torch.float32, device="meta")
         with Launches() as launches, FlopCounterMode(display=False) as flops:
-            found = cross_entropy(
-                hidden,
-                weight,
-                labels,
-                VocabularyShard(0, 200),
-                block,
-                entropy=entropy,
-                weight_grad_vD=total,
-                fused=True,
-            )
+            how = {"entropy": entropy, "weight_grad_vD": total, "fused": True}
+            found = cross_entropy(hidden, weight, labels, VocabularyShard(0, 200), block, **how)  # type: ignore[arg-type]
             (found.cross_entropy_t + found.log_partition_t.square()).sum().backward()
         return Counter(launches.seen), flops.get_total_flops()
 

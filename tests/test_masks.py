@@ -87,6 +87,10 @@ def test_local_layers_obey_the_schedule() -> None:
     w = 1, each token its own block; w = 2, blocks 01 23 45 67; w = 4, blocks 0123 4567, in which i - 2 cuts;
     w = 8, the whole row, i - 2 alone. Documents that end after 3 tokens cut too.
     """
+    options, nothing = MaskOptions(False, "grid", 3, 2, num_layers=2), np.empty(0, dtype=np.int64)
+    locals_ = [options.at(8, [nothing], window).local for window in (2, 3, 4)]
+    # a block within the local window needs no reach, so that backends take their plain causal kernel
+    assert [mask and mask.left_window for mask in locals_] == [None, None, 2]
     assert local_first_keys(1) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert local_first_keys(2) == [0, 0, 2, 2, 4, 4, 6, 6]
     assert local_first_keys(4) == [0, 0, 0, 1, 4, 4, 4, 5]
@@ -98,21 +102,6 @@ def test_local_layers_obey_the_schedule() -> None:
     assert local_first_keys(7, "sliding") == [0, 0, 0, 1, 2, 3, 4, 5]
     for mask in ("grid", "sliding", "sliding_w"):
         assert local_first_keys(2, mask, fixed=True) == [0, 0, 0, 1, 2, 3, 4, 5]
-
-
-def test_a_block_within_the_local_window_needs_no_reach() -> None:
-    """So that backends take their plain causal kernel."""
-    options = MaskOptions(False, "grid", 3, 2, num_layers=2)
-    reaches = {window: options.at(8, [np.array([], dtype=np.int64)], window).local.left_window for window in (2, 3, 4)}  # type: ignore[union-attr]
-    assert reaches == {2: None, 3: None, 4: 2}
-
-
-def test_rows_lie_end_to_end() -> None:
-    options = MaskOptions(True, "sliding", local_window=3, global_every=2, num_layers=2)
-    masks = options.at(6, [np.array([2]), np.array([], dtype=np.int64)], 4)
-    assert masks.scheduled.layout.cu_seqlens.tolist() == [0, 2, 6, 12]
-    assert (masks.scheduled.left_window, masks.local and masks.local.left_window) == (4, 2)
-    assert options.at(6, [np.array([2])], 6).scheduled.left_window is None
 
 
 def test_the_drawn_dependencies() -> None:

@@ -61,28 +61,14 @@ def possible_windows(kind: str, t: int, start: int, end: int, rate: Fraction, **
     return {min(max(math.floor(value), start), end)}
 
 
-# of few binary digits, which are exact floats, or of few decimal ones, which are not
-RATES = st.builds(Fraction, st.integers(1, 640), st.sampled_from([1, 2, 8, 10, 64, 100, 1000, 1024]))
+# of few binary digits, which are exact floats; of few decimal ones, and fractions of small numbers, which are not
+RATES = st.builds(Fraction, st.integers(1, 640), st.sampled_from([1, 2, 3, 7, 8, 10, 12, 64, 100, 999, 1000, 1024]))
 
 
 @st.composite
 def ramps(draw: st.DrawFn) -> tuple[int, int, Fraction]:
     start = draw(st.integers(1, 300))
     return start, start + draw(st.integers(0, 5000)), draw(RATES)
-
-
-def steps_around_the_end(schedule: WindowSchedule) -> list[int]:
-    end = schedule.expansion_steps
-    return [step for step in (0, 1, end - 1, end, end + 1, 10 * end + 7) if step >= 0]
-
-
-def check(schedule: WindowSchedule, step: int, rate: Fraction) -> None:
-    options = {"switch_step": schedule.switch_step, "round_to": schedule.round_to, "cycles": schedule.cycles}
-    window = schedule.window_at(step)
-    wanted = possible_windows(schedule.kind.value, step, schedule.start, schedule.end, rate, **options)
-    assert window in wanted, (schedule, step)
-    assert type(window) is int
-    assert schedule.start <= window <= schedule.end
 
 
 @pytest.mark.parametrize("kind", [kind.value for kind in ScheduleKind])
@@ -95,8 +81,12 @@ def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round
     schedule = build_schedule(
         kind, start=start, end=end, rate=float(rate), round_to=round_to, cycles=cycles, switch_step=switch
     )
-    for step in [*steps_around_the_end(schedule), int(share * schedule.expansion_steps)]:
-        check(schedule, step, rate)
+    last = schedule.expansion_steps
+    for step in (0, 1, max(last - 1, 0), last, last + 1, 10 * last + 7, int(share * last)):
+        window, options = schedule.window_at(step), {"switch_step": switch, "round_to": round_to, "cycles": cycles}
+        assert window in possible_windows(kind, step, start, end, rate, **options), (schedule, step)
+        assert type(window) is int
+        assert start <= window <= end
     if kind in RAMPS:
         assert schedule.expansion_steps == math.ceil(Fraction(end - start) / rate)
 
@@ -107,10 +97,8 @@ def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round
 def test_runs_are_those_of_the_single_steps(
     kind: str, ramp: tuple[int, int, Fraction], cycles: int, round_to: int, aligned: bool, data: st.DataObject
 ) -> None:
-    start, end, rate = min(ramp[0], 64), min(ramp[1], 90), ramp[2]
     aligned = aligned and kind == "stepwise"
-    if aligned:
-        start, end = 8, 64
+    start, end, rate = (8, 64, ramp[2]) if aligned else (min(ramp[0], 64), min(ramp[1], 90), ramp[2])
     turns = {"cycles": cycles - (0.5 if kind == "cyclic_gradual" else 0), "switch_step": cycles}
     schedule = build_schedule(kind, start=start, end=end, rate=float(rate), round_to=round_to, aligned=aligned, **turns)
     first = data.draw(st.integers(0, 300))
@@ -167,13 +155,6 @@ def test_a_decimal_expansion_fraction_is_exact(percent: int, total: int, share: 
     assert schedule.window_at(step) == 32 + 8160 * 100 * step // (percent * total)
 
 
-@given(parts=st.integers(1, 1000), step=st.integers(0, 10**7))
-@settings(max_examples=300, deadline=None)
-def test_the_decimals_of_a_fraction_are_the_fraction(parts: int, step: int) -> None:
-    schedule = build_schedule("linear", start=1, end=10**9, rate=1 / parts)
-    assert schedule.window_at(step) == 1 + step // parts
-
-
 def test_the_defaults_are_the_papers() -> None:
     assert build_schedule(end=8192) == build_schedule("linear", start=32, end=8192, rate=0.125)
     assert build_schedule("stepwise", end=8192).round_to == 1024
@@ -209,7 +190,6 @@ def test_aligned_wants_a_start_that_halving_the_end_gives(start: int, end: int, 
     with pytest.raises(UserError, match=message):
         build_schedule("stepwise", start=start, end=end, rate=1, aligned=True)
     assert build_schedule("stepwise", start=near, end=end, rate=1, aligned=True).window_at(0) == near
-    assert build_schedule("linear", start=start, end=end, rate=1, aligned=True).window_at(0) == start
 
 
 FRACTION = {"expansion_fraction": 0.5, "total_steps": 9}
@@ -240,10 +220,5 @@ def test_refusals(bad: dict[str, Any], text: str, good: dict[str, Any]) -> None:
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
     assert 1 <= build_schedule(**{"end": 64, **good}).window_at(0) <= 64
-
-
-def test_a_negative_step_is_refused() -> None:
-    schedule = build_schedule("linear", end=64)
     with pytest.raises(ValueError, match=r"^step: got -1, needs >= 0"):
-        schedule.window_at(-1)
-    assert schedule.window_at(0) == 32
+        build_schedule("linear", end=64).window_at(-1)

@@ -61,21 +61,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(wheel, venv)
 
 
-def test_the_wheel_has_all_that_runs_and_nothing_else(installed: Installed) -> None:
+def test_the_wheel_has_all_that_runs_and_nothing_else_and_is_what_runs(installed: Installed, tmp_path: Path) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"megatron_ext", "pretrain_skyladder.py", f"{NAME}.dist-info"}
-    needed = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "megatron_ext").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    files = [path for path in (ROOT / "megatron_ext").rglob("*") if path.is_file()]
+    needed = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
     tools = {f"megatron_ext/tools/{path.name}" for path in (ROOT / "tools").glob("*.py")}
     recipes = {f"megatron_ext/{path.relative_to(ROOT)}" for path in (ROOT / "examples").rglob("*.yaml")}
     assert len(recipes) > 10
     assert needed | tools | recipes <= set(names)
-
-
-def test_it_is_the_wheel_that_runs(installed: Installed, tmp_path: Path) -> None:
     code = "import megatron_ext, megatron_ext.tools; print(megatron_ext.__file__, megatron_ext.tools.__file__)"
     for place in installed.run(tmp_path, "python", "-c", code).split():
         assert Path(place).is_relative_to(installed.venv)

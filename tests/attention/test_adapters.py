@@ -145,21 +145,15 @@ def dense_te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("dense_te")
 @pytest.mark.parametrize("part", [0, 1])
-def test_te_thd_with_heads_of_a_wider_tensor(part: int) -> None:
-    """As the exchange in parts hands them over: heads cut out of tensors of more heads."""
-    call = call_of([(3, 3), (2, 5), (1, 1)])
+@pytest.mark.parametrize("left_window", [None, 2])
+def test_te_thd_with_heads_of_a_wider_tensor_and_sinks(part: int, left_window: int | None) -> None:
+    """As the exchange in parts hands them over: heads cut out of tensors of more heads; sinks in place of its own."""
+    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
     wide = inputs_of(call, heads=8, groups=4)
     inputs = [x.chunk(2, dim=1)[part] for x in wide]
     assert not inputs[0].is_contiguous()
-    assert_right(adapters.te_thd, inputs, call)
-
-
-@pytest.mark.usefixtures("dense_te")
-@pytest.mark.parametrize("left_window", [None, 2])
-def test_te_gets_sinks_in_place_of_its_own(left_window: int | None) -> None:
-    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
-    for sinks in ([-9.0, -0.5, 0.7, 6.0], [1.0, 2.0, 3.0, 4.0]):
-        assert_right(adapters.te_thd, [*inputs_of(call), torch.tensor(sinks)], call)
+    for sinks in ([], [torch.tensor([-9.0, -0.5, 0.7, 6.0])], [torch.tensor([1.0, 2.0, 3.0, 4.0])]):
+        assert_right(adapters.te_thd, [*inputs, *sinks], call)
 
 
 @pytest.mark.parametrize(
@@ -216,17 +210,19 @@ def flash_attn_varlen_func_of_4(
     assert (max_seqlen_q, max_seqlen_k) == (3, 5)
     assert window_size in ((None, None), (2, 0))
     left = -1 if window_size[0] is None else window_size[0]
-    return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, left), None
+    return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, left, learnable_sink), None
 
 
 @pytest.mark.parametrize("left_window", [None, 2])
 def test_flash_attn_4_is_called_by_names(monkeypatch: pytest.MonkeyPatch, left_window: int | None) -> None:
+    """It differentiates sinks itself."""
     module = ModuleType("flash_attn.cute")
     module.flash_attn_varlen_func = flash_attn_varlen_func_of_4  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
-    assert_right(adapters.flash_attn_4, inputs_of(call), call)
+    for sinks in ([], [torch.tensor([-9.0, -0.5, 0.7, 6.0])]):
+        assert_right(adapters.flash_attn_4, [*inputs_of(call), *sinks], call)
 
 
 def install(folder: Path, files: Sequence[str], needs: Mapping[str, str]) -> None:
@@ -262,30 +258,14 @@ NEEDS = {
         (FA4[:1], NEEDS | QUACK | DSL, False, "is not installed"),
         (FA4, NEEDS | QUACK | {"nvidia-cutlass-dsl-4.10.0": ""}, False, None),
         # what an image has already
-        (
-            FA4,
-            NEEDS | QUACK | {"nvidia-cutlass-dsl-4.5.0": ""},
-            False,
-            "needs nvidia-cutlass-dsl 4.6.2, this is 4.5.0; pip",
-        ),
-        (
-            FA4,
-            NEEDS | QUACK | {"nvidia-cutlass-dsl-4.6.2": ""},
-            False,
-            "needs nvidia-cutlass-dsl 4.7, this is 4.6.2; pip",
-        ),
-        (FA4, NEEDS | DSL | {"quack-kernels-0.5.2": ""}, False, "needs quack-kernels 0.5.3, this is 0.5.2; pip"),
+        (FA4, NEEDS | QUACK | {"nvidia-cutlass-dsl-4.5.0": ""}, False, "needs nvidia-cutlass-dsl 4.6.2, this is 4.5.0"),
+        (FA4, NEEDS | QUACK | {"nvidia-cutlass-dsl-4.6.2": ""}, False, "needs nvidia-cutlass-dsl 4.7, this is 4.6.2"),
         (FA4, NEEDS | DSL, False, "needs quack-kernels 0.5.3, this is 0; pip"),
         (FA4, {"flash-attn-4-4.0.0b5": ""}, False, "needs flash-attn-4 4.0.0b36, this is 4.0.0b5; pip"),
     ],
 )
 def test_which_flash_attention_is_installed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    files: tuple[str, ...],
-    needs: dict[str, str],
-    fa2: bool,
-    fa4: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Sequence[str], needs: Any, fa2: bool, fa4: str | None
 ) -> None:
     if adapters.installed_version("flash-attn-4") is not None:
         pytest.skip("FlashAttention 4 is installed")
@@ -293,7 +273,4 @@ def test_which_flash_attention_is_installed(
     monkeypatch.syspath_prepend(tmp_path)
     reasons = backends.objections(CUDA, torch.bfloat16, 64)
     assert (reasons["flash_attn"] is None) == fa2
-    if fa4 is None:
-        assert reasons["flash_attn_4"] is None
-    else:
-        assert fa4 in (reasons["flash_attn_4"] or "")
+    assert fa4 is None if (reason := reasons["flash_attn_4"]) is None else str(fa4) in reason

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_ext.attention import reference
 from megatron_ext.attention.backends import BACKENDS, Backend, PerCall, select
-from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.errors import UserError
 from tests.attention.kernels import assert_right, call_of, inputs_of
@@ -18,30 +16,11 @@ from tests.attention.kernels import assert_right, call_of, inputs_of
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("name", ["auto", "reference"])
-def test_the_choice_on_a_cpu_attends(name: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(n, heads, 4, generator=generator) for n, heads in ((3, 4), (7, 2), (7, 2)))
-    call = AttentionCall.of(np.array([0, 2, 2, 3], dtype=np.int32), np.array([0, 4, 6, 7], dtype=np.int32))
-    inputs = QKV(query, key, value)
-    out = select(name, CPU, torch.float32, 4)(inputs, call, 0.3)
-    wanted = reference.attend(inputs, call, 0.3)
-    torch.testing.assert_close(out, wanted, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text", "neighbour"),
     [
-        (
-            ("refrence", CPU, torch.float32, 64),
-            "attention_backend: got 'refrence', needs one of auto, triton_packed, ",
-            "reference",
-        ),
-        (
-            ("torch_varlen", CPU, torch.bfloat16, 64),
-            "runs on cuda, not on cpu; use --attention-backend reference",
-            "auto",
-        ),
+        (("refrence", CPU, torch.float32, 64), "got 'refrence', needs one of auto, triton_packed, ", "reference"),
+        (("torch_varlen", CPU, torch.bfloat16, 64), "cuda, not on cpu; use --attention-backend reference", "auto"),
         (("torch_varlen", CUDA, torch.float32, 64), "half precision, not in float32; use --bf16", "reference"),
         (("torch_varlen", CUDA, torch.bfloat16, 512), "head sizes up to 256 that 8 divides, not 512", "reference"),
         (("auto", CUDA, torch.float32, 64), "torch_varlen computes in half precision", "reference"),
@@ -126,17 +105,12 @@ def test_flash_attention_4_counts_what_its_deterministic_backward_allocates() ->
     ("capability", "sizes", "sinks", "deterministic", "taken"),
     [
         ((9, 0), (256, 256), True, True, True),
-        ((9, 0), (192, 192), False, False, True),
         ((10, 0), (128, 128), True, True, True),
-        ((10, 0), (128, 64), False, False, True),
         ((10, 3), (192, 128), True, True, True),
         ((10, 0), (192, 192), False, False, False),
-        ((10, 0), (256, 128), False, False, False),
         ((10, 0), (256, 256), False, True, True),
         ((10, 0), (256, 256), True, False, False),
-        ((11, 0), (160, 160), False, False, False),
         ((12, 0), (128, 128), False, False, True),
-        ((12, 0), (192, 128), False, False, False),
         ((12, 0), (64, 64), True, False, False),
         ((12, 0), (64, 64), False, True, False),
     ],

@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from megatron_ext.attention.shared_rows import share_rows
 from megatron_ext.errors import UserError
+from megatron_ext.masks import MaskOptions
 from tests.launcher import call
+from tests.test_masks import formula
 
 HEADS, KEY_HEADS, HEAD_SIZE, VALUE_SIZES = 4, 2, 6, (6, 4)
 MASKS = ("grid", "sliding", "sliding_w")
@@ -24,26 +26,6 @@ def drawn(seed: int) -> tuple[int, list[list[int]], int | None, str, str, str]:
     window = None if draw.random() < 0.2 else int(draw.integers(1, length + 10))
     policy = str(draw.choice(["auto", "contiguous", "zigzag", "balanced"]))
     return length, ends, window, str(draw.choice(MASKS)), policy, str(draw.choice(["exchange", "ulysses"]))
-
-
-def dense_mask(length: int, ends: list[list[int]], window: int | None, mask: str) -> torch.Tensor:
-    """bool [T, T], from the definition, token by token."""
-    total = length * len(ends)
-    sees = torch.zeros(total, total, dtype=torch.bool)
-    for row, borders in enumerate(ends):
-        for i in range(length):
-            for j in range(i + 1):
-                same_document = not any(j < end <= i for end in borders)
-                near = (
-                    window is None
-                    or {
-                        "grid": i // window == j // window,
-                        "sliding": i - j <= window,
-                        "sliding_w": i - j < window,
-                    }[mask]
-                )
-                sees[row * length + i, row * length + j] = same_document and near
-    return sees
 
 
 def inputs(total: int, seed: int) -> list[torch.Tensor]:
@@ -76,7 +58,9 @@ def expected(seed: int) -> list[np.ndarray]:
     query, key, value = (x.double().requires_grad_() for x in qkv)
     keys, values = (x.repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in (key, value))
     scores = torch.einsum("inh,jnh->nij", query, keys) / HEAD_SIZE**0.5
-    sees = dense_mask(length, ends, window, mask)
+    options = MaskOptions(document_mask=True, window_mask=mask)  # type: ignore[arg-type]
+    masks = [formula(length, borders, options, window or length, local=False) for borders in ends]
+    sees = torch.block_diag(*map(torch.from_numpy, masks)).bool()
     out = torch.einsum("nij,jnh->inh", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
     out.backward(gradient.double())
     return [x.numpy() for x in (out.detach(), query.grad, key.grad, value.grad) if x is not None]

@@ -1,64 +1,27 @@
-"""Attention sinks against a dense softmax with one more column, output and all gradients."""
+"""Attention sinks against a dense softmax with one more column (test_reference.py), output and all gradients."""
 
 import importlib.util
-import sys
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import varlen
 
 from megatron_ext.attention import adapters, reference, triton_packed
-from megatron_ext.attention.backends import BACKENDS, select, suited
+from megatron_ext.attention.backends import BACKENDS, suited
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.triton_packed import Tile, Tiles
-from megatron_ext.context_parallel import plan
-from megatron_ext.context_parallel.exchange import QKV, Scheme
-from megatron_ext.context_parallel.group import ContextGroup
-from megatron_ext.layout import PackedLayout, build_layout
-from tests.attention.kernels import CPU, assert_right, call_of, inputs_of, results
-from tests.attention.test_reference import bottom_right_mask
-from tests.launcher import call as on_ranks
+from megatron_ext.context_parallel.exchange import QKV
+from tests.attention.kernels import assert_right, call_of, inputs_of, results
+from tests.attention.test_reference import visible
 
 SINKS = torch.tensor([-9.0, -0.5, 0.7, 6.0])
 LENGTHS = [(3, 3), (2, 5), (1, 1), (18, 20)]
 
 
-def visible(call: AttentionCall) -> Tensor:
-    """bool [t, u]: the keys that each query sees."""
-    lengths = zip(np.diff(call.cu_seqlens_q).tolist(), np.diff(call.cu_seqlens_kv).tolist(), strict=True)
-    return bottom_right_mask(list(lengths), call.left_window)
-
-
-def dense(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
-    query, key, value, sink_N = inputs
-    assert sink_N is not None
-    share = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(share, dim=1), value.repeat_interleave(share, dim=1)
-    scores = (torch.einsum("tnh,unh->ntu", query, key) * scale).masked_fill(~visible(call), -torch.inf)
-    column = sink_N[:, None, None].expand(-1, len(query), 1)
-    return torch.einsum("ntu,unh->tnh", torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1], value)
-
-
 def with_sinks(call: AttentionCall, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [*inputs_of(call, dtype=dtype), SINKS.to(dtype)]
-
-
-@pytest.mark.parametrize("left_window", [None, 2])
-@pytest.mark.parametrize("lengths", [LENGTHS, [(20, 20)] * 2], ids=["mixed", "equal"])
-def test_the_reference(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]], left_window: int | None
-) -> None:
-    monkeypatch.setattr(reference, "MASKED_QUERIES", 7)
-    call = call_of(lengths, left_window)
-    inputs = with_sinks(call, torch.float64)
-    for got, want in zip(results(reference.attend, inputs, call), results(dense, inputs, call), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_the_ends() -> None:
@@ -134,70 +97,20 @@ OF_2_13 += "float? scale=None, SymInt[]? window_size=None"
         (None, False),
     ],
 )
-def test_another_backward_of_torch_varlen_is_refused(
+def test_backends_without_the_gradient_are_refused(
     monkeypatch: pytest.MonkeyPatch, arguments: str | None, fits: bool
 ) -> None:
-    """It is private to torch; calls without sinks do not need it."""
+    """As is another backward of torch_varlen, which is private to torch; calls without sinks do not need it."""
     schema = torch._C.parse_schema(f"f({arguments}) -> Tensor") if arguments else None
     operator = SimpleNamespace(default=SimpleNamespace(_schema=schema)) if arguments else None
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", operator)
+    cuda = torch.device("cuda")
     plain, found = (
-        BACKENDS["torch_varlen"].objection(torch.device("cuda"), torch.bfloat16, 64, sinks=sinks)
-        for sinks in (False, True)
+        BACKENDS["torch_varlen"].objection(cuda, torch.bfloat16, 64, sinks=sinks) for sinks in (False, True)
     )
     assert plain is None
     assert found is None if fits else "cannot differentiate attention sinks in torch" in found
-
-
-def test_flash_attn_4_differentiates_sinks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = call_of(LENGTHS)
-    cute = ModuleType("flash_attn.cute")
-
-    def attend(q, k, v, *, softmax_scale, learnable_sink, **options):  # type: ignore[no-untyped-def]
-        return reference.attend(QKV(q, k, v, learnable_sink), call, softmax_scale), None
-
-    cute.flash_attn_varlen_func = attend  # type: ignore[attr-defined]
-    for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", cute)):
-        monkeypatch.setitem(sys.modules, name, module)
-    backend = replace(BACKENDS["flash_attn_4"], missing=lambda: None)
-    assert backend.objection(torch.device("cuda"), torch.bfloat16, 64, sinks=True) is None
-    assert_right(adapters.flash_attn_4, with_sinks(call), call)
-
-
-def test_backends_without_the_gradient_are_refused() -> None:
-    cuda = torch.device("cuda")
     assert suited("flash_attn", cuda, torch.bfloat16, 64) == ("flash_attn",)
     assert suited("flash_attn", cuda, torch.bfloat16, 64, sinks=True) == ()
     others = ("triton_packed", "flash_attn_4", "torch_varlen", "te_thd")
     assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == others
-    assert callable(select("reference", CPU, torch.float32, 64, sinks=True))
-
-
-# context parallelism: two ranks, and the sum of their gradients of the sinks
-
-LAYOUT = build_layout(24, [9, 10], 24)
-
-
-def of_rank(rank: int, layout: PackedLayout, schemes: list[Scheme], parts: int) -> list[list[Any]]:
-    found = []
-    context = ContextGroup(rank, dist.get_world_size(), dist.group.WORLD, parts)
-    for scheme in schemes:
-        share = plan(layout, context.size)
-        call = AttentionCall.of_plan(share, context, scheme)
-        *inputs, sinks = with_sinks(call_of([(24, 24)]))
-        leaves = [x[share.rows[rank]].requires_grad_() for x in inputs[:3]] + [sinks.requires_grad_()]
-        out = call.run(reference.attend, QKV(*leaves), 0.25)
-        gradients = torch.autograd.grad(out, leaves, inputs[3][share.rows[rank]])
-        found.append([share.rows[rank], *(x.detach().numpy() for x in (out, *gradients))])
-    return found
-
-
-def test_both_exchanges() -> None:
-    call = AttentionCall.of_layout(LAYOUT)
-    wanted = [x.numpy() for x in results(dense, with_sinks(call), call)]  # scale 16 ** -0.5
-    for first, second in zip(*on_ranks(of_rank, 2, LAYOUT, list(Scheme), 2), strict=True):
-        rows, *tensors = (np.concatenate(pair) for pair in zip(first[:-1], second[:-1], strict=True))
-        for got, want in zip(
-            (*tensors, first[-1] + second[-1]), (*(x[rows] for x in wanted[:-1]), wanted[-1]), strict=True
-        ):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)

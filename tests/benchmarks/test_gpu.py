@@ -1,11 +1,9 @@
 """benchmarks/gpu.sh without a GPU: every part runs with small sizes, finds nothing wrong and says what it skips."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,10 +20,6 @@ def gpu_sh(*parts: str, output: Path, **environment: str) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, env=given, check=False)
 
 
-def of_part(records: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
-    return [record for record in records if record["part"] == part]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
@@ -36,13 +30,9 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     parts = ["machine", "correct", "two", "step", "attention", "length", "loss_head"]
     assert list(dict.fromkeys(record["part"] for record in records)) == parts
     assert not [record for record in records if record.get("ok") is False]
-    skipped = {
-        record["backend"]: record["skipped"] for record in records if "skipped" in record and "backend" in record
-    }
-    assert skipped.keys() == {"triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn"}
-    assert "runs on cuda, not on cpu" in skipped["triton_packed"]
-    assert "is not installed; pip install" in skipped["flash_attn"]
-    two = {record["case"]: record for record in of_part(records, "two")}
+    skipped = {record["backend"] for record in records if "skipped" in record and "backend" in record}
+    assert skipped == {"triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn"}
+    two = {record["case"]: record for record in records if record["part"] == "two"}
     assert two.keys() == {"exchange", "ulysses", "tensor", "hang"}
     assert two["hang"]["stacks"]
     written = output.with_suffix(".md").read_text()
@@ -53,10 +43,9 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
 def test_a_kernel_that_ends_its_process_leaves_a_record(tmp_path: Path) -> None:
     """Each case has its record, with the return code, and the cases after it run."""
     output = tmp_path / "out.jsonl"
-    command = [sys.executable, HERE / "faulty_kernels.py", "parity", "--backends", "reference", "auto", "triton_packed"]
-    done = subprocess.run(
-        [*command, "--output", output, "--seconds", "40"], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, HERE / "faulty_kernels.py", "parity", "--output", output, "--seconds", "40"]
+    command += ["--backends", "reference", "auto", "triton_packed"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr[-3000:]
     records = read(output)
     reference = {record["case"]: record for record in records if record["backend"] == "reference"}
@@ -67,7 +56,7 @@ def test_a_kernel_that_ends_its_process_leaves_a_record(tmp_path: Path) -> None:
     assert (raised["ok"], raised["error"]) == (False, "ValueError: no such kernel")
     assert (wrong["ok"], right["ok"]) == (False, True)
     hung = [record for record in records if record["backend"] == "auto"][-1]
-    assert (hung["case"], hung["ok"], hung["error"][:15]) == ("window 32", False, "takes more than")
+    assert hung["error"].startswith("takes more than")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:2] == "| "]
     assert rows[0] == ["case", "reference", "auto", "triton_packed"]
     cells = {row[0]: [cell.partition(" ")[0] for cell in row[1:]] for row in rows[2:]}
@@ -104,7 +93,5 @@ def test_a_gpu_that_torch_does_not_see_is_no_dry_run(tmp_path: Path) -> None:
 
 def test_a_line_before_each_measurement_is_no_result(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    path.write_text(
-        "".join(json.dumps(one) + "\n" for one in ({"part": "step", "began": True}, {"part": "step", "mfu": 1}))
-    )
+    path.write_text('{"part": "step", "began": true}\n{"part": "step", "mfu": 1}\n')
     assert read(path) == [{"part": "step", "mfu": 1}]

@@ -9,16 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 72,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 128,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-}
+}  # fmt: skip
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.5},
     "dynamic": {"factor": 2.0},
@@ -38,6 +32,7 @@ DEEPSEEK = {
     "norm_topk_prob": True, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4,
     "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+ONE_EXPERT = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
 QWEN_LOCAL = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0, "layer_types": LOCAL_GLOBAL}
 LLAMA, TIED, WHOLE = {"model_type": "llama"}, {"tie_word_embeddings": True}, {"sliding_window": None}
 
@@ -50,6 +45,7 @@ def by_kind(everywhere: dict[str, Any], inside_windows: dict[str, Any]) -> dict[
     return {"rope_parameters": {"full_attention": everywhere, "sliding_attention": inside_windows}}
 
 
+DEEPSEEK_ROPE = turned("yarn", mscale=0.7, mscale_all_dim=1.3)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-tied": LLAMA | TIED,
@@ -83,20 +79,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3-dense": LATENT,
     # these two can be used, but not trained
     "mixtral-top1": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 1} | WHOLE,
-    "deepseek_v3-top1-wide": LATENT
-    | DEEPSEEK
-    | {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "v_head_dim": 20},
+    "deepseek_v3-top1-wide": LATENT | DEEPSEEK | {"v_head_dim": 20} | ONE_EXPERT,
     "dots1": {"model_type": "dots1", "head_dim": 12, **DEEPSEEK} | WHOLE,
-    "dots1-local": {
-        "model_type": "dots1",
-        "head_dim": 12,
-        "sliding_window": 9,
-        "layer_types": LOCAL_GLOBAL,
-        **DEEPSEEK,
-    },
-    "deepseek_v3": LATENT
-    | DEEPSEEK
-    | {"q_lora_rank": 14, "rope_parameters": turned("yarn", mscale=0.7, mscale_all_dim=1.3)},
+    "dots1-local": {"model_type": "dots1", "head_dim": 12, **DEEPSEEK}
+    | {"sliding_window": 9, "layer_types": LOCAL_GLOBAL},
+    "deepseek_v3": LATENT | DEEPSEEK | {"q_lora_rank": 14, "rope_parameters": DEEPSEEK_ROPE},
     **{f"llama-{kind}": LLAMA | {"rope_parameters": turned(kind)} for kind in SCALED},
 }
 QUICK = ("llama", "qwen3", "phi", "gemma3", "mixtral", "deepseek_v3-top1-wide")

@@ -1,8 +1,6 @@
 """What a continued run may change: free, with a word, never."""
 
-import json
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, parse, to_dict
 from megatron_ext.config.checks import mistakes
 from megatron_ext.errors import UserError
-from megatron_ext.learning_rate import LearningRateSchedule
-from megatron_ext.schedule import WindowSchedule
 
 BASE = "--data-path x --vocab-size 64 --window-schedule linear --window-rate 1 --train-iters 100"
+BALANCED = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss"  # in a micro-batch
 BYTES = "--vocab-size none --tokenizer-model bytes"
 
 
@@ -26,51 +23,36 @@ def changed(flags: str, step: int = 10, base: str = BASE) -> list[str]:
     ]
 
 
-def test_micro_batches_need_a_word_where_experts_are_balanced_over_them() -> None:
-    base = f"{BASE} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss"
-    with pytest.raises(UserError, match="micro_batch_size 1 -> 2"):
-        changed("--micro-batch-size 2", base=base)
-    assert "micro_batch_size" in changed("--micro-batch-size 2 --override micro_batch_size", base=base)
-
-
 @pytest.mark.parametrize(
-    ("flags", "name"),
+    ("flags", "name", "more"),
     [
-        ("--lr 1e-3", "lr 0.0004 -> 0.001"),
-        ("--data-path y", "data_path ['x'] -> ['y']"),
-        ("--window-rate 2", "window_rate 1.0 -> 2.0"),
-        ("--train-iters 200", "train_iters 100 -> 200"),  # stretches the cosine
-        ("--z-loss 1e-4", "z_loss 0.0 -> 0.0001"),
+        ("--lr 1e-3", "lr 0.0004 -> 0.001", ""),
+        ("--data-path y", "data_path ['x'] -> ['y']", ""),
+        ("--train-iters 200", "train_iters 100 -> 200", ""),  # stretches the cosine
+        ("--micro-batch-size 2", "micro_batch_size 1 -> 2", BALANCED),
     ],
 )
-def test_with_a_word(flags: str, name: str) -> None:
-    field = name.split()[0]
+def test_with_a_word(flags: str, name: str, more: str) -> None:
+    field, base = name.split()[0], f"{BASE} {more}"
     with pytest.raises(UserError) as caught:
-        changed(flags)
+        changed(flags, base=base)
     assert str(caught.value) == (
         f"load: X was made with other options: {name}; "
         f"restore them, or add --override {field} to go on with the new ones"
     )
     with pytest.raises(UserError):
-        changed(f"{flags} --override adam_eps")
-    assert field in changed(f"{flags} --override {field}")
+        changed(f"{flags} --override adam_eps", base=base)
+    assert field in changed(f"{flags} --override {field}", base=base)
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [("1 a 1 b", "2 a 2 b"), ("1 a 3 b", "25 a 75 b"), ("50 a 50 b", "0.5 a 0.5 b"), ("a", "7 a")]
 )
 def test_weights_of_one_ratio_are_one_mixture(before: str, after: str) -> None:
-    assert changed(f"--data-path {after}", base=BASE.replace("--data-path x", f"--data-path {before}")) == []
-
-
-@pytest.mark.parametrize("after", ["2 a 1 b", "1 b 1 a", "1 a 1 c", "1 a 1 b 1 c"])
-def test_weights_of_another_ratio_are_another_mixture(after: str) -> None:
-    with pytest.raises(UserError, match=r"data_path \['1', 'a', '1', 'b'\] -> "):
-        changed(f"--data-path {after}", base=BASE.replace("--data-path x", "--data-path 1 a 1 b"))
-
-
-def test_a_longer_run_at_a_constant_rate_changes_nothing() -> None:
-    assert changed("--train-iters 200", base=f"{BASE} --lr-decay-style constant") == ["train_iters"]
+    base = BASE.replace("--data-path x", f"--data-path {before}")
+    assert changed(f"--data-path {after}", base=base) == []
+    with pytest.raises(UserError, match=r"data_path \['"):
+        changed("--data-path 2 a 1 b", base=base)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +60,6 @@ def test_a_longer_run_at_a_constant_rate_changes_nothing() -> None:
     [
         ("--hidden-size 64", "hidden_size", ""),
         ("--bf16", "bf16", ""),
-        ("--optimizer muon", "optimizer", ""),
         ("--kv-channels 64", "kv_channels", ""),  # 32 where it is left out
         ("--vocab-size 300", "vocab_size", BYTES),  # 257
     ],
@@ -101,57 +82,38 @@ def test_options_of_other_versions() -> None:
         check(saved, parse([*BASE.split(), "--add-qkv-bias"]), 10, "X")
 
 
-def test_a_vocabulary_whose_tokenizer_is_gone_is_left_to_the_tensors() -> None:
-    saved = to_dict(parse(f"{BASE} {BYTES}".split()))
-    saved["data"]["tokenizer_model"] = "nowhere"
-    now = parse([*f"{BASE} {BYTES}".split(), "--vocab-size", "300", "--override", "tokenizer_model"])
-    assert [change.name for change in check(saved, now, 10, "X")] == ["tokenizer_model"]
-
-
 LINEAR = "--window-schedule linear"
 UNFROZEN = "--token-weighting unfrozen --short-context 128"
 FROZEN = "--token-weighting frozen --score-store s"
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "changes"),
     [
-        ("", "--kv-channels 32"),
-        ("--tokenizer-model bytes --vocab-size 257", "--tokenizer-model bytes --vocab-size none"),
-        (LINEAR, f"{LINEAR} --window-end 512"),
-        ("--lr-first-step 20", "--lr-first-step 20 --lr-decay-iters 120"),
-        (UNFROZEN, f"{UNFROZEN} --short-stride 96"),
-        (f"{FROZEN} --weight-post sparse", f"{FROZEN} --weight-post sparse --weight-strength 0.4"),
-        ("--split 98,2,0", "--split 49,1"),
-        ("--packing upsample_long", "--packing upsample_long --packing-options factor=5 threshold=8192"),
-        ("", "--make-vocab-size-divisible-by 64"),  # 128 token ids need no padding either way
+        ("", "--kv-channels 32", []),
+        ("--tokenizer-model bytes --vocab-size 257", "--tokenizer-model bytes --vocab-size none", []),
+        (LINEAR, f"{LINEAR} --window-end 512", []),
+        (LINEAR, f"{LINEAR} --window-rate 0.25", ["window_rate None -> 0.25"]),
+        ("", "--window-end 511", ["window_end 512 -> 511"]),
+        ("--lr-first-step 20", "--lr-first-step 20 --lr-decay-iters 120", []),
+        (UNFROZEN, f"{UNFROZEN} --short-stride 96", []),
+        (UNFROZEN, f"{UNFROZEN} --short-stride 95", ["short_stride 96 -> 95"]),
+        (f"{FROZEN} --weight-post sparse", f"{FROZEN} --weight-post sparse --weight-strength 0.4", []),
+        ("--split 98,2,0", "--split 49,1", []),
+        ("--packing upsample_long", "--packing upsample_long --packing-options factor=5 threshold=8192", []),
+        ("", "--make-vocab-size-divisible-by 64", []),  # 128 token ids need no padding either way
+        ("", "--make-vocab-size-divisible-by 256", ["make_vocab_size_divisible_by 128 -> 256"]),
     ],
 )
-def test_a_resume_that_changes_nothing_has_no_changes(before: str, after: str) -> None:
-    """Neither way round, and what was written is really another text."""
+def test_what_is_left_out_is_compared_as_it_comes_out(before: str, after: str, changes: list[str]) -> None:
+    """Both ways round, and what was written is really another text."""
     base = ["--data-path", "x", "--vocab-size", "128", "--train-iters", "100"]
     first, second = (parse([*base, *flags.split()]) for flags in (before, after))
     for config in (first, second):
         assert list(mistakes(config, 1)) == []
     assert first != second
-    assert differences(to_dict(first), second) == differences(to_dict(second), first) == []
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "changes"),
-    [
-        (LINEAR, f"{LINEAR} --window-rate 0.25", ["window_rate None -> 0.25"]),
-        ("", "--window-end 511", ["window_end 512 -> 511"]),
-        ("--window-end 128", "--window-end 128 --window-mask sliding", ["window_mask grid -> sliding"]),
-        (UNFROZEN, f"{UNFROZEN} --short-stride 95", ["short_stride 96 -> 95"]),
-        ("", "--make-vocab-size-divisible-by 256", ["make_vocab_size_divisible_by 128 -> 256"]),
-    ],
-)
-def test_the_nearest_change_is_one(before: str, after: str, changes: list[str]) -> None:
-    """What was left out is told as it comes out; what only follows from another change is not told."""
-    base = ["--data-path", "x", "--vocab-size", "128", "--train-iters", "100"]
-    first, second = (parse([*base, *flags.split()]) for flags in (before, after))
     assert [str(change) for change in differences(to_dict(first), second)] == changes
+    assert len(differences(to_dict(second), first)) == len(changes)
 
 
 DRAWN: dict[str, tuple[Any, ...]] = {
@@ -180,12 +142,11 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
         return changed if not list(mistakes(of(changed), 1)) else drawn(values, names)
 
     def of(values: dict[str, Any]) -> Config:
-        sections = {
-            section: {name: value for name, value in values.items() if name in entries}
-            for section, entries in to_dict(Config()).items()
-        }
-        data = {"data_path": ["x"], "seq_length": 64}
-        return from_dict(sections | {"data": data, "model": {"vocab_size": 64}})
+        sections: dict[str, Any] = {"data": {"data_path": ["x"], "seq_length": 64}, "model": {"vocab_size": 64}}
+        for section in ("window", "optimizer", "training"):
+            known = to_dict(Config())[section]
+            sections[section] = {name: value for name, value in values.items() if name in known}
+        return from_dict(sections)
 
     generator, accepted = random.Random(2), 0
     for _ in range(150):
@@ -197,10 +158,8 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
         except UserError:
             continue
         accepted += first != second
-        windows, rates = (
-            [getattr(config, name)() for config in (before, after)]
-            for name in ("window_schedule", "learning_rate_schedule")
-        )
+        windows = before.window_schedule(), after.window_schedule()
+        rates = before.learning_rate_schedule(), after.learning_rate_schedule()
         for step in range(after.training.train_iters):
             assert windows[0].window_at(step) == windows[1].window_at(step), (first, second)
             assert rates[0].at(step) == rates[1].at(step), (first, second)
@@ -213,8 +172,6 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
         ("--lr-decay-style constant", 0, "--train-iters 1000000000", True),
         ("--lr-decay-style cosine --lr-decay-iters 9", 9, "--train-iters 1000000000", True),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 10", 0, "--train-iters 1000000000", False),
-        ("--lr-decay-style cosine", 0, "--train-iters 1000000000", False),
-        ("--lr-warmup-iters 5", 0, "--train-iters 1000000000 --lr-decay-iters 1000000000", False),
         ("--lr-decay-iters 900000000 --train-iters 800000000", 0, "--lr-decay-iters 900000001", False),
         ("--min-lr 4e-4", 0, "--train-iters 1000000000", True),
         ("--lr-decay-style constant --window-schedule linear --window-expansion-fraction 0.5 --train-iters 1000000",
@@ -223,25 +180,17 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
          10**7, "--train-iters 1000000000", True),
     ],
 )  # fmt: skip
-def test_schedules_of_long_runs_are_compared_at_few_steps(
-    flags: str, step: int, longer: str, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: Counter[str] = Counter()
-    for kind, name in ((LearningRateSchedule, "at"), (WindowSchedule, "window_at")):
-        original = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda self, t, of=original: (asked.update([of.__name__]), of(self, t))[1])
+def test_schedules_of_long_runs_are_compared_at_few_steps(flags: str, step: int, longer: str, same: bool) -> None:
+    """All billion steps would take longer than a test may."""
     words = f"--data-path x --vocab-size 64 {flags}".split()
     before, after = parse(words), parse([*words, *longer.split()])
     assert same_schedules(before, after, step) == same
-    assert asked.total() < 200
 
 
 def test_a_mixture_of_one_is_that_data_path(tmp_path: Path) -> None:
     (tmp_path / "mixture.yaml").write_text("[{prefix: a/x, weight: 0.3, packing: best_fit}]")
     mixture = parse(["--mixture", str(tmp_path / "mixture.yaml"), "--vocab-size", "64"])
-    assert differences(json.loads(json.dumps(to_dict(mixture))), mixture) == []
     path = parse(["--data-path", "a/x", "--packing", "best_fit", "--vocab-size", "64"])
     assert differences(to_dict(mixture), path) == differences(to_dict(path), mixture) == []
     other = parse(["--data-path", "a/y", "--packing", "best_fit", "--vocab-size", "64"])
-    assert [change.name for change in differences(to_dict(path), other)] == ["data_path"]
     assert [change.name for change in differences(to_dict(mixture), other)] == ["data_path", "mixture"]

@@ -1,5 +1,6 @@
 """A run's checkpoint folders: the pointer, what is complete, what may go."""
 
+import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from megatron_ext.checkpoint.folders import POINTER
 from megatron_ext.checkpoint.manifest import facts_of
 from megatron_ext.errors import UserError
 from tests.checkpoint.test_manifest import manifest
+from tests.launcher import ROOT
 
 
 def write(run: Path, step: int, content: bytes = b"tensors") -> Path:
@@ -26,33 +28,18 @@ def located(path: Path, **more: bool) -> Path | None:
     return None if checkpoint is None else checkpoint.folder
 
 
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
 def test_a_published_checkpoint_is_the_latest(tmp_path: Path) -> None:
     assert located(tmp_path) is None
     for step in (3, 12):
         assert write(tmp_path, step) == located(tmp_path)
-    assert names(tmp_path) == ["iter_0000003", "iter_0000012", POINTER]
-    assert folders.saved_steps(tmp_path) == [3, 12]
-
-
-def test_nothing_is_the_latest_before_it_is_published(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    aside = folders.begin(tmp_path, 6)
+    latest, aside = located(tmp_path), folders.begin(tmp_path, 16)
     (aside / "file").write_bytes(b"half")
-    assert located(tmp_path) == tmp_path / "checkpoints" / "iter_0000003"
-    assert folders.saved_steps(tmp_path) == [3]
-    folders.begin(tmp_path, 6)
+    assert located(tmp_path) == latest
+    assert folders.saved_steps(tmp_path) == [3, 12]
+    assert folders.begin(tmp_path, 18).exists()
     assert not aside.exists()  # the next one clears it away
-
-
-def test_without_a_pointer_it_is_the_newest(tmp_path: Path) -> None:
-    """A kill between the first rename and the first pointer."""
-    folder = write(tmp_path, 3)
-    (tmp_path / "checkpoints" / POINTER).unlink()
-    assert located(tmp_path) == folder
+    (tmp_path / "checkpoints" / POINTER).unlink()  # as after a kill between the first rename and the first pointer
+    assert located(tmp_path) == latest
 
 
 @pytest.mark.parametrize(
@@ -71,29 +58,9 @@ def test_a_pointer_that_leads_nowhere_is_named(tmp_path: Path, content: bytes, t
         located(tmp_path)
 
 
-def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pointer goes back first: after a kill, whoever begins again from it puts the rest away."""
     back, later = write(tmp_path, 3), write(tmp_path, 6, b"of the other future")
-    (left,) = folders.rewind(back)
-    assert located(tmp_path) == back
-    assert (left / "file").read_bytes() == b"of the other future"
-    assert not later.exists()
-    assert folders.rewind(back) == []
-
-
-def test_a_future_that_was_left_is_neither_counted_nor_offered(tmp_path: Path) -> None:
-    """The steps that are saved after going back fall between those of before."""
-    back, _ = write(tmp_path, 3), write(tmp_path, 6)
-    folders.rewind(back)
-    own, newest = write(tmp_path, 5), write(tmp_path, 7)
-    folders.delete_superfluous(tmp_path, 7, 2, 0)
-    assert folders.saved_steps(tmp_path) == [5, 7]
-    (newest / "manifest.json").unlink()
-    assert located(tmp_path, past_damaged=True) == own
-
-
-def test_a_kill_while_going_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pointer goes back first; whoever begins again from it puts the rest away."""
-    back, _ = write(tmp_path, 3), write(tmp_path, 6)
 
     def killed(folder: Path, other: Path) -> Path:
         raise KeyboardInterrupt
@@ -103,7 +70,17 @@ def test_a_kill_while_going_back_changes_nothing(tmp_path: Path, monkeypatch: py
         with pytest.raises(KeyboardInterrupt):
             folders.rewind(back)
     assert located(tmp_path) == back
-    assert len(folders.rewind(back)) == 1
+    (left,) = folders.rewind(back)
+    assert located(tmp_path) == back
+    assert (left / "file").read_bytes() == b"of the other future"
+    assert not later.exists()
+    assert folders.rewind(back) == []
+    # what is saved after it falls between the steps that were left, which are neither counted nor offered
+    own, newest = write(tmp_path, 5), write(tmp_path, 7)
+    folders.delete_superfluous(tmp_path, 7, 2, 0)
+    assert folders.saved_steps(tmp_path) == [5, 7]
+    (newest / "manifest.json").unlink()
+    assert located(tmp_path, past_damaged=True) == own
 
 
 def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
@@ -136,3 +113,22 @@ def test_what_stays(tmp_path: Path, last: int, every: int, stay: list[int]) -> N
     folders.delete_superfluous(tmp_path, 7, last, every)
     assert folders.saved_steps(tmp_path) == stay
     assert located(tmp_path) == tmp_path / "checkpoints" / "iter_0000007"
+
+
+def test_the_tool_lists_checkpoints_and_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path, 2, bytes(2000))
+    folders.begin(tmp_path, 4)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "lm_loss": 5.7}\n{"step": 1, "lm_loss": 5.5658}\n')
+    main = runpy.run_path(str(ROOT / "tools" / "checkpoints.py"))["main"]
+    assert main([str(tmp_path), "--verify"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:2] == ["2", "320"]
+    assert "5.5658" in lines[2]
+    assert lines[3] == f"--load {tmp_path} takes step 2"
+    assert lines[4].startswith("iter_0000004.")
+    (folder / "file").write_bytes(bytes(1999) + b"x")
+    assert main([str(tmp_path)]) == 0  # sizes alone
+    assert main([str(tmp_path), "--verify"]) == 1
+    assert "file is damaged: its checksum differs" in capsys.readouterr().out
+    (folder / "file").unlink()
+    assert main([str(tmp_path)]) == 1

@@ -1,11 +1,8 @@
 """The manifest of a checkpoint: what was written reads back, and no byte of it can change unseen."""
 
-import errno
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,21 +60,6 @@ def test_no_byte_of_it_can_change_unseen(tmp_path_factory: pytest.TempPathFactor
     else:
         with pytest.raises(UserError, match=f"load: {folder / MANIFEST} is damaged: "):
             Manifest.read(folder)
-
-
-@pytest.mark.parametrize("name", [MANIFEST, "a"])
-def test_a_file_system_that_fails_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Bad input ends a job for good; after a crash it is started again."""
-    read, original = Manifest.read(folder), Path.open
-
-    def fails(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.name == name:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return original(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", fails)
-    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-        (Manifest.read(folder) if name == MANIFEST else read).check_files(folder, ["a"], content=True)
 
 
 def test_another_format_is_refused(folder: Path) -> None:

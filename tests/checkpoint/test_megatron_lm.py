@@ -19,27 +19,16 @@ from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import platform
 from megatron_ext.errors import UserError
 from megatron_ext.inference.model import open_model
+from tests.conftest import slow_but
 from tests.launcher import call
 
 TOKENS = torch.randint(0, 120, (33,), generator=torch.Generator().manual_seed(1))
 SMALL: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "group_query_attention": True,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "rotary_base": 5000,
-    "norm_epsilon": 1e-6,
-    "kv_channels": 8,
-    "untie_embeddings_and_output_weights": True,
-    "max_position_embeddings": 64,
-    "params_dtype": torch.float32,
-}
+    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
+    "group_query_attention": True, "kv_channels": 8, "normalization": "RMSNorm", "norm_epsilon": 1e-6, "swiglu": True,
+    "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 5000, "max_position_embeddings": 64,
+    "untie_embeddings_and_output_weights": True, "params_dtype": torch.float32,
+}  # fmt: skip
 MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm": True, "moe_layer_freq": 1}
 
 
@@ -167,10 +156,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "moe": (MOE, EP2_PP2, {"renamed": UNFUSED}),
     "moe-some": (MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
 }  # fmt: skip
-SLOW = [name for name in VARIANTS if name not in ("stacked", "moe")]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in VARIANTS])
+@pytest.mark.parametrize("name", slow_but(["stacked", "moe"], VARIANTS))
 def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     """From TP 2 and PP 2, or EP 2 and PP 2, into our model, and back into another layout of theirs."""
     changes, layout, options = VARIANTS[name]
@@ -194,19 +182,18 @@ def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
+    ("field", "value"),
     [
-        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
-        ({"normalization": "LayerNorm"}, "normalization"),
-        ({"multi_latent_attention": True}, "multi_latent_attention"),
-        ({"rotary_percent": 0.5}, "rotary_percent"),
-        ({"softmax_type": "off-by-one"}, "softmax_type"),
+        ("position_embedding_type", "learned_absolute"),
+        ("normalization", "LayerNorm"),
+        ("multi_latent_attention", True),
+        ("rotary_percent", 0.5),
+        ("softmax_type", "off-by-one"),
     ],
 )
-def test_what_is_not_representable_is_named(change: dict[str, Any], field: str) -> None:
-    with pytest.raises(UserError, match=field) as error:
-        model_config(SMALL | change, 128)
-    assert "\n" not in str(error.value)
+def test_what_is_not_representable_is_named(field: str, value: object) -> None:
+    with pytest.raises(UserError, match=field):
+        model_config(SMALL | {field: value}, 128)
 
 
 def test_options_of_rope_and_windows() -> None:

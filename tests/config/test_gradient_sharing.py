@@ -21,7 +21,6 @@ def test_unasked_several_ranks_on_cuda_share_everything_and_a_cpu_nothing() -> N
         ("--use-distributed-optimizer", (True, False, False), (True, True, True)),
         ("--overlap-grad-reduce", (False, True, False), (True, True, True)),
         ("--no-use-distributed-optimizer", (False, False, False), (False, True, False)),
-        ("--no-overlap-grad-reduce", (False, False, False), (True, False, False)),
         ("--no-overlap-param-gather", (False, False, False), (True, True, False)),
         ("--optimizer muon", (False, False, False), (False, True, False)),  # which cannot shard its state
         ("--bf16 --use-precision-aware-optimizer", (True, False, False), (True, True, True)),

@@ -64,8 +64,6 @@ def test_each_run_is_a_configuration_with_its_facts(matrix: Path) -> None:
     }
     assert run(matrix, "again", "--num-layers", "3").model.num_layers == 3
 
-
-def test_a_run_that_is_not_there(matrix: Path) -> None:
     names = {"runs.yaml": "got no name of its 5 runs", "runs.yaml#size_small": "got size_small, which is none of its 5"}
     for name, text in {**names, "base.yaml#x": "this file is a single run; leave out what follows #"}.items():
         with pytest.raises(UserError, match=text):

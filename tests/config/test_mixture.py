@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,28 +24,22 @@ def write(folder: Path, name: str, parts: object) -> Path:
     return path
 
 
-def test_a_part_may_be_a_file_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_is_a_file_or_a_list_and_a_part_may_be_a_file_of_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "deep/short.yaml", [{"prefix": "wiki", "weight": 1}, {"prefix": "web", "weight": 3}])
-    parts = [{"prefix": "books", "weight": 60}, {"weight": 40, "mixture": "deep/short.yaml", "length": 16}]
-    in_a_file = parse(["--mixture", str(write(tmp_path, "all.yaml", parts))])
+    parts: list[Any] = [{"prefix": "books", "weight": 60, "packing": "bm25", "packing_options": ["first_tokens=8"]}]
+    parts += [{"weight": 40, "mixture": "deep/short.yaml", "length": 16}]
+    path = write(tmp_path, "all.yaml", parts)
     monkeypatch.chdir(tmp_path)
-    in_a_list = parse(["--config", str(write(tmp_path, "run.yaml", {"data": {"mixture": parts}}))])
-    for config in (in_a_file, in_a_list):
-        found = [(part.prefix, part.weight, part.length) for part in config.data.mixture]
-        assert found == [("books", 60, None), ("wiki", 10, 16), ("web", 30, 16)]
-
-
-def test_a_mixture_is_a_file_or_a_list_in_the_configuration(tmp_path: Path) -> None:
-    parts = [{"prefix": "a", "weight": 0.5, "packing": "bm25", "packing_options": ["first_tokens=8"]}, {"prefix": "b"}]
-    path = write(tmp_path, "mixture.yaml", parts)
-    by_flag = parse(["--mixture", str(path)])
-    inside, named = tmp_path / "inside.yaml", tmp_path / "named.yaml"
-    inside.write_text(yaml.safe_dump({"data": {"mixture": parts}}))
-    named.write_text(yaml.safe_dump({"data": {"mixture": str(path)}}))
-    assert by_flag == parse(["--config", str(inside)]) == parse(["--config", str(named)])
-    assert by_flag.data.mixture[0].options == {"first_tokens": 8}
-    inside.write_text(dump_yaml(by_flag))
-    assert parse(["--config", str(inside)]) == by_flag
+    config = parse(["--mixture", str(path)])
+    found = [(part.prefix, part.weight, part.length) for part in config.data.mixture]
+    assert found == [("books", 60, None), ("wiki", 10, 16), ("web", 30, 16)]
+    assert config.data.mixture[0].options == {"first_tokens": 8}
+    for mixture in (parts, str(path)):
+        assert parse(["--config", str(write(tmp_path, "run.yaml", {"data": {"mixture": mixture}}))]) == config
+    (tmp_path / "dumped.yaml").write_text(dump_yaml(config))
+    assert parse(["--config", str(tmp_path / "dumped.yaml")]) == config
 
 
 @pytest.mark.parametrize(
@@ -96,12 +91,9 @@ def test_weights_and_prefixes_of_data_path() -> None:
     assert parts_of_data_path(["1", "A"]) == (MixturePart("A", 1.0),)
     packed = {"packing": "upsample_long", "packing_options": ("factor=2",)}
     assert parts_of_data_path(["A"], **packed) == (MixturePart("A", 1.0, **packed),)
-
-
-@pytest.mark.parametrize("data_path", [[], ["A", "B"], ["1", "A", "B"], ["A", "1"]])
-def test_a_bad_data_path_is_refused(data_path: list[str]) -> None:
-    with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
-        parts_of_data_path(data_path)
+    for wrong in ([], ["A", "B"], ["1", "A", "B"], ["A", "1"]):
+        with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
+            parts_of_data_path(wrong)
 
 
 @given(
@@ -117,26 +109,12 @@ def test_splits_are_contiguous_and_proportional(documents: int, shares: list[flo
         assert abs(len(part) - documents * share / sum(shares)) <= 2
 
 
-@pytest.mark.parametrize(
-    ("documents", "split", "borders"),
-    [
-        (100, "98,2,0", (0, 98, 100, 100)),
-        (5, "99,1", (0, 4, 5, 5)),
-        (2, "0,0.5,0.5", (0, 0, 1, 2)),
-        (3, "1,1000,1", (0, 1, 2, 3)),
-    ],
-)
-def test_split_examples(documents: int, split: str, borders: tuple[int, ...]) -> None:
-    assert split_documents(documents, split) == tuple(map(range, borders, borders[1:]))
-
-
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1", "1e999999999,1"])
-def test_bad_splits_are_refused(split: str) -> None:
-    with pytest.raises(UserError, match="one to three shares"):
-        split_documents(10, split)
-
-
-def test_a_split_of_too_few_documents_is_refused() -> None:
+def test_split_examples_and_bad_splits() -> None:
+    assert split_documents(100, "98,2,0") == (range(98), range(98, 100), range(100, 100))
+    assert split_documents(5, "99,1") == (range(4), range(4, 5), range(5, 5))
+    assert split_documents(3, "1,1000,1") == (range(1), range(1, 2), range(2, 3))
+    for split in ("", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1", "1e999999999,1"):
+        with pytest.raises(UserError, match="one to three shares"):
+            split_documents(10, split)
     with pytest.raises(UserError, match=r"asks for 2 parts, but the data set has 1 documents"):
         split_documents(1, "98,2,0")
-    assert split_documents(2, "98,2,0") == (range(1), range(1, 2), range(2, 2))

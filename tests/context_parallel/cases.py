@@ -1,21 +1,13 @@
 """What the parity tests of context parallelism share: cases, their rows, layouts of processes, and comparisons."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from megatron_ext.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-    WeightingConfig,
-    WindowConfig,
-)
+from megatron_ext.config import Config, ParallelConfig, WeightingConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import CPPlan, plan
 from megatron_ext.context_parallel.choice import ContextOptions
 from megatron_ext.context_parallel.group import ContextGroup
@@ -29,6 +21,9 @@ STEPS = 2
 VALIDATION = 1000  # the first sample index of the validation rows
 TIMEOUT_S = 1000
 
+FLAGS = f"""--num-layers {LAYERS} --hidden-size {HEADS * HEAD_SIZE} --ffn-hidden-size 64 --vocab-size {VOCABULARY}
+    --num-attention-heads {HEADS} --num-query-groups {KEY_HEADS} --make-vocab-size-divisible-by 8 --init-method-std 0.08
+    --data-path the-rows-of-this-module --lr 1e-4 --adam-eps 1e-6 --train-iters {STEPS} --loss-block-tokens 50"""
 UNIFORM = WeightingConfig()
 
 Parallel = dict[str, Any]  # fields of ParallelConfig
@@ -72,19 +67,10 @@ class Case:
 
     def config(self, parallel: Parallel) -> Config:
         overlaps = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-        return Config(
-            model=ModelConfig(
-                num_layers=LAYERS,
-                hidden_size=HEADS * HEAD_SIZE,
-                ffn_hidden_size=64,
-                num_attention_heads=HEADS,
-                num_query_groups=KEY_HEADS,
-                vocab_size=VOCABULARY,
-                make_vocab_size_divisible_by=8,
-                init_method_std=0.08,
-                local_window=self.local_window,
-                window_attn_skip_freq=LAYERS if self.local_window else None,
-            ),
+        local = f"--local-window {self.local_window} --window-attn-skip-freq {LAYERS}" if self.local_window else ""
+        config = parse(f"{FLAGS} {local} --seq-length {self.length} --z-loss {self.z_loss}".split())
+        return replace(
+            config,
             parallel=ParallelConfig(
                 **parallel | dict.fromkeys(overlaps, self.overlaps),
                 cp_policy=self.policy,  # type: ignore[arg-type]
@@ -93,20 +79,15 @@ class Case:
                 recompute_granularity=self.recompute,  # type: ignore[arg-type]
                 distributed_timeout_minutes=3,
             ),
-            data=DataConfig(
-                data_path=("the rows of this module",),
-                seq_length=self.length,
-                micro_batch_size=self.micro_batch,
-                global_batch_size=self.rows,
-            ),
-            window=WindowConfig(
+            data=replace(config.data, micro_batch_size=self.micro_batch, global_batch_size=self.rows),
+            window=replace(
+                config.window,
                 local_window_fixed=self.local_window_fixed,
                 window_start=min(self.window, self.length),
                 document_mask=self.document_mask,
                 window_mask=self.window_mask,
-            ),  # type: ignore[arg-type]
-            optimizer=OptimizerConfig(lr=1e-4, adam_eps=1e-6),
-            training=TrainingConfig(train_iters=STEPS, bf16=self.bf16, loss_block_tokens=50, z_loss=self.z_loss),
+            ),
+            training=replace(config.training, bf16=self.bf16),
             weighting=self.weighting,
         )
 
@@ -191,19 +172,8 @@ class Outcome:
     calls: list[tuple[str, int]]
     evaluation_calls: list[tuple[str, int]]  # those of the evaluation
     counted: list[int]  # of each step, what this process's ContextGroup counted
-    weighed: list[list["Weighed"]]  # of each step, what this process weighed; empty but on the last pipeline stage
     # of each step (weight_std, weight_max, zero_count, score_sum)
     weight_metrics: list[tuple[float, float, float, float]]
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """A process's tokens of one micro-batch: seeds of its rows, places, weights and scores of the tokens."""
-
-    seeds: tuple[int, ...]
-    held: np.ndarray
-    weights: np.ndarray
-    scores: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -212,16 +182,6 @@ class ProbeOutcome:
 
     held: np.ndarray  # int64 [t], its tokens
     losses: np.ndarray  # float32 [1 + places, t], as the rows are and with each place replaced
-
-
-def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> list[list[Any]]:
-    """For each job what each process saw: an `Outcome`, a `ProbeOutcome`, or a text where the job was refused.
-
-    Raises:
-        RuntimeError: a process failed; the message has its stderr.
-    """
-    everyone = call(_work, processes, parallel, list(jobs), timeout_s=TIMEOUT_S, group=False)
-    return [list(seen) for seen in zip(*everyone, strict=True)]
 
 
 def _work(rank: int, parallel: Parallel, jobs: list[Case | Probe]) -> list[Any]:
@@ -246,10 +206,40 @@ class Layout:
 _TP2, _PP2 = ("tensor_model_parallel_size", 2), ("pipeline_model_parallel_size", 2)
 _SEQUENCE = ("sequence_parallel", True)
 CP2, CP4 = Layout("cp2", 2, 2), Layout("cp4", 4, 4)
-TP2, PP2, DP2 = Layout("tp2 sp", 2, 1, (_TP2, _SEQUENCE)), Layout("pp2", 2, 1, (_PP2,)), Layout("dp2", 2, 1)
 CP2_TP2 = Layout("cp2 tp2 sp", 4, 2, (_TP2, _SEQUENCE))
 CP2_PP2 = Layout("cp2 pp2", 4, 2, (_PP2,))
 CP2_DP2 = Layout("cp2 dp2", 4, 2)
+
+
+class Runs:
+    """What came of the jobs of each layout; its processes are started once, when first asked for."""
+
+    def __init__(self, jobs_of: Callable[[Layout], Sequence[Case | Probe]]) -> None:
+        self._jobs_of = jobs_of
+        self._seen: dict[Layout, dict[Case | Probe, list[Any]]] = {}
+        self._alone: dict[Case | Probe, list[Any]] = {}
+
+    def of(self, layout: Layout, job: Case | Probe) -> list[Any]:
+        """What each process saw of a job: an `Outcome` or a `ProbeOutcome`."""
+        if layout not in self._seen:
+            self._seen[layout] = _run(layout.parallel, layout.processes, self._jobs_of(layout))
+        seen = self._seen[layout][job]
+        assert not isinstance(seen[0], str), f"{job} was refused: {seen[0]}"
+        return seen
+
+    def alone(self, case: Case) -> Outcome:
+        """What one process saw of a case of a layout that has run."""
+        if case.alone not in self._alone:
+            cases = [job.alone for layout in self._seen for job in self._jobs_of(layout) if isinstance(job, Case)]
+            self._alone |= _run({}, 1, [case for case in cases if case not in self._alone])
+        outcome: Outcome = self._alone[case.alone][0]
+        return outcome
+
+
+def _run(parallel: Parallel, processes: int, some: Sequence[Case | Probe]) -> dict[Case | Probe, list[Any]]:
+    jobs = list(dict.fromkeys(some))
+    everyone = call(_work, processes, parallel, jobs, timeout_s=TIMEOUT_S, group=False)
+    return dict(zip(jobs, map(list, zip(*everyone, strict=True)), strict=True))
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:

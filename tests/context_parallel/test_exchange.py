@@ -20,20 +20,6 @@ HEAD_SIZE = 6
 SCALE = 0.5
 
 
-def test_without_moved_rows_no_process_group_is_needed() -> None:
-    """Without any process group a collective would raise."""
-    assert not dist.is_initialized()
-    share = plan(build_layout(12, [3], 6), 2, "contiguous")
-    assert not share.rows_moved.any()
-    for rank in range(2):
-        query, key = torch.randn(6, 2, HEAD_SIZE), torch.randn(6, 1, HEAD_SIZE)
-        call = AttentionCall.of_plan(share, ContextGroup(rank, 2, None), Scheme.EXCHANGE)
-        assert call.exchange is None
-        inputs = QKV(query, key, key)
-        out = call.run(attend, inputs, SCALE)
-        assert torch.equal(out, attend(inputs, call, SCALE))
-
-
 def events_of(rank: int) -> list[str]:
     """What one of two ranks does in turn, forward and backward, with the key heads in two parts."""
     seen: list[str] = []

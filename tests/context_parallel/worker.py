@@ -22,7 +22,6 @@ from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import gather, initialise
 from megatron_ext.evaluation.by_position import mean_loss
 from megatron_ext.run.batches import BatchMaker
-from megatron_ext.token_weighting.weigher import Weigher
 from tests.context_parallel.cases import (
     STEPS,
     VALIDATION,
@@ -32,7 +31,6 @@ from tests.context_parallel.cases import (
     Parallel,
     Probe,
     ProbeOutcome,
-    Weighed,
 )
 
 SEED = 5
@@ -72,24 +70,6 @@ def _is_group(arg: Any) -> bool:
     return isinstance(arg, torch.ScriptObject) and arg._type().qualified_name().endswith("c10d.ProcessGroup")
 
 
-class Recorder:
-    def __init__(self, weigher: Weigher) -> None:
-        self._weigher, self._seen = weigher, []
-        self.fill_in = weigher.fill_in
-
-    def __call__(self, batch: Any, losses: Any) -> Any:
-        found = self._weigher(batch, losses)
-        if batch.scores is not None:
-            held_t = batch.places.of_rank(self._weigher.context.rank)
-            arrays = (held_t, *found)
-            self._seen.append(Weighed(batch.scores.seeds, *(array.numpy().copy() for array in arrays)))
-        return found
-
-    def take(self) -> list[Weighed]:
-        seen, self._seen = self._seen, []
-        return seen
-
-
 class Worker:
     def __init__(self, sizes: Parallel) -> None:
         self.sizes = sizes
@@ -123,15 +103,12 @@ class Worker:
         maker = BatchMaker(config, self.ranks, context, case.short_losses)
         stepper = Stepper(model, optimizer, self.platform, self.ranks, config, group)
         set_learning_rate(optimizer, config.optimizer.lr, config.optimizer.weight_decay)
-        recorder = Recorder(stepper.weigher)
-        stepper.weigher = recorder  # type: ignore[assignment]
-        results, counted, weighed = [], [], []
+        results, counted = [], []
         for step in range(STEPS):
             batches = maker.train(case.row_at, step, step * case.rows, case.window)
             with self.collectives if step == 0 else contextlib.nullcontext():  # it slows the step down
                 results.append(stepper.launch(batches).result())
             counted.append(group.take_sent_bytes())
-            weighed.append(recorder.take())
         calls = self.collectives.take()
         with self.collectives:
             other = maker.train(case.row_at, 0, VALIDATION, case.window)
@@ -152,17 +129,16 @@ class Worker:
             calls=calls,
             evaluation_calls=self.collectives.take(),
             counted=counted,
-            weighed=weighed,
             weight_metrics=[(r.weight_std, r.weight_max, r.terms.zero_count, r.terms.score_sum) for r in results],
         )
 
-    @torch.no_grad()
     def probe(self, probe: Probe) -> ProbeOutcome:
         case, config = probe.case, probe.case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
         context = context_options(config, group)
         (model,) = self.model(case)
 
+        @torch.no_grad()
         def losses(row_at: Callable[[int], TokenRow]) -> np.ndarray:
             first = BatchMaker(config, self.ranks, context).train(row_at, 0, 0, case.window).train[0]
             return model(first).cross_entropy_t.numpy()

@@ -25,12 +25,6 @@ def prefix(tmp_path: Path) -> str:
     return path
 
 
-def change(path: str, offset: int, content: bytes) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(content)
-
-
 @pytest.mark.parametrize("vocab_size", [100, 65499, 65500])
 def test_we_read_what_megatron_writes(tmp_path: Path, vocab_size: int) -> None:
     documents = [*DOCUMENTS, np.array([0, vocab_size - 1])]
@@ -43,7 +37,6 @@ def test_we_read_what_megatron_writes(tmp_path: Path, vocab_size: int) -> None:
             part = source.read(number, offset, len(document) - offset)
             np.testing.assert_array_equal(part, document[offset:])
             assert part.dtype == np.int64
-    assert source.read(2, 3, 4).tolist() == [10, 11, 12, 13]
 
 
 def test_documents_of_several_sequences(tmp_path: Path) -> None:
@@ -71,40 +64,32 @@ def test_a_missing_file_is_named(prefix: str, suffix: str) -> None:
 
 
 def test_damaged_indices_are_refused(prefix: str) -> None:
-    idx = prefix + ".idx"
-    whole = Path(idx).read_bytes()
-
-    def refused() -> None:
-        with pytest.raises(UserError, match="is not a Megatron index of integer tokens, or is damaged") as caught:
+    idx = Path(prefix + ".idx")
+    whole = idx.read_bytes()
+    assert len(IndexedSource(prefix).document_lengths) == 4
+    changed = [
+        whole[:at] + value + whole[at + len(value) :]
+        for at, value in (
+            (9, b"\x02"),  # version 2
+            (17, b"\x06"),  # float64
+            (34, b"\x06"),  # the first sequence's length
+            (len(whole) - 8, b"\x03"),  # the last document's end
+            (len(whole) - 16, b"\x09"),  # the second last document's: after the last one's
+            (len(whole) - 16, b"\xff" * 8),  # before the first
+        )
+    ]
+    for content in (b"", whole[:20], whole[:-1], *changed):
+        idx.write_bytes(content)
+        with pytest.raises(UserError, match="is not a Megatron index of integer tokens, or is damaged"):
             IndexedSource(prefix)
-        assert "\n" not in str(caught.value)
-        Path(idx).write_bytes(whole)
-        assert len(IndexedSource(prefix).document_lengths) == 4
-
-    for size in (0, 20, len(whole) - 1):
-        os.truncate(idx, size)
-        refused()
-    for at, value in (
-        (9, b"\x02"),  # version 2
-        (17, b"\x06"),  # float64
-        (34, b"\x06"),  # the first sequence's length
-        (len(whole) - 8, b"\x03"),  # the last document's end
-        (len(whole) - 16, b"\x09"),  # the second last document's: after the last one's
-        (len(whole) - 16, b"\xff" * 8),  # before the first
-    ):
-        change(idx, at, value)
-        refused()
 
 
-def test_a_bin_that_does_not_fit_its_index_is_refused(prefix: str, tmp_path: Path) -> None:
-    other = str(tmp_path / "other")
-    write_theirs(other, DOCUMENTS[:3], 100)
-    own = Path(prefix + ".idx").read_bytes()
-    Path(prefix + ".idx").write_bytes(Path(other + ".idx").read_bytes())
-    Path(other + ".idx").write_bytes(own)
-    for path, sizes in ((prefix, (90, 72)), (other, (72, 90))):
-        with pytest.raises(UserError, match=rf"\.bin has {sizes[0]} bytes, but .*\.idx describes {sizes[1]}"):
-            IndexedSource(path)
+def test_a_bin_that_does_not_fit_its_index_is_refused(prefix: str) -> None:
+    content = Path(prefix + ".bin").read_bytes()
+    for wrong in (content[:-2], content + b"\0\0"):
+        Path(prefix + ".bin").write_bytes(wrong)
+        with pytest.raises(UserError, match=rf"\.bin has {len(wrong)} bytes, but .*\.idx describes 90"):
+            IndexedSource(prefix)
     os.truncate(prefix + ".bin", 0)
     with pytest.raises(UserError, match="is damaged or empty"):
         IndexedSource(prefix)
@@ -115,7 +100,6 @@ def test_token_ids_beyond_the_vocabulary_are_refused(prefix: str) -> None:
     assert source.read(3, 0, 8).max() == 97
     with pytest.raises(UserError, match=r"document 3 holds token id 98 at position 8, but vocab_size is 98"):
         source.read(3, 2, 7)
-    assert IndexedSource(prefix).read(3, 8, 1).tolist() == [98]
 
 
 def test_weights_and_masks_are_read_with_the_tokens(prefix: str) -> None:
@@ -147,7 +131,7 @@ def test_weights_out_of_range_are_refused(prefix: str, bad: float) -> None:
 def test_files_of_another_shape_or_dtype_are_refused(prefix: str) -> None:
     with pytest.raises(UserError, match=r"weights\.npy does not exist"):
         IndexedSource(prefix, 100, weighted=True)
-    for wrong in (np.ones(44, dtype=np.float32), np.ones(45), np.ones((45, 1), dtype=np.float32)):
+    for wrong in (np.ones(44, dtype=np.float32), np.ones(45)):
         np.save(f"{prefix}.weights.npy", wrong)
         with pytest.raises(UserError, match=r"needs float32 \(45,\)"):
             IndexedSource(prefix, 100, weighted=True)
@@ -167,13 +151,9 @@ def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> 
     part = folder / name
     sequences = [ids for document in documents for ids in document]
     part.with_suffix(".bin").write_bytes(np.array([token for ids in sequences for token in ids], dtype).tobytes())
-    arrays = {
-        "lengths": np.array([len(ids) for ids in sequences], np.int32),
-        "counts": np.array([len(document) for document in documents], np.int32),
-        "sources": np.zeros(0, np.int32),
-        "source_names": np.zeros(0, np.str_),
-    }
-    np.savez(part.with_suffix(".npz"), **arrays)
+    lengths, counts = (np.array([len(one) for one in those], np.int32) for those in (sequences, documents))
+    none = {"sources": np.zeros(0, np.int32), "source_names": np.zeros(0, np.str_)}
+    np.savez(part.with_suffix(".npz"), lengths=lengths, counts=counts, **none)
     return part
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,15 +47,10 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return dataset(calm)
 
 
-def files(options: PreprocessOptions) -> dict[str, bytes]:
-    """What there is of PREFIX.bin, .idx and the metadata."""
-    paths = {suffix: Path(options.output_prefix + suffix) for suffix in SUFFIXES}
+def dataset(options: PreprocessOptions, suffixes: Sequence[str] = (".bin", ".idx")) -> dict[str, bytes]:
+    """What there is of PREFIX.bin and .idx; the metadata, .json, names the folder."""
+    paths = {suffix: Path(options.output_prefix + suffix) for suffix in suffixes}
     return {suffix: path.read_bytes() for suffix, path in paths.items() if path.exists()}
-
-
-def dataset(options: PreprocessOptions) -> dict[str, bytes]:
-    """PREFIX.bin and .idx; the metadata names the folder."""
-    return {suffix: content for suffix, content in files(options).items() if suffix != ".json"}
 
 
 def parts(options: PreprocessOptions) -> Path:
@@ -77,7 +72,7 @@ def test_a_bad_line_stops_and_keeps_what_is_finished(options: PreprocessOptions,
     file = spoil(options)
     with pytest.raises(UserError, match=r"b\.jsonl:61: invalid JSON .*--skip-bad-lines; \d+ finished parts are kept"):
         preprocess(replace(options, workers=2))
-    assert files(options) == {}
+    assert dataset(options, SUFFIXES) == {}
     assert finished(options) >= 5
     with pytest.raises(UserError, match=r"data\.parts holds an unfinished run; pass --resume"):
         preprocess(options)
@@ -105,11 +100,10 @@ def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) ->
     made = preprocess(options)
     times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
     assert preprocess(replace(options, resume=True)) == made
-    assert [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == times
     for other in (replace(options, min_tokens=2), replace(options, inputs=[f"{options.inputs[0]}/a.jsonl"])):
         with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
             preprocess(replace(other, resume=True))
-    assert dataset(options) == wanted
+    assert [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == times
 
 
 def command(options: PreprocessOptions, *flags: str) -> list[str]:
@@ -121,19 +115,14 @@ def command(options: PreprocessOptions, *flags: str) -> list[str]:
 def test_nothing_is_lost_by_a_full_disk(options: PreprocessOptions, wanted) -> None:
     """No file may exceed 20,000 bytes: enough for a part, not for the dataset."""
     preprocess(replace(options, append_eod=False))
-    old = files(options)
-    full = subprocess.run(
-        command(options, "--overwrite"),
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
-    )
+    old = dataset(options, SUFFIXES)
+    limited = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))}
+    full = subprocess.run(command(options, "--overwrite"), capture_output=True, text=True, check=False, **limited)
     assert (full.returncode, full.stdout, full.stderr.count("\n")) == (2, "", 1)
     assert f"error: {options.output_prefix}.parts: File too large" in full.stderr
     assert finished(options) == 11
     assert not list(parts(options).glob("dataset.*"))
-    assert files(options) == old
+    assert dataset(options, SUFFIXES) == old
     subprocess.run(command(options, "--overwrite", "--resume"), check=True, capture_output=True)
     assert dataset(options) == wanted
 
@@ -172,11 +161,10 @@ def test_killed_again_and_again(options: PreprocessOptions, kills: int, concat_b
     rng = random.Random(kills)
     statuses = [run_and_kill(options, rng, *flags) for _ in range(kills)]
     assert statuses.count(-signal.SIGKILL) == kills
-    for suffix in SUFFIXES[:2]:
-        assert not Path(options.output_prefix + suffix).exists()
+    assert not dataset(options)
     subprocess.run(command(options, "--resume", *flags), check=True, capture_output=True)
-    assert files(options) == files(calm)
-    assert json.loads(files(options)[".json"])["empty"] == 3 + 3 * 12 * kills
+    assert dataset(options, SUFFIXES) == dataset(calm, SUFFIXES)
+    assert json.loads(dataset(options, SUFFIXES)[".json"])["empty"] == 3 + 3 * 12 * kills
     assert not parts(options).exists()
 
 
@@ -214,14 +202,9 @@ def signalled(options: PreprocessOptions, send: Callable[[subprocess.Popen[str]]
     """Start a long run, send a signal once it has two parts; its exit status and what it printed."""
     file = Path(options.inputs[0]) / "b.jsonl"
     file.write_text(file.read_text() * 100)
-    running = subprocess.Popen(
-        command(options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a shell's background ignores it
+    running = subprocess.Popen(command(options), **pipes, **default)
     assert wait_until(lambda: running.poll() is not None or finished(options) >= 2, 120)
     send(running)
     out, err = running.communicate()
@@ -236,7 +219,7 @@ def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
     status, out, err = signalled(options, kill_one)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "error: workers: one of 2 was killed, perhaps for memory; pass fewer --workers" in err
-    assert files(options) == {}
+    assert dataset(options, SUFFIXES) == {}
 
 
 def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> None:
@@ -246,41 +229,33 @@ def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> Non
     assert 2 <= finished(options) < 500
 
 
-@pytest.mark.parametrize(
-    ("skipped", "made_with", "limit", "skip", "same"),
-    [
-        (0, 100, 100, False, True),
-        (0, 100, 200, False, True),  # nothing was too long
-        (0, 100, 50, False, False),  # something may be too long now
-        (1, 100, 100, True, True),
-        (1, 100, 100, False, False),  # the bad one would stop the run
-        (1, 100, 200, True, False),  # the bad one may be good
-    ],
-)
-def test_which_parts_would_be_the_same(
-    tmp_path: Path, skipped: int, made_with: int, limit: int, skip: bool, same: bool
-) -> None:
-    assert not usable(tmp_path / "part", limit, skip)
-    finish_part(tmp_path / "part", {}, Report(skipped=skipped), made_with)
-    assert usable(tmp_path / "part", limit, skip) == same
+def test_which_parts_would_be_the_same(tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    assert not usable(part, 100, skip=False)
+    finish_part(part, {}, Report(skipped=0), 100)
+    assert usable(part, 100, skip=False)
+    assert usable(part, 200, skip=False)  # nothing was too long
+    assert not usable(part, 50, skip=False)  # something may be too long now
+    finish_part(part, {}, Report(skipped=1), 100)
+    assert usable(part, 100, skip=True)
+    assert not usable(part, 100, skip=False)  # the bad one would stop the run
+    assert not usable(part, 200, skip=True)  # the bad one may be good
 
 
-def test_two_runs_do_not_write_the_same_dataset(tmp_path: Path) -> None:
-    (tmp_path / "data.parts").mkdir()
+def test_a_folder_in_use_or_of_other_files_is_refused(tmp_path: Path) -> None:
+    used, others = tmp_path / "used.parts", tmp_path / "others.parts"
+    used.mkdir()
     with (
-        holding(tmp_path / "data.parts"),
-        pytest.raises(UserError, match=r"^output_prefix: .*data\.parts is in use by host"),
-        work_folder(str(tmp_path / "data"), resume=True, overwrite=False),
+        holding(used),
+        pytest.raises(UserError, match=r"^output_prefix: .*used\.parts is in use by host"),
+        work_folder(str(tmp_path / "used"), resume=True, overwrite=False),
     ):
         pass
-
-
-def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "data.parts").mkdir()
-    (tmp_path / "data.parts" / "mine.txt").write_text("mine")
+    others.mkdir()
+    (others / "mine.txt").write_text("mine")
     with (
         pytest.raises(UserError, match="the folder is for unfinished work and has other files"),
-        work_folder(str(tmp_path / "data"), resume=False, overwrite=True),
+        work_folder(str(tmp_path / "others"), resume=False, overwrite=True),
     ):
         pass
-    assert (tmp_path / "data.parts" / "mine.txt").read_text() == "mine"
+    assert (others / "mine.txt").read_text() == "mine"

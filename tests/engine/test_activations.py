@@ -1,24 +1,22 @@
 """Inputs of layers in host memory: the same loss and gradients bit for bit, and buffers that are used again."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from megatron_ext.batch import PackedBatch, pack
-from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine.activations import HostCopies
 from tests.one_process import build_models, one_process
 
-GEMMA = {"block": "gemma3", "local_window": 4, "window_attn_skip_freq": 2, "rotary_base_local": 300.0}
+GEMMA = "--block gemma3 --local-window 4 --window-attn-skip-freq 2 --rotary-base-local 300"
 
 
 @pytest.mark.parametrize(("layers", "group", "on_host"), [(4, 1, 3), (6, 2, 2), (1, 1, 0)])
-@pytest.mark.parametrize("block", [{}, GEMMA])
+@pytest.mark.parametrize("block", ["", GEMMA])
 def test_training_is_the_same_bit_for_bit(
-    layers: int, group: int, on_host: int, block: dict, monkeypatch: pytest.MonkeyPatch
+    layers: int, group: int, on_host: int, block: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two micro-batches in flight, as in a pipeline, and two steps."""
     copied: list[torch.Tensor] = []
@@ -29,16 +27,14 @@ def test_training_is_the_same_bit_for_bit(
         return copied[-1], None
 
     monkeypatch.setattr(HostCopies, "to_host", counted)
-    plain = Config(
-        model=ModelConfig(num_layers=layers, vocab_size=64, init_method_std=0.2, **block),
-        data=DataConfig(seq_length=24),
-        parallel=ParallelConfig(recompute_granularity="full", recompute_num_layers=group),
-    )
+    flags = f"--num-layers {layers} --vocab-size 64 --init-method-std 0.2 --seq-length 24 {block}"
+    flags += f" --recompute-granularity full --recompute-num-layers {group}"
+    plain = parse(flags.split())
     chance = np.random.default_rng(0)
     rows = [TokenRow(chance.integers(1, 64, 25), np.array([5, 23]), np.ones(24, dtype=np.bool_)) for _ in range(4)]
     batches = [pack([row], 24, plain.mask_options()) for row in rows]
     with one_process():
-        models = build_models(plain, replace(plain, parallel=replace(plain.parallel, offload_layer_inputs=True)))
+        models = build_models(plain, parse([*flags.split(), "--offload-layer-inputs"]))
         (_, expected), (losses, gradients) = results = [two_steps(model, batches) for model in models]
     assert results[0][0] == losses
     assert expected.keys() == gradients.keys()

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from megatron_ext.config import Config, DataConfig
-from megatron_ext.engine.agreement import run_on_rank0
+from megatron_ext.engine.agreement import run_on_rank0, together
 from megatron_ext.errors import UserError
 from megatron_ext.run.identity import data_fingerprints
 from tests.launcher import call
@@ -25,23 +25,28 @@ def test_data_that_has_gone_is_refused_by_every_process() -> None:
     assert call(refusal, 2) == ["data: /gone/data.idx cannot be read (No such file or directory); check the path"] * 2
 
 
-def error_of(rank: int, number: int) -> str:
-    """The error of a process if the system gives this one to process 0."""
+def told(rank: int, error: Exception | None, everyone: bool) -> str:
+    """What a process raises when process 0 meets an error, in what it does alone or in what all do together."""
 
-    def fails() -> None:
-        raise OSError(number, os.strerror(number), "runs/a/file")
+    def act() -> None:
+        if rank == 0 and error is not None:
+            raise error
 
     try:
-        run_on_rank0(fails, Path("runs/a"))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        together(act) if everyone else run_on_rank0(act, Path("runs/a"))
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
     return "nothing"
 
 
 def test_only_a_lasting_error_is_a_user_error() -> None:
     """A user error ends a job for good; after a crash it is started again."""
-    for text in call(error_of, 2, errno.ENOSPC):
+    full, broken = (OSError(number, os.strerror(number), "runs/a/file") for number in (errno.ENOSPC, errno.EIO))
+    for text in call(told, 2, full, False):
         assert text.startswith("UserError: save: runs/a/file cannot be written (No space left on device)")
-    first, second = call(error_of, 2, errno.EIO)
-    assert first == "OSError: [Errno 5] Input/output error: 'runs/a/file'"
-    assert second.startswith("RuntimeError: another process has failed: ")
+    for everyone in (False, True):
+        first, second = call(told, 2, broken, everyone)
+        assert first == "OSError: [Errno 5] Input/output error: 'runs/a/file'"
+        assert second.startswith("RuntimeError: another process has failed: ")
+    assert call(told, 2, UserError("a is damaged"), True) == ["UserError: a is damaged"] * 2
+    assert call(told, 2, None, True) == ["nothing"] * 2

@@ -16,6 +16,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_ext.config import Config
 from megatron_ext.engine import compat, platform
@@ -31,20 +32,18 @@ MEGATRONS_ROTATION = rope_utils._apply_rotary_pos_emb_bshd
 SHARES_STORAGE = getattr(compat.megatron_random, "_get_share_storage", None)
 RUN_WITHOUT = "tests/engine/run_without.py"
 PRETEND = Path(__file__).parent / "pretend"  # a Transformer Engine for machines without CUDA
+SHORT = ("--train-iters", "2", "--lr-warmup-iters", "0", "--seq-length", "64")
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.20.0rc0", "0.160.1"])
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", version)
-    message = f"megatron-core: got {version}, needs >=0.16.1,<0.20; pip install 'megatron-core>=0.16.1,<0.20'"
-    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.15.3", "0.16.0", "0.20.0rc0", "0.160.1"):
+        monkeypatch.setattr(megatron.core, "__version__", version)
+        message = f"megatron-core: got {version}, needs >=0.16.1,<0.20; pip install 'megatron-core>=0.16.1,<0.20'"
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            compat.install()
+    for version in ("0.16.1", "0.17.0rc1", "0.19.12"):
+        monkeypatch.setattr(megatron.core, "__version__", version)
         compat.install()
-
-
-@pytest.mark.parametrize("version", ["0.16.1", "0.17.0rc1", "0.19.12"])
-def test_versions_of_the_range_are_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", version)
-    compat.install()
 
 
 def test_a_transformer_engine_that_megatron_did_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,19 +75,13 @@ def test_upstream_still_requires_apex_for_a_layer_that_is_not_run(monkeypatch: p
     """Where this fails, the output layer needs no extension that it never calls: remove the allowance."""
     layers = compat.megatron_layers
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        gradient_accumulation_fusion=True,
-        use_cpu_initialization=True,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, gradient_accumulation_fusion=True, use_cpu_initialization=True)
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    options = {"config": config, "init_method": lambda weight: weight, "bias": False, "tp_group": group}
 
     def build() -> torch.nn.Module:
-        return layers.ColumnParallelLinear(
-            8, 16, config=config, init_method=lambda weight: weight, bias=False, tp_group=group
-        )
+        return layers.ColumnParallelLinear(8, 16, **options)
 
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda module is not found"):
         build()
@@ -112,6 +105,16 @@ def test_upstream_still_requires_transformer_engine_to_recompute_a_norm(monkeypa
         torch.testing.assert_close(checkpoint().checkpoint(torch.square, x), x.square())
     finally:
         platform.uninstall_cpu()
+
+
+@needed("norms")
+def test_upstream_norm_still_refuses_sequence_parallel() -> None:
+    """Where this fails, see whether WrappedTorchNorm marks its weight too: then remove `_MarkedNorm`."""
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "tensor_model_parallel_size": 2}
+    norm = {"normalization": "RMSNorm", "persist_layer_norm": False}
+    assert isinstance(WrappedTorchNorm(TransformerConfig(**sizes, **norm), 8), torch.nn.RMSNorm)
+    with pytest.raises(AssertionError, match="sequence parallel not supported by torch LayerNorm"):
+        WrappedTorchNorm(TransformerConfig(**sizes, **norm, sequence_parallel=True), 8)
 
 
 @needed("copy_storage")
@@ -139,10 +142,9 @@ def test_a_loaded_state_still_has_no_step_for_torchs_adamw(
     """Where this fails, a run can continue with torch's AdamW: remove engine/adam.py."""
     monkeypatch.setenv("WITHOUT", "optimizer")
     run = tmp_path / "run"
-    flags = ["--train-iters", "4", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]
-    flags += ["--lr-decay-iters", "4", "--load", str(run), "--load-if-present"]
-    first = attempt([*small_data.flags, *flags, "--train-iters", 2], 1, run, RUN_WITHOUT)
-    second = attempt([*small_data.flags, *flags], 1, run, RUN_WITHOUT)
+    flags = [*small_data.flags, *SHORT, "--use-distributed-optimizer", "--load", run, "--load-if-present"]
+    first = attempt([*flags, "--lr-decay-iters", 4], 1, run, RUN_WITHOUT)
+    second = attempt([*flags, "--train-iters", 4], 1, run, RUN_WITHOUT)
     assert first.returncode == 0, first.stderr
     assert second.returncode == 1
     assert "KeyError: 'step'" in second.stderr, second.stderr[-3000:]
@@ -172,7 +174,7 @@ def test_kernels_of_cuda_are_not_called_on_a_cpu(
     small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an image for GPUs without one: Transformer Engine can be imported, and its kernels cannot run."""
-    flags = [*small_data.flags, "--train-iters", "2", "--lr-warmup-iters", "0", "--seq-length", "64", "--bf16"]
+    flags = [*small_data.flags, *SHORT, "--bf16"]
     alone = attempt(flags, 1, tmp_path / "alone")
     monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
     installed = attempt(flags, 1, tmp_path / "installed")
@@ -189,8 +191,7 @@ def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(
     """Where this fails, Megatron asks for the device: remove that part of compat.install_optimizer."""
     monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("WITHOUT", "optimizer")
-    flags = [*small_data.flags, "--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64"]
-    result = attempt(flags, 1, tmp_path / "run", RUN_WITHOUT)
+    result = attempt([*small_data.flags, *SHORT], 1, tmp_path / "run", RUN_WITHOUT)
     assert result.returncode == 1
     assert "a CUDA kernel was called on a CPU" in result.stderr, result.stderr[-3000:]
 
@@ -226,9 +227,8 @@ def test_megatrons_dispatcher_still_needs_a_stream(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="CUDA"):
         torch.cuda.Stream()
     counts = torch.tensor([3, 1])
-    dispatcher = SimpleNamespace(
-        cuda_dtoh_point="here", input_splits=counts, output_splits=None, output_splits_tp=counts
-    )
+    splits = {"input_splits": counts, "output_splits": None, "output_splits_tp": counts}
+    dispatcher = SimpleNamespace(cuda_dtoh_point="here", **splits)
     assert compat.counts_on_host(dispatcher, "elsewhere", counts) is counts
     assert dispatcher.input_splits is counts
     compat.counts_on_host(dispatcher, "here", counts)

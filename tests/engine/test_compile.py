@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.batch import pack
-from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
 from tests.one_process import build_models, one_process
@@ -39,8 +38,8 @@ def compiling() -> Iterator[list[torch.fx.GraphModule]]:
 def test_many_layers_are_all_compiled(nope: int | None) -> None:
     """Equal layers share their graphs; if some have no RoPE, all are still compiled."""
     layers = 10
-    model = ModelConfig(num_layers=layers, vocab_size=VOCABULARY, no_rope_freq=nope)
-    config = Config(model=model, data=DataConfig(seq_length=LENGTH), parallel=ParallelConfig(compile=True))
+    flags = f"--num-layers {layers} --vocab-size {VOCABULARY} --seq-length {LENGTH} --compile"
+    config = parse(f"{flags} --no-rope-freq {nope or 'none'}".split())
     limit = torch.compiler.config.recompile_limit
     row = TokenRow(np.ones(LENGTH + 1, dtype=np.int64), np.array([LENGTH]), np.ones(LENGTH, dtype=np.bool_))
     try:
@@ -55,8 +54,7 @@ def test_many_layers_are_all_compiled(nope: int | None) -> None:
 
 
 def test_a_compiled_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ModelConfig(num_layers=LAYERS, vocab_size=VOCABULARY, init_method_std=0.2)
-    config = Config(model=model, data=DataConfig(seq_length=LENGTH))
+    flags = f"--num-layers {LAYERS} --vocab-size {VOCABULARY} --init-method-std 0.2 --seq-length {LENGTH}".split()
     traced: list[bool] = []
     run = AttentionCall.run
     monkeypatch.setattr(
@@ -65,7 +63,7 @@ def test_a_compiled_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = np.random.default_rng(0)
     row = TokenRow(chance.integers(1, VOCABULARY, LENGTH + 1), np.array([5, 23]), np.ones(LENGTH, dtype=np.bool_))
     with compiling() as graphs:
-        plain, compiled = build_models(config, replace(config, parallel=ParallelConfig(compile=True)))
+        plain, compiled = build_models(parse(flags), parse([*flags, "--compile"]))
         for window in (7, LENGTH):
             batch = pack([row], window, MaskOptions(document_mask=True, num_layers=LAYERS))
             losses = [model(batch).cross_entropy_t.sum() for model in (plain, compiled)]

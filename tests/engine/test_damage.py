@@ -1,13 +1,11 @@
 """Two processes look for damage and agree on the checkpoint that is taken; tests/faults/ damages real ones."""
 
-import errno
 import logging
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.checkpoint.folders import read_checkpoint
-from megatron_ext.engine.agreement import together
 from megatron_ext.engine.state import agree, undamaged
 from megatron_ext.errors import UserError
 from tests.checkpoint.test_folders import write
@@ -73,25 +71,3 @@ def test_all_have_to_have_found_the_same(run: Path, tmp_path_factory: pytest.Tem
         messages = call(found, 3, names)
         assert len(set(messages)) == 1
         assert messages[0].startswith(f"load: got {listed}, needs the same checkpoint for all; ")
-
-
-def failing(rank: int, error: Exception | None) -> str:
-    """What a process raises when rank 1 meets an error."""
-
-    def act() -> None:
-        if rank == 1 and error is not None:
-            raise error
-
-    try:
-        together(act)
-    except Exception as raised:
-        return f"{type(raised).__name__}: {raised}"
-    return "done"
-
-
-def test_an_error_of_one_process_is_raised_by_all() -> None:
-    assert call(failing, 2, None) == ["done"] * 2
-    assert call(failing, 2, UserError("a is damaged")) == ["UserError: a is damaged"] * 2
-    first, second = call(failing, 2, OSError(errno.EIO, "input/output error"))
-    assert first == "RuntimeError: another process has failed: [Errno 5] input/output error"  # no user's error
-    assert second == "OSError: [Errno 5] input/output error"

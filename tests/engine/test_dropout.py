@@ -10,8 +10,8 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.parallel import dropout_seed
 from tests.conftest import SmallData
-from tests.launcher import Commands, call
-from tests.runs import launch, read_jsonl, relative
+from tests.launcher import call
+from tests.runs import launch, relative
 
 DROPOUT = "--hidden-dropout 0.3 --train-iters 3 --seq-length 64 --lr-warmup-iters 1 --window-rate 16"
 
@@ -36,33 +36,28 @@ def test_processes_with_other_tokens_or_layers_drop_other_values(axis: str) -> N
     assert not torch.equal(first_shared, second_shared)
 
 
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (1, ""),
+        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
+        pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
+    ],
+)
+def test_recomputed_layers_drop_the_same_values_again(
+    processes: int, layout: str, small_data: SmallData, tmp_path: Path
+) -> None:
+    flags = [*small_data.flags, *DROPOUT.split(), *layout.split()]
+    kept, full, none = (
+        launch([*flags, *more.split()], processes, tmp_path / name).series("lm_loss")
+        for name, more in {"kept": "", "full": "--recompute-granularity full", "none": "--hidden-dropout 0"}.items()
+    )
+    assert relative(full, kept) <= 1e-6
+    assert relative(none, kept) > 1e-4  # it does drop
+
+
 def test_every_rank_has_its_own_seed_below_megatrons_limit() -> None:
     seeds = [dropout_seed(seed, *place) for seed in (0, 2**64 - 1) for place in itertools.product(range(6), repeat=3)]
     assert len(set(seeds)) == len(seeds)
     assert max(seeds) < 2**63 - 100_000
-
-
-def test_recomputed_layers_drop_the_same_values_again(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    losses = {}
-    for name, more in {
-        "kept": [],
-        "full": ["--recompute-granularity", "full"],
-        "none": ["--hidden-dropout", 0],
-    }.items():
-        config = ["--config", "examples/configs/cpu_smoke.yaml", "--no-tensorboard", "--save", tmp_path / name]
-        alone.run("pretrain_skyladder.py", *config, *small_data.flags, *DROPOUT.split(), *more)
-        losses[name] = [record["lm_loss"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
-    assert relative(losses["full"], losses["kept"]) <= 1e-6
-    assert relative(losses["none"], losses["kept"]) > 1e-4  # it does drop
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"])
-def test_recomputed_layers_drop_the_same_values_again_on_two_processes(
-    layout: str, small_data: SmallData, tmp_path: Path
-) -> None:
-    layout = layout or "--tensor-model-parallel-size 2 --sequence-parallel"
-    flags = [*small_data.flags, *DROPOUT.split(), *layout.split()]
-    kept = launch(flags, 2, tmp_path / "kept")
-    full = launch([*flags, "--recompute-granularity", "full"], 2, tmp_path / "full")
-    assert relative(full.series("lm_loss"), kept.series("lm_loss")) <= 1e-6

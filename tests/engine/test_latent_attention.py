@@ -1,7 +1,6 @@
-"""Latent attention in float64: against transformers, and on several processes against one."""
+"""Latent attention in float64: on several processes against one, which parity/test_oracle.py has repeated."""
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,18 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import build_module
 from torch import Tensor
-from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from megatron_ext import rope
 from megatron_ext.batch import pack
-from megatron_ext.config import Config, ModelConfig, ParallelConfig
+from megatron_ext.config import ParallelConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.context_parallel.exchange import QKV, Scheme
+from megatron_ext.context_parallel.exchange import Scheme
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.blocks import layer_specs
 from megatron_ext.engine.model import PackedAttention, PackedCall
 from megatron_ext.engine.transformer import transformer_config
-from megatron_ext.inference.cache import KeyValueCache
 from megatron_ext.masks import MaskOptions
 from tests.launcher import call
 from tests.one_process import one_process
@@ -54,25 +51,13 @@ def drawn(name: str, *shape: int) -> Tensor:
 
 def build(layout: Layout) -> Any:
     """Build this process's part of the module, with weights drawn by name."""
-    options = ParallelConfig(
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.sp,
-        recompute_granularity="selective" if layout.recompute else None,
-    )
-    model = ModelConfig(
-        num_layers=1,
-        hidden_size=D,
-        num_attention_heads=N,
-        num_query_groups=N,
-        multi_latent_attention=True,
-        q_lora_rank=QUERY_LATENT if layout.query_latent else None,
-        kv_lora_rank=LATENT,
-        qk_head_dim=PLAIN,
-        qk_pos_emb_head_dim=ROTATED,
-        v_head_dim=VALUE,
-    )
-    here = platform.Platform(CPU, "gloo", transformer_engine=False)
-    transformer = transformer_config(Config(model=model, parallel=options), here)
+    flags = f"--num-layers 1 --hidden-size {D} --num-attention-heads {N} --num-query-groups {N} --v-head-dim {VALUE}"
+    flags += f" --multi-latent-attention --kv-lora-rank {LATENT} --qk-head-dim {PLAIN} --qk-pos-emb-head-dim {ROTATED}"
+    flags += f" --tensor-model-parallel-size {layout.tp}" + f" --q-lora-rank {QUERY_LATENT}" * layout.query_latent
+    flags += " --sequence-parallel" * layout.sp + " --recompute-granularity selective" * layout.recompute
+    config = parse(flags.split())
+    model = config.model
+    transformer = transformer_config(config, platform.Platform(CPU, "gloo", transformer_engine=False))
     transformer.params_dtype = torch.float64
     (spec,) = layer_specs(transformer, model, PackedAttention, None, transformer_engine=False).layer_specs
     attention = build_module(spec, config=transformer, layer_number=1).self_attention
@@ -137,51 +122,6 @@ def check(alone: dict[str, Any], one: dict[str, Any], layout: Layout, tensor_ran
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} of {layout}: {m}")
 
 
-@pytest.mark.parametrize("query_latent", [True, False])
-def test_it_is_transformers(query_latent: bool) -> None:
-    config = DeepseekV3Config(
-        hidden_size=D,
-        num_attention_heads=N,
-        num_key_value_heads=N,
-        q_lora_rank=QUERY_LATENT if query_latent else None,
-        kv_lora_rank=LATENT,
-        qk_nope_head_dim=PLAIN,
-        qk_rope_head_dim=ROTATED,
-        v_head_dim=VALUE,
-        rms_norm_eps=1e-3,  # not that of the latents' norms
-        attn_implementation="sdpa",
-    )
-    theirs: Any = DeepseekV3Attention(config, 0).double()
-    norms = {"kv_a_layernorm": LATENT} | ({"q_a_layernorm": QUERY_LATENT} if query_latent else {})
-    for name, size in norms.items():  # theirs computes in float32
-        epsilon = getattr(theirs, name).variance_epsilon
-        setattr(theirs, name, torch.nn.RMSNorm(size, eps=epsilon, dtype=torch.float64))
-    names = {
-        "linear_q_down_proj": "q_a_proj",
-        "q_layernorm": "q_a_layernorm",
-        "linear_q_up_proj": "q_b_proj",
-        "linear_q_proj": "q_proj",
-        "linear_kv_down_proj": "kv_a_proj_with_mqa",
-        "kv_layernorm": "kv_a_layernorm",
-        "linear_kv_up_proj": "kv_b_proj",
-        "linear_proj": "o_proj",
-    }
-    with one_process():
-        (ours,) = of_rank(0, [Layout(query_latent=query_latent)])
-        weights = dict(build(Layout(query_latent=query_latent)).named_parameters())
-    for name, weight in weights.items():
-        getattr(theirs, names[name.removesuffix(".weight")]).weight.data = weight.data.clone()
-    document = torch.bucketize(torch.arange(T), torch.tensor(ENDS), right=True)
-    turned = angles(torch.arange(T) - torch.tensor([0, *ENDS])[document])[:, 0, 0][None]
-    sees = (document[:, None] == document) & torch.ones(T, T, dtype=torch.bool).tril()
-    x = drawn("hidden", T, 1, D).transpose(0, 1).requires_grad_()
-    out, _ = theirs(x, position_embeddings=(turned.cos(), turned.sin()), attention_mask=sees[None, None])
-    out.backward(drawn("gradient", T, 1, D).transpose(0, 1))
-    want = {"out": out.detach().transpose(0, 1), "hidden": x.grad.transpose(0, 1)}
-    want |= {name: getattr(theirs, names[name.removesuffix(".weight")]).weight.grad for name in weights}
-    check(want, ours, Layout(), 0)
-
-
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
@@ -207,33 +147,3 @@ def test_processes_compute_what_one_does(processes: int, layout: Layout) -> None
     latent, full = (sum(results[n]["bytes"] for results in ranks) for n in (0, 1))
     assert latent * N // layout.tp * (PLAIN + ROTATED + VALUE) == full * (LATENT + ROTATED)
     assert (latent > 0) == (layout.cp > 1)
-
-
-def test_generation_and_probes_get_keys_of_all_heads() -> None:
-    """A text that comes in pieces, next to a cache, is what it is as a whole; each token is expanded once."""
-    with one_process():
-        (whole,) = of_rank(0, [Layout()])
-        attention = build(Layout()).eval()
-        backend, seen, observed = attention.core_attention.backend, [], []
-
-        def noted(inputs: QKV, *rest: Any) -> Tensor:
-            seen.append(inputs.key_uGH)
-            return backend(inputs, *rest)
-
-        attention.core_attention.backend = noted
-        cache, outputs = KeyValueCache(slots=1, capacity=ENDS[0]), []
-        for count in (3, 1, 1):
-            appended = cache.append([0], [count])
-            probe = SimpleNamespace(observe=lambda layer, local, query, key, scale: observed.append(key))
-            batch: Any = SimpleNamespace(attention=appended.call(None), local_attention=None, probe=probe)
-            first = int(appended.positions[0])
-            outputs.append(
-                attention(
-                    drawn("hidden", T, 1, D)[first : first + count],
-                    rotary_pos_emb=angles(torch.from_numpy(appended.positions)),
-                    packed_seq_params=PackedCall(batch, appended.extend),
-                )[0]
-            )
-    torch.testing.assert_close(torch.cat(outputs), whole["out"][: ENDS[0]], rtol=0, atol=1e-12)
-    assert [key.shape for key in seen] == [(n, N, PLAIN + ROTATED) for n in (3, 4, 5)]
-    assert torch.equal(torch.cat(observed), seen[-1])

@@ -4,7 +4,6 @@ Megatron's HybridDeviceOptimizer offloads what is on CUDA alone. Here the weight
 the copies to the host, the updates there, the copies back and all numbers are real, the streams are not.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.weights import saved_weights
 from tests.engine.test_optimizer_state import VOCABULARY, built, one_step, states
-
-SHARED = ParallelConfig(use_distributed_optimizer=True)
+from tests.one_process import one_process
 
 
 class Stream:
@@ -66,47 +64,27 @@ class Pretended:
         return x
 
 
-@pytest.fixture(scope="module")
-def cpu() -> Iterator[platform.Platform]:
-    before = dict(os.environ)
-    found = platform.choose("cpu")
-    yield found
-    platform.uninstall_cpu()
-    os.environ.clear()
-    os.environ.update(before)
+FLAGS = f"--num-layers 2 --vocab-size {VOCABULARY} --seq-length 16 --bf16 --use-distributed-optimizer"
+OFFLOAD = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
 
 
 @pytest.fixture
-def ranks(cpu: platform.Platform) -> Iterator[parallel.Ranks]:
-    yield parallel.start(SHARED, 2, cpu, seed=1)
-    parallel.stop()
-
-
-def config(optimizer: OptimizerConfig) -> Config:
-    model = ModelConfig(num_layers=2, vocab_size=VOCABULARY)
-    return Config(
-        model=model,
-        data=DataConfig(seq_length=16),
-        parallel=SHARED,
-        training=TrainingConfig(bf16=True),
-        optimizer=optimizer,
-    )
+def ranks() -> Iterator[parallel.Ranks]:
+    with one_process():
+        yield parallel.start(parse(FLAGS.split()).parallel, 2, platform.choose("cpu"), seed=1)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_offloading_trains_the_same(
-    share: float, ranks: parallel.Ranks, cpu: platform.Platform, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloading_trains_the_same(share: float, ranks: parallel.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps against those of the distributed optimizer without: Adam differs by rounding in fp32 alone."""
-    plain = built(config(OptimizerConfig()), ranks, cpu)
+    cpu = platform.choose("cpu")
+    plain = built(parse(FLAGS.split()), ranks, cpu)
     for number in (1, 2, 3):
         one_step(*plain, number)
     wanted = states(plain[1], plain[0])
     Pretended(monkeypatch)
-    offload = OptimizerConfig(
-        use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=share
-    )
-    offloaded = built(config(offload), ranks, cpu)
+    config = parse(f"{FLAGS} {OFFLOAD} {share}".split())
+    offloaded = built(config, ranks, cpu)
     (distributed,) = offloaded[1].chained_optimizers
     inner = distributed.optimizer
     assert isinstance(inner, HybridDeviceOptimizer)
@@ -121,9 +99,6 @@ def test_offloading_trains_the_same(
     counters = OptimizerState(offloaded[1], bf16=True).counters()
     assert counters == {"step": 3}
     (chunk,) = unwrap(offloaded[0])
-    weights = list(saved_weights([chunk], config(OptimizerConfig()).model, ranks))
-    assert {run.name.split(".")[2] for run in OptimizerState(offloaded[1], bf16=True).shards(weights)} == {
-        "exp_avg",
-        "exp_avg_sq",
-        "fp32_param",
-    }
+    weights = list(saved_weights([chunk], config.model, ranks))
+    names = {run.name.split(".")[2] for run in OptimizerState(offloaded[1], bf16=True).shards(weights)}
+    assert names == {"exp_avg", "exp_avg_sq", "fp32_param"}

@@ -13,7 +13,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from megatron_ext.batch import pack
-from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megatron_ext.config import Config
+from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import compat, model, parallel, platform, transformer
 from megatron_ext.engine.optimizer import (
@@ -37,21 +38,11 @@ class LoweredAdam(torch.optim.Optimizer):
     """As Transformer Engine's FusedAdam, with its names: lower types, fp16 moments scaled by their largest value."""
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        adam_w_mode: bool,
-        exp_avg_dtype: torch.dtype,
-        exp_avg_sq_dtype: torch.dtype,
-        store_param_remainders: bool,
-        master_weights: bool = False,
-        use_decoupled_grad: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, adam_w_mode: bool,
+        exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, store_param_remainders: bool,
+        master_weights: bool = False, use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32, capturable: bool = False,
+    ) -> None:  # fmt: skip
         assert not store_param_remainders
         assert not capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
@@ -142,28 +133,24 @@ def states(optimizer: Any, wrapped: Any) -> list[Tensor]:
 
 
 TYPES = {
-    "as everyone's": {},
-    "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
-    "fp16 all": {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16", "main_params_dtype": "fp16"},
-    "bf16 gradients": {"main_grads_dtype": "bf16"},
+    "as everyone's": "",
+    "bf16 moments": "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "fp16 all": "--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 --main-params-dtype fp16",
+    "bf16 gradients": "--main-grads-dtype bf16",
 }
 
 
 @pytest.mark.usefixtures("transformer_engine")
-@pytest.mark.parametrize("training", [TrainingConfig(bf16=True), TrainingConfig(bf16=True, fp8_format="hybrid")])
-@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
-def test_a_lowered_state_goes_on(types: dict[str, Any], training: TrainingConfig) -> None:
+@pytest.mark.parametrize("precision", ["--bf16", "--bf16 --fp8-format hybrid"])
+@pytest.mark.parametrize("types", TYPES)
+def test_a_lowered_state_goes_on(types: str, precision: str) -> None:
     """With fp8's tensorwise recipe master weights are Megatron's, otherwise the optimizer's own."""
-    config = Config(
-        model=ModelConfig(num_layers=2, vocab_size=VOCABULARY),
-        data=DataConfig(seq_length=16),
-        training=training,
-        optimizer=OptimizerConfig(use_precision_aware_optimizer=True, **types),
-    )
+    flags = f"--num-layers 2 --vocab-size {VOCABULARY} --seq-length 16 --use-precision-aware-optimizer"
+    config = parse(f"{flags} {precision} {TYPES[types]}".split())
     where = platform.choose("cpu")
     ranks = parallel.start(config.parallel, 2, where, seed=1)
     wrapped, optimizer = built(config, ranks, where)
-    assert wrapped[0].buffers[0].grad_dtype == (torch.bfloat16 if "main_grads_dtype" in types else torch.float32)
+    assert wrapped[0].buffers[0].grad_dtype == (torch.bfloat16 if types == "bf16 gradients" else torch.float32)
     for seed in (1, 2):
         one_step(wrapped, optimizer, seed)
     saved = OptimizerState(optimizer, bf16=True)
@@ -193,14 +180,10 @@ def test_a_lowered_state_goes_on(types: dict[str, Any], training: TrainingConfig
         torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=1e-6)
 
 
-def gathered(block_tokens: int, main_grads: Any) -> tuple[list[Tensor], float]:
+def gathered(block_tokens: int, main_grads: str) -> tuple[list[Tensor], float]:
     """The gradients of one row, each as it lies in its buffer, and their norm as the update measures it."""
-    config = Config(
-        model=ModelConfig(num_layers=1, vocab_size=VOCABULARY),
-        data=DataConfig(seq_length=ROW),
-        training=TrainingConfig(bf16=True, loss_block_tokens=block_tokens),
-        optimizer=OptimizerConfig(use_precision_aware_optimizer=True, main_grads_dtype=main_grads),
-    )
+    flags = f"--num-layers 1 --vocab-size {VOCABULARY} --seq-length {ROW} --bf16 --loss-block-tokens {block_tokens}"
+    config = parse(f"{flags} --use-precision-aware-optimizer --main-grads-dtype {main_grads}".split())
     where = platform.choose("cpu")
     wrapped, optimizer = built(config, parallel.start(config.parallel, 1, where, seed=1), where)
     tokens = np.random.default_rng(5).integers(0, VOCABULARY, ROW + 1)

@@ -35,19 +35,14 @@ FAILURES = {
 }
 
 
-def run_without(name: str, data: SmallData, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    monkeypatch.setenv("WITHOUT", name)
-    result = attempt([*data.flags, *FLAGS, *PIPELINE], 2, folder, RUN_WITHOUT)
-    return result.returncode, result.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needed(name)) for name in FAILURES])
 def test_a_run_fails_without(small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Where this fails, Megatron-Core no longer needs the patch: remove it from platform.PATCHES."""
-    code, stderr = run_without(name, small_data, tmp_path / "run", monkeypatch)
-    assert code == 1
-    assert re.search(FAILURES[name], stderr), stderr[-3000:]
+    monkeypatch.setenv("WITHOUT", name)
+    result = attempt([*small_data.flags, *FLAGS, *PIPELINE], 2, tmp_path / "run", RUN_WITHOUT)
+    assert result.returncode == 1
+    assert re.search(FAILURES[name], result.stderr), result.stderr[-3000:]
 
 
 @pytest.fixture

@@ -22,18 +22,14 @@ def test_copies_of_an_async_save_are_pinned_as_they_are(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "check_error", lambda error: error == 0 or pytest.fail(str(error)))
     checkpointer = Checkpointer.__new__(Checkpointer)
     checkpointer._copies, checkpointer._unpin = [], lambda: None
-    tensors = [
-        torch.arange(33.0).view(3, 11),
-        torch.arange(5, dtype=torch.bfloat16),
-        torch.tensor(7, dtype=torch.uint8),
-    ]
-    tensors += [torch.empty(0, 4)]
+    tensors = [torch.arange(33.0).view(3, 11), torch.arange(5, dtype=torch.bfloat16)]
+    tensors += [torch.tensor(7, dtype=torch.uint8), torch.empty(0, 4)]
     shards = [Shard.of(f"x{i}", x, tuple(x.shape), (0,) * x.ndim) for i, x in enumerate(tensors)]
     for step in range(2):
         copies = [shard.data() for shard in checkpointer._copied(shards)]
-        assert all(
-            torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in zip(copies[:3], tensors, strict=False)
-        )
+        for copy, tensor in zip(copies[:3], tensors[:3], strict=True):
+            assert torch.equal(copy, tensor)
+            assert copy.data_ptr() != tensor.data_ptr()
         assert [(copy.shape, copy.dtype) for copy in copies] == [(x.shape, x.dtype) for x in tensors]
         assert list(pinned.items()) == [(copies[0].data_ptr(), 192 + 64 + 64)], step
         tensors[0].add_(1)

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
-from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, WeightingConfig
+from megatron_ext.config import Config, WeightingConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel, platform
@@ -42,11 +44,8 @@ class OneProcess:
     """A model, its optimizer and its stepper, alone in their groups."""
 
     def __init__(self) -> None:
-        self.config = Config(
-            model=ModelConfig(num_layers=2, vocab_size=VOCABULARY),
-            data=DataConfig(seq_length=LENGTH),
-            optimizer=OptimizerConfig(weight_decay=0.5),
-        )
+        sizes = f"--num-layers 2 --vocab-size {VOCABULARY} --seq-length {LENGTH}"
+        self.config = parse(f"{sizes} --weight-decay 0.5".split())
         self.platform = platform.choose("cpu")
         self.ranks = parallel.start(self.config.parallel, 2, self.platform, seed=1)
         self.model = wrap(build_chunks(self.config, VOCABULARY, self.platform), self.config)
@@ -58,14 +57,7 @@ class OneProcess:
         optimizer = build_optimizer(self.model, self.config)
         set_learning_rate(optimizer, 1e-2, 0.5)
         group = parallel.context_group(self.config.parallel, self.ranks, self.platform)
-        self.stepper = Stepper(
-            model=self.model,
-            optimizer=optimizer,
-            platform=self.platform,
-            ranks=self.ranks,
-            config=self.config,
-            context=group,
-        )
+        self.stepper = Stepper(self.model, optimizer, self.platform, self.ranks, self.config, group)
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten().clone() for chunk in self.model for p in chunk.parameters()])
@@ -134,8 +126,10 @@ def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
         assert health.s_max_scaled[layer] == pytest.approx(scores.max().item(), rel=1e-5)
 
 
-def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProcess) -> None:
-    """Its values are still reported, and the next step is as if it had not been launched."""
+def test_a_refused_step_and_one_without_a_trained_token_change_neither_weights_nor_optimizer(
+    process: OneProcess,
+) -> None:
+    """As weight decay and the moments of earlier steps would. Values of a refused step are still reported."""
     process.stepper.launch(StepBatches([batch(row(0))])).result()
     norms: list[float] = []
 
@@ -149,6 +143,9 @@ def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProces
     assert result.outcome is Outcome.REFUSED
     assert norms == [result.grad_norm]
     assert result.lm_loss > 0
+    skipped = process.stepper.launch(StepBatches([batch(row(1, trained=0))])).result()
+    assert skipped.outcome is Outcome.NO_TOKENS
+    assert (skipped.grad_norm, skipped.train_loss, skipped.lm_loss) == (0.0, 0.0, 0.0)
     assert torch.equal(process.weights(), before)
     torch.testing.assert_close(process.stepper.optimizer.state_dict(), state, rtol=0, atol=0)
     process.stepper.launch(StepBatches([batch(row(2))])).result()
@@ -157,18 +154,6 @@ def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProces
     for seed in (0, 2):
         process.stepper.launch(StepBatches([batch(row(seed))]), lambda result: result.grad_norm > 0)
     assert torch.equal(process.weights(), after)
-
-
-def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> None:
-    """Weight decay and the moments of earlier steps would."""
-    process.stepper.launch(StepBatches([batch(row(0))])).result()
-    before = process.weights()
-    skipped = process.stepper.launch(StepBatches([batch(row(1, trained=0))])).result()
-    assert skipped.outcome is Outcome.NO_TOKENS
-    assert (skipped.grad_norm, skipped.train_loss, skipped.lm_loss) == (0.0, 0.0, 0.0)
-    assert torch.equal(process.weights(), before)
-    assert process.stepper.launch(StepBatches([batch(row(1, trained=1))])).result().outcome is Outcome.UPDATED
-    assert not torch.equal(process.weights(), before)
 
 
 def test_divergence_names_the_value(process: OneProcess) -> None:
@@ -278,13 +263,8 @@ def test_a_step_whose_weights_depend_on_losses_does_not_synchronize_either(
     process.stepper.weigher = Weigher(options, LENGTH, process.stepper.weigher.context)
     tokens = lay_end_to_end([row(0), row(1, trained=3)])
     masks = Config().mask_options().at(LENGTH, [np.array([LENGTH])] * 2, LENGTH)
-    scores = RowScores(
-        trained_T=torch.from_numpy(tokens.trained),
-        labels_T=torch.from_numpy(tokens.labels),
-        samples=(0, 1),
-        seeds=(5, 6),
-        short_loss_T=torch.linspace(2, 6, 2 * LENGTH),
-    )
+    trained, labels = torch.from_numpy(tokens.trained), torch.from_numpy(tokens.labels)
+    scores = RowScores(trained, labels, (0, 1), (5, 6), short_loss_T=torch.linspace(2, 6, 2 * LENGTH))
     reads = HostReads(monkeypatch)
     with reads:
         launched = process.stepper.launch(StepBatches([assemble(tokens, masks, None, scores)]))
@@ -332,29 +312,17 @@ def test_the_update_equals_megatrons(process: OneProcess, clip: float) -> None:
         assert torch.equal(weights, their_weights)
 
 
-class Gradients:
-    """Stands for an optimizer over given gradients."""
-
-    def __init__(self, gradients: list[torch.Tensor]) -> None:
-        self.gradients = gradients
-
-    def prepare_grads(self) -> bool:
-        return False
-
-    def get_grad_stats_parallel_group(self) -> None:
-        return None
-
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        return self.gradients
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_of_ten_million_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Squares added sequentially in float32 would make it 4e-4 too small."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     generator = torch.Generator().manual_seed(0)
     gradients = [(1e-3 * torch.randn(size, generator=generator)).to(dtype) for size in (10_000_000, 7)]
-    optimizer: Any = Gradients(gradients)
+    optimizer: Any = SimpleNamespace(
+        prepare_grads=lambda: False,
+        get_grad_stats_parallel_group=lambda: None,
+        get_main_grads_for_grad_norm=lambda: gradients,
+    )
     squared = squared_gradient_norm(optimizer, torch.device("cpu"))
     exact = sum(gradient.double().square().sum().item() for gradient in gradients)
     assert squared.dtype == torch.float32

@@ -34,9 +34,7 @@ CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
     ("installed", "block", "fused"),
     [
         ([], "llama", (False, False, False)),
-        (["triton"], "llama", (True, False, False)),
         (["triton", "fused_weight_gradient_mlp_cuda"], "llama", (True, False, True)),
-        (["triton", "te"], "llama", (True, True, True)),
         (["triton", "te"], "olmo3", (True, True, True)),
         (["triton", "te"], "phi", (False, False, True)),
     ],
@@ -106,14 +104,10 @@ def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch
     assert lengths == [8] * 8  # queries and keys of two layers, twice
 
 
-@pytest.mark.parametrize("name", ["tp_comm_overlap", "use_precision_aware_optimizer"])
-def test_without_transformer_engine_its_options_are_refused(name: str) -> None:
-    message = f"^{name}: got true, needs CUDA with Transformer Engine; install it or leave the option out$"
-    with pytest.raises(UserError, match=message):
-        transformer_config(parse([f"--{name.replace('_', '-')}"]), CPU)
-
-
-def test_layers_of_transformer_engine_are_not_compiled() -> None:
+def test_options_with_and_without_transformer_engine_are_refused() -> None:
+    for name in ("tp_comm_overlap", "use_precision_aware_optimizer"):
+        with pytest.raises(UserError, match=f"^{name}: got true, needs CUDA with Transformer Engine; install it or "):
+            transformer_config(parse([f"--{name.replace('_', '-')}"]), CPU)
     with pytest.raises(UserError, match=r"^compile: got true with Transformer Engine's layers, "):
         transformer_config(parse(["--compile"]), Platform(torch.device("cuda", 0), "nccl", transformer_engine=True))
 
@@ -123,11 +117,8 @@ def test_the_overlaps_buffers_hold_a_micro_batch(monkeypatch: pytest.MonkeyPatch
     calls: list[Any] = []
     ranks: Any = SimpleNamespace(tensor_size=8)
     package = {"destroy_ub": lambda: calls.append("destroyed"), "initialize_ub": lambda **given: calls.append(given)}
-    fake(
-        monkeypatch,
-        "transformer_engine.pytorch.module",
-        UserBufferQuantizationMode=SimpleNamespace(NONE="NONE", FP8="FP8"),
-    )
+    modes = SimpleNamespace(NONE="NONE", FP8="FP8")
+    fake(monkeypatch, "transformer_engine.pytorch.module", UserBufferQuantizationMode=modes)
     fake(monkeypatch, "transformer_engine.pytorch", **package)
     flags = "--hidden-size 64 --seq-length 512 --micro-batch-size 2 --context-parallel-size 4"
     parallel.start_tensor_overlap(parse(flags.split()), ranks)
@@ -144,9 +135,8 @@ def test_the_overlaps_buffers_hold_a_micro_batch(monkeypatch: pytest.MonkeyPatch
 
 def test_layers_without_rope_have_no_yarn_factor() -> None:
     """YaRN multiplies rotated queries and keys: squared in the scores of those layers, absent from the others."""
-    model = ModelConfig(
-        num_layers=4, no_rope_freq=2, rope_scaling="yarn", rope_scaling_factor=4.0, rope_original_length=64
-    )
+    yarn = "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 64"
+    model = parse(f"--num-layers 4 --no-rope-freq 2 {yarn}".split()).model
     transformer = transformer_config(Config(model=model), CPU)
     factor = rope.attention_factor(model) ** 2
     assert factor > 1

@@ -9,16 +9,7 @@ import torch
 @torch.no_grad()
 def greedy_texts(model: Any, prompts: Sequence[Sequence[int]], new: int, stop: list[int]) -> list[list[int]]:
     """transformers' own greedy continuation of each prompt, alone, of so many tokens at most."""
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            eos_token_id=stop,
-            pad_token_id=0,
-        )
-        texts.append(out[0, len(prompt) :].tolist())
-    return texts
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
+    ids = [torch.tensor([prompt]) for prompt in prompts]
+    texts = [model.generate(one, attention_mask=torch.ones_like(one), **options)[0, one.shape[1] :] for one in ids]
+    return [text.tolist() for text in texts]

@@ -16,6 +16,7 @@ from tests.conftest import SmallData
 from tests.launcher import Commands, call
 from tests.runs import CONFIG, read_jsonl, refusal, without_times
 
+Spoil = Callable[[Path], None]
 SCRIPT = "pretrain_skyladder.py"
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
 NEWEST, BEFORE = "iter_0000004", "iter_0000002"
@@ -70,7 +71,7 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flipped_at(share: float) -> Callable[[Path], None]:
+def flipped_at(share: float) -> Spoil:
     def flipped(path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[int(share * (len(content) - 1))] ^= 1
@@ -79,26 +80,15 @@ def flipped_at(share: float) -> Callable[[Path], None]:
     return flipped
 
 
-def missing(path: Path) -> None:
-    path.unlink()
-
-
 def refused(alone: Commands, *argv: object) -> str:
     return refusal(alone.attempt(SCRIPT, *argv)[0])
 
 
-SPOILS = {"truncated": truncated, "middle byte": flipped_at(0.5), "missing": missing}
-
-
-@pytest.mark.parametrize(
-    ("name", "spoil"),
-    [(TENSORS, "missing"), ("tensors.json", "middle byte"), ("manifest.json", "truncated")],
-)
-def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
-    alone: Commands, small_data: SmallData, run: Path, name: str, spoil: str
-) -> None:
+@pytest.mark.parametrize(("name", "spoil"), [(TENSORS, Path.unlink), ("manifest.json", truncated)])
+def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run: Path, name: str, spoil: Spoil) -> None:
+    """And the checkpoint before it is offered."""
     path = run / "checkpoints" / NEWEST / name
-    SPOILS[spoil](path)
+    spoil(path)
 
     def files() -> list[tuple[Path, int]]:
         found = [file for file in sorted(run.rglob("*")) if file.is_file() and file.name != "lock"]
@@ -111,10 +101,8 @@ def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
     assert files() == before
 
 
-def test_where_weights_alone_are_taken_the_checkpoint_before_is_to_be_named(
-    alone: Commands, small_data: SmallData, run: Path, tmp_path: Path
-) -> None:
-    """No flag takes it there."""
+def test_damaged_weights(alone: Commands, small_data: SmallData, run: Path, tmp_path: Path) -> None:
+    """Where weights alone are taken, no flag takes the checkpoint before: it has to be named."""
     path = run / "checkpoints" / NEWEST / TENSORS
     flipped_at(0.5)(path)
     line = refused(alone, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
@@ -125,11 +113,11 @@ def test_where_weights_alone_are_taken_the_checkpoint_before_is_to_be_named(
     alone.run(SCRIPT, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
 
 
-@pytest.mark.parametrize(("name", "spoil"), [(TENSORS, "middle byte"), ("manifest.json", "missing")])
+@pytest.mark.parametrize(("name", "spoil"), [(TENSORS, flipped_at(0.5)), ("manifest.json", Path.unlink)])
 def test_the_checkpoint_before_is_taken_if_asked(
-    alone: Commands, small_data: SmallData, run: Path, whole: list[dict], name: str, spoil: str
+    alone: Commands, small_data: SmallData, run: Path, whole: list[dict], name: str, spoil: Spoil
 ) -> None:
-    SPOILS[spoil](run / "checkpoints" / NEWEST / name)
+    spoil(run / "checkpoints" / NEWEST / name)
     again = flags(small_data, run, 6, "--load", run, "--load-latest-complete", "--save-interval", 2)
     alone.run(SCRIPT, *again)
     assert without_times(read_jsonl(run / "metrics.jsonl")) == whole

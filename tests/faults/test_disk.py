@@ -59,9 +59,8 @@ def test_a_disk_too_full_for_metrics(alone: Commands, small_data: SmallData, sma
     common = [*COMMON, *small_data.flags, "--save", run, "--window-schedule", "constant", "--lr-decay-iters", 600]
     common += ["--eval-interval", 0, "--save-interval", 1000]
     alone.run(SCRIPT, *common, "--train-iters", 2)
-    filler = small_disk / "filler"
-    with filler.open("wb") as file:
-        file.write(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 8_192))
+    free = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize - 8_192))
     (done,) = alone.attempt(SCRIPT, *common, "--load", run, "--train-iters", 600)
     assert done.status == 2, done.stderr
     assert f"{run}/metrics.jsonl: No space left on device" in done.stderr
@@ -80,9 +79,7 @@ def test_an_export_onto_a_full_disk(alone: Commands, small_disk: Path, tmp_path:
     assert not list(small_disk.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_named_before_training(
-    alone: Commands, small_data: SmallData, small_disk: Path
-) -> None:
+def test_a_read_only_disk(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     line = refused(alone, *small_data.flags, "--save", small_disk / "run")
     assert line.startswith(f"save: {small_disk / 'run'} cannot be written (Read-only file system)")
@@ -90,6 +87,5 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(
 
 def test_a_folder_where_a_file_belongs(small_data: SmallData, tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
-    command = [*small_data.flags, "--seq-length", 64, "--save", tmp_path / "run"]
-    for done in Commands(2).attempt(SCRIPT, *CONFIG, *command):
+    for done in Commands(2).attempt(SCRIPT, *COMMON, *small_data.flags, "--save", tmp_path / "run"):
         assert "metrics.jsonl cannot be written (Is a directory); choose another folder or" in refusal(done)

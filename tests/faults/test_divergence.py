@@ -37,14 +37,7 @@ def check(run: Path, done: list[Done], saved: int | None) -> dict[str, Any]:
     return facts
 
 
-def test_one_process(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    check(run, alone.attempt(SCRIPT, *COMMON, *small_data.flags, *SPOILT, "--save", run), None)
-    alone.run(SCRIPT, *COMMON, *small_data.flags, "--train-iters", 6, "--save", run)
-    assert not (run / "diverged.json").exists()  # a run that begins there takes the mark away
-
-
-def test_every_process_ends_and_rank_0_prints_the_line(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
     run, parallel = tmp_path / "run", ["--context-parallel-size", 2, "--save-interval", 1]
     done = two.attempt(SCRIPT, *COMMON, *small_data.flags, *SPOILT, *parallel, "--save", run)
     facts = check(run, done, len(read_jsonl(run / "metrics.jsonl")))
@@ -87,8 +80,7 @@ def test_the_recommended_flags_continue_a_stage(alone: Commands, small_data: Sma
     assert flags == ["--stage", "wild", "--load", str(run), "--override", "lr", "clip_grad"]
     for checkpoint in sorted((run / "wild" / "checkpoints").glob("iter_*"))[1:]:  # but the first are spoilt
         shutil.rmtree(checkpoint)
-    (done,) = alone.attempt(*command, *flags, "--load-latest-complete", "--lr", 1e-4)
-    assert done.status == 0, done.stderr
+    (done,) = alone.run(*command, *flags, "--load-latest-complete", "--lr", 1e-4)
     assert len(read_jsonl(run / "wild" / "metrics.jsonl")) == 4
 
 
@@ -108,4 +100,5 @@ def test_a_validation_loss_that_is_not_finite(two: Commands, small_data: SmallDa
     flags = recommended(done[0])
     assert flags == ["--load", str(run / "checkpoints" / "iter_0000001"), "--override", "lr", "clip_grad"]
     two.run(*command, *flags, "--lr", 1e-4)
+    assert not (run / "diverged.json").exists()  # a run that begins there takes the mark away
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1, 2]

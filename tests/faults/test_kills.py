@@ -1,6 +1,5 @@
 """SIGKILL at random moments of a run that saves every step: it always continues from a complete checkpoint."""
 
-import os
 import random
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 
 from megatron_ext.checkpoint.folders import folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
-from tests.conftest import SmallData
-from tests.launcher import TIMEOUT_S, Commands, Running
+from tests.conftest import SmallData, slow_but
+from tests.launcher import TIMEOUT_S, Commands, Running, wait_until
 from tests.runs import CONFIG, TRAINER, read_jsonl, without_times
 
 STEPS = 16
@@ -47,42 +46,35 @@ def wait_at_random(running: Running, run: Path, chance: random.Random) -> bool:
     if chance.random() < 1 / 8:
         return running.wait(chance.uniform(0, 10 * seconds))
     before = metrics.stat() if metrics.exists() else None
-    while not metrics.exists() or (before and same_file(metrics.stat(), before)):  # it cuts the file back first
-        if running.wait(0):
-            return True
+
+    def begun() -> bool:
+        """It cuts the file back first."""
+        now = metrics.stat() if metrics.exists() else None
+        return now is not None and not (before and now.st_ino == before.st_ino and now.st_size >= before.st_size)
+
+    wait_until(lambda: begun() or running.wait(0), TIMEOUT_S)
     wanted = len(read_jsonl(metrics)) + chance.randint(1, 4)
-    while len(read_jsonl(metrics)) < wanted:
-        if running.wait(0.002):
-            return True
+    wait_until(lambda: len(read_jsonl(metrics)) >= wanted or running.wait(0), TIMEOUT_S)
     return running.wait(chance.uniform(0, 2 * seconds))
 
 
-def same_file(now: os.stat_result, before: os.stat_result) -> bool:
-    return now.st_ino == before.st_ino and now.st_size >= before.st_size
+KEEP = ("--async-save", "--keep-last", 2)
+CASES = {
+    "async, 3 kills": (1, (), KEEP, 3),
+    "sync, 25 kills": (1, (), (), 25),
+    "async, 25 kills": (1, (), KEEP, 25),
+    "dp2 async, 10 kills": (2, DP2, ("--async-save",), 10),
+}
 
 
-@pytest.mark.parametrize(
-    ("processes", "layout", "saving", "kills"),
-    [
-        pytest.param(1, (), ("--async-save", "--keep-last", 2), 3, id="async, 3 kills"),
-        pytest.param(1, (), (), 25, id="sync, 25 kills", marks=pytest.mark.slow),
-        pytest.param(1, (), ("--async-save", "--keep-last", 2), 25, id="async, 25 kills", marks=pytest.mark.slow),
-        pytest.param(2, DP2, ("--async-save",), 10, id="dp2 async, 10 kills", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("case", slow_but(["async, 3 kills"], CASES))
 @pytest.mark.timeout(3600)
-def test_killed_at_random_moments(
-    small_data: SmallData,
-    tmp_path: Path,
-    processes: int,
-    layout: tuple[str, ...],
-    saving: tuple[object, ...],
-    kills: int,
-) -> None:
+def test_killed_at_random_moments(small_data: SmallData, tmp_path: Path, case: str) -> None:
+    processes, layout, saving, kills = CASES[case]
     whole = tmp_path / "whole"
     Commands(processes).run(TRAINER, *COMMON, *small_data.flags, *layout, "--save", whole)
-    chance = random.Random(f"{layout} {saving} {kills}")
-    done = rounds = unfinished = 0
+    chance = random.Random(case)
+    done = rounds = 0
     while done < kills or not rounds:
         run = tmp_path / f"run{rounds}"
         command = [*COMMON, *small_data.flags, *layout, *saving, "--save", run, "--load", run, "--load-if-present"]
@@ -96,10 +88,8 @@ def test_killed_at_random_moments(
                 running.kill()
                 assert not last, "the run without a kill hangs"
                 done += 1
-                unfinished += any(run.glob("checkpoints/*.incomplete"))
                 assert_complete(run)
         assert trace(run) == trace(whole)
         assert not list(run.glob("checkpoints/*.incomplete"))
         assert_complete(run)
         rounds += 1
-    print(f"{done} kills in {rounds} rounds of {STEPS} steps, {unfinished} of them while a checkpoint was written")

@@ -13,8 +13,8 @@ SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 8, "--window-start", 7]
 
 
-def stalls(run: Path) -> list[float]:
-    return [record["save_stall_s"] for record in read_jsonl(run / "metrics.jsonl")]
+def series(run: Path, name: str) -> list[float]:
+    return [record[name] for record in read_jsonl(run / "metrics.jsonl")]
 
 
 def test_intervals_and_what_stays(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
@@ -22,25 +22,9 @@ def test_intervals_and_what_stays(alone: Commands, small_data: SmallData, tmp_pa
     alone.run(SCRIPT, *COMMON, *small_data.flags, *keeping, "--save", tmp_path)
     assert saved_steps(tmp_path) == [6, 8]
     assert_complete(tmp_path)
-    assert [stall > 0 for stall in stalls(tmp_path)] == [step in (3, 6) for step in range(8)]
-
-
-def test_asynchronous_checkpoints_hold_the_tensors_of_their_step(
-    alone: Commands, small_data: SmallData, tmp_path: Path
-) -> None:
-    """Each is written while the next steps change the tensors; going on from each gives the same losses."""
-    saving = ["--async-save", "--save-interval", 2]
-    alone.run(SCRIPT, *COMMON, *small_data.flags, *saving, "--save", tmp_path / "run")
-    assert saved_steps(tmp_path / "run") == [2, 4, 6, 8]
-    whole = [record["lm_loss"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
-    for step in (2, 6):
-        source = tmp_path / "run" / "checkpoints" / f"iter_{step:07d}"
-        alone.run(SCRIPT, *COMMON, *small_data.flags, "--load", source, "--save", tmp_path / str(step))
-        resumed = [record["lm_loss"] for record in read_jsonl(tmp_path / str(step) / "metrics.jsonl")]
-        assert resumed == whole[step:]
-
-
-def test_by_the_clock(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    stalls = series(tmp_path, "save_stall_s")
+    assert [stall > 0 for stall in stalls] == [step in (3, 6) for step in range(8)]
+    # by the clock
     for seconds, saved in ((1e-3, [1, 2, 3]), (1e6, [3])):
         run = tmp_path / str(seconds)
         flags = ["--train-iters", 3, "--lr-decay-iters", 8, "--save-seconds", seconds, "--save", run]
@@ -48,17 +32,28 @@ def test_by_the_clock(alone: Commands, small_data: SmallData, tmp_path: Path) ->
         assert saved_steps(run) == saved
 
 
+def test_asynchronous_checkpoints(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """Each is written while the next steps change the tensors; going on from each gives the same losses."""
+    saving = ["--async-save", "--save-interval", 2]
+    alone.run(SCRIPT, *COMMON, *small_data.flags, *saving, "--save", tmp_path / "run")
+    assert saved_steps(tmp_path / "run") == [2, 4, 6, 8]
+    for step in (2, 6):
+        source = tmp_path / "run" / "checkpoints" / f"iter_{step:07d}"
+        alone.run(SCRIPT, *COMMON, *small_data.flags, "--load", source, "--save", tmp_path / str(step))
+        assert series(tmp_path / str(step), "lm_loss") == series(tmp_path / "run", "lm_loss")[step:]
+
+
 def test_going_back_by_the_pointer(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     """As docs/health.md does it under Slurm, where --load names the run; a later start does not go back again."""
     flags = [*COMMON, *small_data.flags, "--save-interval", 2, "--save", tmp_path, "--load", tmp_path]
     flags += ["--load-if-present"]
     alone.run(SCRIPT, *flags)
-    whole = [record["lm_loss"] for record in read_jsonl(tmp_path / "metrics.jsonl")]
+    whole = series(tmp_path, "lm_loss")
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4\n")
     for _ in range(2):
         alone.run(SCRIPT, *flags, "--lr", 1e-4, "--override", "lr")
-        lowered = [record["lm_loss"] for record in read_jsonl(tmp_path / "metrics.jsonl")]
-        assert [mine == before for mine, before in zip(lowered, whole, strict=True)] == [True] * 5 + [False] * 3
+        same = [lowered == before for lowered, before in zip(series(tmp_path, "lm_loss"), whole, strict=True)]
+        assert same == [True] * 5 + [False] * 3
         assert saved_steps(tmp_path) == [2, 4, 6, 8]
         left = sorted(path.name.split(".")[0] for path in (tmp_path / "checkpoints").glob("*.left"))
         assert left == ["iter_0000006", "iter_0000008"]
@@ -68,9 +63,9 @@ def test_other_contents_under_the_same_name(alone: Commands, small_data: SmallDa
     for ending in (".bin", ".idx", ".json"):
         shutil.copy(f"{small_data.prefix}{ending}", tmp_path / f"data{ending}")
     data = ["--data-path", tmp_path / "data", "--tokenizer-model", small_data.tokenizer]
-    flags = [*COMMON, *data, "--save", tmp_path / "run"]
-    alone.run(SCRIPT, *flags, "--window-schedule", "constant", "--lr-decay-iters", 9, "--train-iters", 6)
-    on = [*flags, "--window-schedule", "constant", "--lr-decay-iters", 9, "--load", tmp_path / "run"]
+    flags = [*COMMON, *data, "--save", tmp_path / "run", "--window-schedule", "constant", "--lr-decay-iters", 9]
+    alone.run(SCRIPT, *flags, "--train-iters", 6)
+    on = [*flags, "--load", tmp_path / "run"]
     alone.run(SCRIPT, *on, "--train-iters", 7)
     tokens = bytearray((tmp_path / "data.bin").read_bytes())
     tokens[:2], tokens[2:4] = tokens[2:4], tokens[:2]

@@ -24,6 +24,8 @@ def killed(path: Path) -> None:
 def test_a_file_gets_its_name_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), atomic_write(path) as aside:
+        killed(aside)
     with atomic_write(path) as aside:
         aside.write_text("new")
         assert path.read_text() == "old"
@@ -31,27 +33,13 @@ def test_a_file_gets_its_name_at_the_end(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_after_an_exception_the_old_file_stays_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), atomic_write(path) as aside:
-        killed(aside)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
-    for content in ("old", "new"):
-        fill(tmp_path / "a", content)
-    assert (tmp_path / "a" / "inner" / "file").read_text() == "new"
-    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
-
-
-def test_after_an_exception_the_old_folder_stays_alone(tmp_path: Path) -> None:
     fill(tmp_path / "a", "old")
     with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "a") as aside:
         killed(aside / "file")
     assert (tmp_path / "a" / "inner" / "file").read_text() == "old"
+    fill(tmp_path / "a", "new")
+    assert (tmp_path / "a" / "inner" / "file").read_text() == "new"
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 

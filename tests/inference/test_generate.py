@@ -19,6 +19,7 @@ from megatron_ext.inference import generate
 from megatron_ext.inference.cache import KeyValueCache
 from megatron_ext.inference.generate import Choice, Generator, Likelihood, Prompt, open_generator
 from tests.checkpoint.models import write_model
+from tests.conftest import slow_but
 from tests.evaluation.plain import greedy_texts
 from tests.launcher import call
 
@@ -82,24 +83,20 @@ def plain_likelihoods(model: Path, choice: Choice) -> list[tuple[float, bool]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("architecture", "layout"),
-    [
-        ("gemma3", {}),
-        pytest.param("olmo3", {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
-        pytest.param(
-            "llama", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, marks=pytest.mark.slow
-        ),
-        ("llama", {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
-    ],
-    ids=["one", "olmo3-tp2", "deepseek_v3", "tp2-pp2", "vpp"],
-)
-def test_texts_and_likelihoods_are_those_of_transformers_in_small_passes(
-    tmp_path: Path, architecture: str, layout: dict[str, int]
-) -> None:
-    model = write_model(tmp_path / "model", architecture)
-    config = ParallelConfig(**layout)
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CASES = {
+    "one": ("gemma3", {}),
+    "vpp": ("llama", PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
+    "olmo3-tp2": ("olmo3", TP2),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "tp2-pp2": ("llama", TP2 | PP2),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["one", "vpp"], CASES))
+def test_texts_and_likelihoods_are_those_of_transformers_in_small_passes(tmp_path: Path, case: str) -> None:
+    architecture, layout = CASES[case]
+    model, config = write_model(tmp_path / "model", architecture), ParallelConfig(**layout)
     answers = call(asked, config.model_parallel_size, model, config, group=False)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     texts = greedy_texts(plain, [prompt.tokens for prompt in PROMPTS], 5, [])

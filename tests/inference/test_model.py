@@ -1,7 +1,8 @@
-"""The configuration that a loaded model is given."""
+"""The configuration that a loaded model is given, and when two models count as the same."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,39 +10,35 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WindowConfig
 from megatron_ext.config.checks import check
 from megatron_ext.errors import UserError
+from megatron_ext.inference.compare import Comparison
 from megatron_ext.inference.model import inference_config
 
 LENGTH, CHUNK, VOCABULARY = 24, 6, 50
 SCORER = Pretrained(Path("scorer"), ModelConfig(num_layers=4, vocab_size=VOCABULARY), length=LENGTH)
 RUN = Config(
     model=ModelConfig(num_layers=8, vocab_size=VOCABULARY),
-    data=DataConfig(seq_length=LENGTH, data_path=("data",)),
+    data=DataConfig(seq_length=LENGTH, data_path=("data",), global_batch_size=7),
     window=WindowConfig(window_start=2, window_schedule="constant"),
 )
 
 
-@pytest.mark.parametrize("microbatch", [1, 3])
 @pytest.mark.parametrize(
-    ("parallel", "processes"),
+    ("layout", "processes"),
     [
-        (ParallelConfig(), 1),
-        (ParallelConfig(), 3),
-        (ParallelConfig(context_parallel_size=2), 6),
-        (ParallelConfig(pipeline_model_parallel_size=2), 2),
-        (ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1), 6),
-        (ParallelConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=60), 1),
+        ({}, 3),
+        ({"context_parallel_size": 2}, 6),
+        ({"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}, 6),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 60}, 3),
     ],
 )
-def test_every_layout_may_score(parallel: ParallelConfig, processes: int, microbatch: int) -> None:
-    """Also where the run itself could not be trained: 7 rows are shared out evenly by few of these layouts."""
-    data = replace(RUN.data, micro_batch_size=microbatch, global_batch_size=7)
-    run = replace(RUN, parallel=parallel, data=data)
-    config = inference_config(SCORER, run.parallel, CHUNK, processes, bf16=False)
+def test_every_layout_may_score(layout: dict[str, Any], processes: int) -> None:
+    """Also where the run itself could not be trained: none of these shares out 7 rows evenly."""
+    parallel = ParallelConfig(**layout)
+    config = inference_config(SCORER, parallel, CHUNK, processes, bf16=False)
     check(config, processes, training=False)
     assert config.model == SCORER.model
-    if 7 % (microbatch * config.data_parallel_size(processes)):
-        with pytest.raises(UserError, match="global_batch_size"):
-            check(run, processes)
+    with pytest.raises(UserError, match="global_batch_size"):
+        check(replace(RUN, parallel=parallel), processes)
 
 
 def test_dynamic_angles_are_those_of_a_chunk() -> None:
@@ -51,3 +48,19 @@ def test_dynamic_angles_are_those_of_a_chunk() -> None:
     lengths = CHUNK, 4 * CHUNK
     bases = [inference_config(theirs, RUN.parallel, n, 1, bf16=False).model.rotary_base for n in lengths]
     assert bases[0] == model.rotary_base < bases[1]
+
+
+SAME = Comparison(9e-4, 9e-5, 10.0, (2.0, 2.000009), ([1], [1]), "float32")
+
+
+def test_each_bound_counts() -> None:
+    assert SAME.agrees
+    for beyond in (
+        {"largest": 1.1e-3},
+        {"mean": 1.1e-4},
+        {"losses": (2.0, 2.000011)},
+        {"greedy": ([1], [2])},
+        {"largest": float("nan")},
+    ):
+        assert not replace(SAME, **beyond).agrees, beyond  # type: ignore[arg-type]
+    assert replace(SAME, greedy=([1], [2]), dtype="bfloat16").agrees  # where greedy tokens may differ

@@ -1,5 +1,7 @@
-"""The text of a row, read back and compared with a dense mask, and its picture."""
+"""tools/inspect_pack.py: the text of a row, compared with a dense mask, its picture, and rows of a dataset."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.inspect.pack_view import (
-    PALE,
-    WIDTH,
-    PackView,
-    describe,
-    document_name,
-    mask_image,
-    rank_colors,
-    view_row,
-    write_pack,
-)  # fmt: skip
-
-POLICIES = ["auto", "contiguous", "zigzag", "balanced"]
+from megatron_ext.inspect import pack_view
+from megatron_ext.inspect.pack_view import PackView, describe, view_row
+from tests.conftest import ROOT, SmallData
+from tools.inspect_pack import main
 
 
 @st.composite
-def views(draw: Any, longest: int = 160) -> PackView:
+def views(draw: Any) -> PackView:
     ranks = draw(st.integers(1, 5))
-    length = ranks * draw(st.integers(1, longest // ranks))
+    length = ranks * draw(st.integers(1, 128 // ranks))
     return view_row(
         length,
         draw(st.lists(st.integers(0, length), max_size=12)),
         window=draw(st.none() | st.integers(1, length + 1)),
         document_mask=draw(st.booleans()),
         cp_size=ranks,
-        policy=draw(st.sampled_from(POLICIES)),
+        policy=draw(st.sampled_from(["auto", "contiguous", "zigzag", "balanced"])),
     )
 
 
@@ -63,22 +56,15 @@ def drawn(text: str, name: str) -> list[str]:
 
 
 @given(views())
-def test_the_view_against_a_dense_mask(view: PackView) -> None:
-    seen = dense(view).sum(axis=1)
-    np.testing.assert_array_equal(view.keys, seen)
-    np.testing.assert_array_equal(view.owner, owners(view))
-
-
-@given(views(longest=128))
 def test_the_cells_of_a_short_row_are_the_row(view: PackView) -> None:
     text = describe(view)
     documents = np.searchsorted(view.documents, np.arange(view.tokens), side="right") - 1
     segments = np.searchsorted(view.layout.cu_seqlens, np.arange(view.tokens), side="right") - 1
     assert drawn(text, "token") == [str(token) for token in range(view.tokens)]
-    assert drawn(text, "document") == [document_name(number) for number in documents]
+    assert drawn(text, "document") == [pack_view.document_name(number) for number in documents]
     assert drawn(text, "segment") == [str(number) for number in segments]
     assert drawn(text, "keys") == [str(count) for count in dense(view).sum(axis=1)]
-    assert max(len(line) for line in text.splitlines() if line.startswith("token ")) <= WIDTH
+    assert max(len(line) for line in text.splitlines() if line.startswith("token ")) <= pack_view.WIDTH
     row = text.split("\n\nrank 0 ")[0]
     assert drawn(row, "rank") == ([str(rank) for rank in owners(view)] if view.ranks > 1 else [])
 
@@ -86,9 +72,6 @@ def test_the_cells_of_a_short_row_are_the_row(view: PackView) -> None:
 def test_texts_are_printable_and_short() -> None:
     text = describe(view_row(3, []), texts=[" a", "\n", "<|endoftext|>"])
     assert drawn(text, "text") == ["·a", "\\n", "<|endofte…"]
-
-
-def test_refusals_and_their_accepted_neighbours() -> None:
     view = view_row(129, [])
     with pytest.raises(UserError, match=r"text: got a row of 129 tokens, needs one of up to 128"):
         describe(view, texts=["a"] * 129)
@@ -101,22 +84,69 @@ def test_refusals_and_their_accepted_neighbours() -> None:
 
 
 @given(views())
-def test_a_cell_has_the_color_of_the_querys_rank_and_is_pale_where_the_key_is_fetched(view: PackView) -> None:
-    image, owner = mask_image(view), owners(view)
-    colors = np.broadcast_to(rank_colors(view.ranks)[owner][:, None], image.shape)
+def test_a_cell_has_the_color_of_the_querys_rank_pale_where_the_key_is_fetched(view: PackView) -> None:
+    image, owner = pack_view.mask_image(view), owners(view)
+    colors = np.broadcast_to(pack_view.rank_colors(view.ranks)[owner][:, None], image.shape)
     fetched = (owner[:, None] != owner)[..., None]
-    expected = np.where(fetched, 1 - (1 - colors) * PALE, colors)
+    expected = np.where(fetched, 1 - (1 - colors) * pack_view.PALE, colors)
     np.testing.assert_allclose(image, np.where(dense(view)[..., None], expected, 1.0))
 
 
 def test_the_picture_is_written_atomically(tmp_path: Path) -> None:
     view = view_row(12, [3], cp_size=2)
     path = tmp_path / "new" / "row.png"
-    assert write_pack(view, path) == path
+    assert pack_view.write_pack(view, path) == path
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(OSError, match=r"taken\.png"):
-        write_pack(view, tmp_path / "taken.png")
+        pack_view.write_pack(view, tmp_path / "taken.png")
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["new", "row.png", "taken.png"]
     with pytest.raises(UserError, match=r"output: got 'row.jpg', needs a file name that ends in .png"):
-        write_pack(view, Path("row.jpg"))
+        pack_view.write_pack(view, Path("row.jpg"))
+
+
+def test_a_row_by_hand_needs_no_heavy_library() -> None:
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "print(sorted({'megatron', 'torch', 'matplotlib', 'tokenizers'} & set(sys.modules)))"
+    )
+    row = "--document-ends 3 10 --seq-length 12 --window 4 --context-parallel-size 2"
+    command = [sys.executable, "-c", code, "tools/inspect_pack.py", *row.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\n[]\n")
+    assert drawn(done.stdout, "segment") == list("000122223344")
+
+
+def test_a_row_of_a_dataset(small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
+    """The end token stands where a document ends and nowhere else; the sample and the seed choose the row."""
+
+    def row(*flags: str) -> str:
+        assert main([*small_data.flags, "--seq-length", "100", "--text", *flags]) == 0
+        return capsys.readouterr().out
+
+    ends = 0
+    for sample in map(str, range(4)):
+        text = row("--sample", sample)
+        documents, texts = drawn(text, "document"), drawn(text, "text")
+        ended = [number for number in range(99) if documents[number] != documents[number + 1]]
+        assert [number for number in range(99) if texts[number] == "<|endofte…"] == ended
+        assert row("--sample", sample) == text
+        ends += len(ended)
+    assert ends > 0
+    assert row() == row("--sample", "0", "--seed", "1234", "--split", "98,2,0")
+    assert len({row(), row("--sample", "1"), row("--seed", "1"), row("--split", "50,50,0")}) == 4
+    assert main([*small_data.flags, "--seq-length", "64", "--tokenizer-model", "bytes"]) == 2
+    assert "corpus was made with another tokenizer" in capsys.readouterr().err
+
+
+def test_policies_are_compared(small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data-path", str(small_data.prefix), "--seq-length", "256"]
+    assert main([*flags, "--policies", "-"]) == 0
+    kept = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:-1])
+    assert {"random", "best_fit", "whole_document", "carry_over", "drop_tail", "split_drop"} <= set(kept)
+    assert [kept[name] for name in ("random", "best_fit", "carry_over")] == ["100.0%"] * 3
+    assert main([*flags, "--policies", "best"]) == 2
+    assert "there is no policy 'best'" in capsys.readouterr().err

@@ -62,28 +62,14 @@ class TestCutBack:
             assert path.read_bytes() == _lines([record for record in whole if record["step"] < resume])
             assert [file.name for file in Path(folder).iterdir()] == ["metrics.jsonl"]
 
-    @given(content=st.binary() | st.text(alphabet='{}[]":0123456789step,N \n').map(str.encode), resume=STEPS)
-    @settings(deadline=None)
-    def test_any_bytes_are_either_cut_to_a_readable_file_or_refused_and_left_alone(self, content, resume):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "metrics.jsonl"
-            path.write_bytes(content)
-            try:
-                cut_back(path, lambda step: step < resume)
-            except UserError:
-                assert path.read_bytes() == content
-            else:
-                assert all(step < resume for step in _steps(path))
-                assert all(line in content for line in path.read_bytes().splitlines())
-
     @pytest.mark.parametrize("bad", [b'{"step": 1', b'{"step": true}', b"[1]", b"\xff\xfe", b"\0\0\0"])
-    def test_a_corrupt_line_in_the_middle_is_named_by_file_and_line(self, tmp_path, bad):
+    def test_a_corrupt_line_in_the_middle_is_named_and_the_file_left_alone(self, tmp_path, bad):
         path = tmp_path / "metrics.jsonl"
-        path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
-        with pytest.raises(
-            UserError, match=r"metrics\.jsonl, line 2: got .*, needs one JSON object with an integer step; restore"
-        ):
-            cut_back(path, lambda step: True)
+        path.write_bytes(content := b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
+        said = r"metrics\.jsonl, line 2: got .*, needs one JSON object with an integer step; restore"
+        with pytest.raises(UserError, match=said):
+            cut_back(path, lambda step: step < 1)
+        assert path.read_bytes() == content
 
     def test_a_long_file_is_never_in_memory_whole(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
@@ -104,13 +90,6 @@ class TestMetricsWriter:
             (evaluation,) = read_jsonl(tmp_path / "evaluation.jsonl")
         assert evaluation == evaluation_record(1, 3.0, by_length={"128": 3.25, "512": 3.0})
 
-    def test_a_fresh_run_empties_both_files_even_corrupt_ones(self, tmp_path):
-        for name in ("metrics.jsonl", "evaluation.jsonl"):
-            (tmp_path / name).write_bytes(b'nonsense\n{"step": 0}\n')
-        MetricsWriter(tmp_path, resume_step=0, logging=QUIET, config={}).close()
-        assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-        assert (tmp_path / "evaluation.jsonl").read_bytes() == b""
-
     def test_after_a_resume_each_step_stands_once_and_its_evaluation_is_kept(self, tmp_path):
         write_run(tmp_path, 10, evaluate_every=2)
         with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -125,6 +104,8 @@ class TestMetricsWriter:
         with pytest.raises(UserError, match=r"evaluation\.jsonl, line 1"):
             MetricsWriter(tmp_path, resume_step=5, logging=QUIET, config={})
         assert _steps(tmp_path / "metrics.jsonl") == list(range(10))
+        MetricsWriter(tmp_path, resume_step=0, logging=QUIET, config={}).close()  # a fresh run empties both
+        assert [(tmp_path / name).read_bytes() for name in ("metrics.jsonl", "evaluation.jsonl")] == [b"", b""]
 
 
 class TestTensorBoard:
@@ -137,18 +118,12 @@ class TestTensorBoard:
             writer.write("validation", {"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
             writer.write("validation", {"step": 4, "valid_loss": 4.0})
         with closing(MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig(), config={})) as writer:
-            writer.write("train", {"step": 2, "lm_loss": 1.0})
+            writer.write("train", {"step": 2, "lm_loss": 1.0, "attention_entropy": [1.5, float("nan")]})
+        assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["attention_entropy"] == [1.5, None]
+        assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(2, 1.5)]
         assert _scalars(tmp_path, "train/lm_loss") == [(0, 9.0), (1, 8.0), (2, 1.0)]
         assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
-
-    def test_a_list_has_a_scalar_for_each_layer(self, tmp_path):
-        with closing(MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={})) as writer:
-            writer.write("train", {"step": 4, "attention_entropy": [1.5, float("nan")]})
-        assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 4, "attention_entropy": [1.5, None]}]
-        assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]
-        ((_, second),) = _scalars(tmp_path, "train/attention_entropy/layer_2")
-        assert np.isnan(second)
 
 
 class TestWandb:
@@ -166,14 +141,8 @@ class TestWandb:
         monkeypatch.setenv("WANDB_SILENT", "true")
         names = []
         for resume_step in (0, 2):
-            with closing(
-                MetricsWriter(
-                    tmp_path,
-                    resume_step=resume_step,
-                    logging=LoggingConfig(tensorboard=False, wandb_project="p"),
-                    config={},
-                )
-            ) as writer:
+            logging = LoggingConfig(tensorboard=False, wandb_project="p")
+            with closing(MetricsWriter(tmp_path, resume_step=resume_step, logging=logging, config={})) as writer:
                 for step in range(resume_step, resume_step + 3):
                     writer.write("train", step_record(step))
                 writer.write("validation", evaluation_record(resume_step + 3, 3.0))

@@ -4,10 +4,8 @@ import html
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +27,7 @@ from megatron_ext.monitoring.report import (
 )
 from megatron_ext.token_weighting.passage import Passage
 from tests.monitoring.records import evaluation_record, step_record, write_passage_file, write_records, write_run
-
-TOOL = Path(__file__).parents[2] / "tools" / "report.py"
+from tools import report
 
 
 def _shown(path: Path) -> str:
@@ -43,21 +40,30 @@ def _report(*folders: Path) -> Path:
     return write_report(load_runs(folders), folders[0] / "report.html")
 
 
-def test_steps_that_were_not_finite_are_counted(tmp_path):
-    records = [step_record(step, spike=int(step in (3, 9))) for step in range(20)]
-    records[7]["lm_loss"] = None
-    records[9] |= {"grad_norm": None, "skipped": 1}
-    rows = table(load_run(write_records(tmp_path, records)))
-    assert rows["Non-finite steps"] == "2"
-    assert (rows["Loss spikes"], rows["Steps that changed no weight"]) == ("2", "1")
-
-
-def test_flops_are_compared_with_steps_at_the_last_window(tmp_path):
-    records = [
-        step_record(step, window=64 if step < 20 else 1024, flops=3e9 if step < 20 else 4e9) for step in range(40)
-    ]
-    rows = table(load_run(write_records(tmp_path, records)))
+def test_figures_of_the_table(tmp_path):
+    """FLOPs are compared with steps at the last window; a step without trained tokens has no loss."""
+    records = [step_record(s, window=64 if s < 20 else 1024, flops=3e9 if s < 20 else 4e9) for s in range(40)]
+    records[3] |= {"spike": 1}
+    records[7] |= {"lm_loss": None}
+    records[9] |= {"grad_norm": None, "skipped": 1, "spike": 1}
+    records[12] |= {"denominator": 0.0, "lm_loss": 0.0, "train_loss": 0.0, "grad_norm": 0.0, "skipped": 1}
+    run = load_run(write_records(tmp_path, records))
+    rows = table(run)
     assert rows["FLOPs saved against the last steps"] == "12.5%"  # 140 instead of 160
+    assert (rows["Non-finite steps"], rows["Loss spikes"], rows["Steps that changed no weight"]) == ("2", "2", "2")
+    losses = [record["lm_loss"] for step, record in enumerate(records) if step not in (7, 12)]
+    assert run.curve("lm_loss").values.tolist() == losses
+
+
+@pytest.mark.filterwarnings("error")
+def test_short_runs_have_a_report_and_empty_ones_none(tmp_path):
+    _report(write_run(tmp_path / "short", 1))
+    (tmp_path / "short" / "metrics.jsonl").write_text('{"step": 0, "lm_loss": null}\n{"step": 1}\n')
+    assert "This run folder has no config.yaml." in _report(tmp_path / "short").read_text()
+    empty = write_records(tmp_path / "empty", [])
+    with pytest.raises(UserError, match="holds no complete step"):
+        _report(empty)
+    assert [file.name for file in empty.iterdir()] == ["metrics.jsonl"]
 
 
 def test_the_table_shows_where_a_run_ran_and_how_it_ended(tmp_path):
@@ -86,21 +92,6 @@ def test_any_name_and_configuration_is_shown_as_text(tmp_path):
         assert not re.search(r"<(link|iframe|img)\b|<script[^>]* src=", page)  # one file, which loads nothing
 
 
-@pytest.mark.filterwarnings("error")
-def test_short_runs_have_a_report(tmp_path):
-    _report(write_run(tmp_path, 1))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "lm_loss": null}\n{"step": 1}\n')
-    text = _report(tmp_path).read_text()
-    assert "This run folder has no config.yaml." in text
-
-
-def test_an_empty_run_leaves_no_report_behind(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="holds no complete step"):
-        _report(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
 @pytest.mark.parametrize(
     ("name", "record"),
     [
@@ -123,12 +114,6 @@ def test_a_value_of_another_type_is_named(tmp_path, name, record):
         load_run(run)
 
 
-def test_a_run_is_compared_with_others(tmp_path):
-    runs = [write_run(tmp_path / name, 3) for name in "ab"]
-    with pytest.raises(UserError, match="/a twice"):
-        load_runs([*runs, tmp_path / "b" / ".." / "a"])
-
-
 def test_charts_show_what_was_recorded(tmp_path):
     measures = {f"attention_{name}": [0.5, 1.5, 2.5] for name in ("entropy", "sink_share")}
     records = [step_record(step, **(measures if step % 5 == 0 else {})) for step in range(60)]
@@ -143,14 +128,24 @@ def test_charts_show_what_was_recorded(tmp_path):
     assert names == [f"{folder.name}, 128 tokens", f"{folder.name}, 1,024 tokens"]
     assert list(found["Validation loss by position"].data[0].x) == [1, 2, 4, 8, 16, 32]
     assert [len(found[f"Attention {name}"].data) for name in ("entropy", "sinks")] == [4, 4]
-
-
-def test_a_long_curve_keeps_its_extremes(tmp_path):
     records = [step_record(step, grad_norm=900.0 if step == 1234 else 1.0) for step in range(5000)]
     extremes, means = charts([load_run(write_records(tmp_path, records))])["Gradient norm before clipping"].data
-    assert [len(extremes.y), len(means.y)] == [2 * MOST_POINTS, MOST_POINTS]
-    assert max(extremes.y) == 900.0
-    assert max(means.y) == 1 + 899.0 / 25
+    assert [len(extremes.y), len(means.y)] == [2 * MOST_POINTS, MOST_POINTS]  # a long curve keeps its extremes
+    assert (max(extremes.y), max(means.y)) == (900.0, 1 + 899.0 / 25)
+
+
+def test_evaluations_of_a_run(tmp_path):
+    """A second one of a step replaces the first, and a length may be evaluated later than others."""
+    write_run(tmp_path, 3)
+    later = evaluation_record(2, 3.0, by_length={"1024": 2.5, "128": 3.0})
+    records = [evaluation_record(0, 5.0), evaluation_record(2, 4.0), later]
+    run = load_run(write_records(tmp_path, records, "evaluation.jsonl"))
+    assert run.validation["valid_loss"].values.tolist() == [5.0, 3.0]
+    curves = parts(run.validation, "by_length")
+    assert [curve.tolist() for curve in curves["128"]] == [[2.0], [3.0]]
+    assert [curve.tolist() for curve in curves["1024"]] == [[0.0, 2.0], [5.0, 2.5]]
+    rows = [label for label in table(run) if label.startswith("Validation")]
+    assert rows == ["Validation loss at 128 tokens", "Validation loss at 1,024 tokens"]
 
 
 def test_the_training_loss_is_smoothed_and_the_doublings_of_the_window_are_shaded(tmp_path):
@@ -189,6 +184,8 @@ def test_a_comparison_has_a_trace_and_a_column_for_each_run(tmp_path):
     assert [trace.name for trace in found["Mean score"].data] == ["b"]
     text = _shown(write_report(load_runs(runs), tmp_path / "compare.html"))
     assert "mean +0.0000 nats, standard deviation over steps 0.0000. One seed each" in text
+    with pytest.raises(UserError, match="/a twice"):
+        load_runs([*runs, tmp_path / "b" / ".." / "a"])
 
 
 def test_evaluations_of_the_run_and_given_ones_are_shown(tmp_path):
@@ -204,51 +201,6 @@ def test_evaluations_of_the_run_and_given_ones_are_shown(tmp_path):
         write_report([load_run(run)], run / "report", [tmp_path / "empty"])
 
 
-def test_the_passage_is_in_the_report(tmp_path):
-    folder = write_passage_file(write_run(tmp_path, 3, weighted=True))
-    assert "tokens 4,096 to 4,099 of a row" in _report(folder).read_text(encoding="utf-8")
-
-
-class TestCommandLine:
-    @pytest.fixture
-    def report(self, capsys, monkeypatch):
-        """The command in this process: exit status, stdout, stderr."""
-        main = runpy.run_path(str(TOOL))["main"]
-
-        def run(*arguments):
-            monkeypatch.setattr(sys, "argv", [str(TOOL)])
-            return main(list(map(str, arguments))), *capsys.readouterr()
-
-        return run
-
-    def test_every_stage_of_a_run_gets_a_report(self, report, tmp_path):
-        stages = [
-            write_records(tmp_path / name, [step_record(step, time=at + step) for step in range(2)])
-            for at, name in ((1.0, "b"), (9.0, "a"))
-        ]
-        status, out, err = report(tmp_path)
-        assert (status, err) == (0, "")
-        assert out.splitlines()[1::2] == [str(folder / "report.html") for folder in (*stages, tmp_path)]
-        assert out.startswith("training loss 5.5000 at the start, 5.3")
-
-    def test_stability_figures_of_a_span_of_steps(self, report, tmp_path):
-        """A line for each run, as the paper's table has them."""
-        runs = [write_run(tmp_path / name, 40) for name in ("a", "b")]
-        losses = [step_record(step)["lm_loss"] for step in range(20, 40)]
-        expected = stability(losses, [step_record(step)["grad_norm"] for step in range(20, 40)])
-        status, out, _ = report(*runs, "--stability-steps", "20", "40")
-        assert status == 0
-        header, *lines = out.splitlines()
-        assert header.startswith("steps 20 to 39")
-        assert [line.split()[0] for line in lines] == ["a", "b"]
-        for line in lines:
-            figures = [float(figure) for figure in line.split()[1:]]
-            assert figures == pytest.approx(list(expected.values()), abs=1e-4)
-        status, _, err = report(runs[0], "--stability-steps", "35", "60")
-        assert status == 2
-        assert "has 5 finite steps, needs 10; its last step is 39" in err
-
-
 def test_a_passage_is_read_as_it_was_written(tmp_path: Path) -> None:
     passage = Passage(step=3, start=2, tokens=(104, 105), texts=("h", "i"), weights=(0.0, 1.5), scores=(None, 0.25))
     passage.write(tmp_path)
@@ -256,21 +208,36 @@ def test_a_passage_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["passage.json"]
     assert passage.html().count("<span") == 2
     assert Passage.read(write_passage_file(tmp_path, texts=None)).html().count("<span") == 4
+    run = write_passage_file(write_run(tmp_path / "run", 3, weighted=True))
+    assert "tokens 4,096 to 4,099 of a row" in _report(run).read_text(encoding="utf-8")
 
 
-def test_a_second_evaluation_of_a_step_replaces_the_first(tmp_path):
-    write_run(tmp_path, 3)
-    write_records(tmp_path, [evaluation_record(2, 5.0), evaluation_record(2, 4.0)], "evaluation.jsonl")
-    assert load_run(tmp_path).validation["valid_loss"].values.tolist() == [4.0]
+def test_the_command_reports_each_stage_by_recorded_time(tmp_path, capsys):
+    """Copying a folder changes the times of files."""
+    for number, name in enumerate(("short", "long")):
+        write_records(tmp_path / name, [step_record(step, time=1000.0 * number + step) for step in range(2)])
+        os.utime(tmp_path / name / "metrics.jsonl", (100.0 - number, 100.0 - number))
+    assert report.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    pages = [tmp_path / name / "report.html" for name in ("short", "long", "")]
+    assert out.splitlines()[1::2] == list(map(str, pages))
+    assert out.startswith("training loss 5.5000 at the start, 5.3")
+    assert stage_folders(tmp_path / "short") == []
 
 
-def test_a_step_without_trained_tokens_has_no_loss(tmp_path):
-    records = [step_record(step) for step in range(30)]
-    empty = {"denominator": 0.0, "lm_loss": 0.0, "train_loss": 0.0, "grad_norm": 0.0, "skipped": 1}
-    write_records(tmp_path, [*records[:12], records[12] | empty, *records[13:]])
-    run = load_run(tmp_path)
-    assert run.curve("lm_loss").values.tolist() == [record["lm_loss"] for record in records if record["step"] != 12]
-    assert table(run)["Non-finite steps"] == "0"
+def test_the_command_gives_stability_figures_of_a_span_of_steps(tmp_path, capsys):
+    """A line for each run, as the paper's table has them."""
+    runs = [str(write_run(tmp_path / name, 40)) for name in ("a", "b")]
+    spans = [[step_record(step)[key] for step in range(20, 40)] for key in ("lm_loss", "grad_norm")]
+    assert report.main([*runs, "--stability-steps", "20", "40"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.startswith("steps 20 to 39")
+    assert [line.split()[0] for line in lines] == ["a", "b"]
+    for line in lines:
+        figures = [float(figure) for figure in line.split()[1:]]
+        assert figures == pytest.approx(list(stability(*spans).values()), abs=1e-4)
+    assert report.main([runs[0], "--stability-steps", "35", "60"]) == 2
+    assert "has 5 finite steps, needs 10; its last step is 39" in capsys.readouterr().err
 
 
 def test_differences_are_effect_sizes_with_their_spread_over_steps(tmp_path):
@@ -293,15 +260,6 @@ def test_the_four_stability_figures():
     assert stability([1.0] * 9 + [2.0, 2.0], [1.0])["volatility"] == pytest.approx((0.3 + 0.4) / 2)
 
 
-def test_stages_are_ordered_by_the_recorded_time(tmp_path):
-    """Copying a folder changes the times of files."""
-    for number, name in enumerate(("short", "long", "longer")):
-        write_records(tmp_path / name, [step_record(step, time=1000.0 * number + step) for step in range(3)])
-        os.utime(tmp_path / name / "metrics.jsonl", (100.0 - number, 100.0 - number))
-    assert [folder.name for folder in stage_folders(tmp_path)] == ["short", "long", "longer"]
-    assert stage_folders(tmp_path / "short") == []
-
-
 SOURCES = {"books": {"share": 0.75, "row_tokens": 1000.0}, "code": {"share": 0.25, "row_tokens": 500.0}}
 
 
@@ -315,18 +273,6 @@ def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path)
     assert list(requested.y) == [0.75, 0.75]
     assert [books.y[0], code.y[0]] == pytest.approx([3000 / 3500, 500 / 3500])
     assert [books.y[-1], code.y[-1]] == pytest.approx([2 / 3, 1 / 3])
-
-
-def test_a_length_may_be_evaluated_later_than_others(tmp_path):
-    write_run(tmp_path, 3)
-    later = evaluation_record(2, 3.0, by_length={"1024": 2.5, "128": 3.0})
-    write_records(tmp_path, [evaluation_record(0, 5.0), later], "evaluation.jsonl")
-    run = load_run(tmp_path)
-    curves = parts(run.validation, "by_length")
-    assert [curve.tolist() for curve in curves["128"]] == [[2.0], [3.0]]
-    assert [curve.tolist() for curve in curves["1024"]] == [[0.0, 2.0], [5.0, 2.5]]
-    rows = [label for label in table(run) if label.startswith("Validation")]
-    assert rows == ["Validation loss at 128 tokens", "Validation loss at 1,024 tokens"]
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

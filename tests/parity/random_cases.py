@@ -5,6 +5,8 @@ seed -> processes, Config          draw_case: drawn again until checks.mistakes 
      -> another layout             for a case that stops after half of its steps and goes on elsewhere
 """
 
+import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -77,17 +79,10 @@ class RandomCase:
 
     @property
     def alone(self) -> Run:
-        config = self.run.config
-        return Run(
-            replace(
-                config,
-                parallel=ParallelConfig(device="cpu"),
-                data=replace(config.data, micro_batch_size=1, balance_batches=False),
-                training=replace(config.training, loss_block_tokens=TrainingConfig.loss_block_tokens),
-                checkpoint=CheckpointConfig(save="run"),
-            ),
-            processes=1,
-        )
+        data = replace(self.run.config.data, micro_batch_size=1, balance_batches=False)
+        training = replace(self.run.config.training, loss_block_tokens=TrainingConfig.loss_block_tokens)
+        alone = {"parallel": ParallelConfig(device="cpu"), "checkpoint": CheckpointConfig(save="run")}
+        return Run(replace(self.run.config, data=data, training=training, **alone), processes=1)
 
 
 def draw_case(seed: int) -> RandomCase:
@@ -105,10 +100,8 @@ def draw_case(seed: int) -> RandomCase:
 
     run = _deepseek(valid(lambda: _run(chance)), random.Random(f"{seed} deepseek"))
     if run.config.training.eval_interval and chance.random() < 0.3:
-        others = replace(
-            run.config.data, valid_data_path=("mixed",) if chance.random() < 0.5 else ("1", "long", "3", "mixed")
-        )
-        run = replace(run, config=replace(run.config, data=others))
+        path = ("mixed",) if chance.random() < 0.5 else ("1", "long", "3", "mixed")
+        run = replace(run, config=replace(run.config, data=replace(run.config.data, valid_data_path=path)))
     if chance.random() < 0.7:
         return RandomCase(seed, run, None, rejected)
     saving = replace(run.config.checkpoint, save_interval=SAVED_AT, async_save=chance.random() < 0.4)
@@ -212,15 +205,8 @@ def _any(chance: random.Random, kind: type, name: str, *without: str) -> Any:
 
 
 def _parallel(chance: random.Random, processes: int, layers: int) -> ParallelConfig:
-    tp, pp, cp = chance.choice(
-        [
-            (tp, pp, cp)
-            for tp in (1, 2, 4)
-            for pp in (1, 2, 4)
-            for cp in (1, 2, 4)
-            if processes % (tp * pp * cp) == 0  # the rest is data-parallel
-        ]
-    )
+    sizes = itertools.product((1, 2, 4), repeat=3)
+    tp, pp, cp = chance.choice([size for size in sizes if processes % math.prod(size) == 0])  # the rest: data-parallel
     stage = max(layers // pp, 1)
     interleaved = pp > 1 and stage > 1 and chance.random() < 0.7
     distributed, overlap = chance.choice((True, True, False, None)), chance.choice((True, False, None))
@@ -442,10 +428,8 @@ def prepare(config: Config) -> None:
         for split in splits(plain, config.model.vocab_size, number):
             key, prefix = split.plan_key(), split.part.prefix
             if key.policy != "random" and not plan_folder(prefix, key).exists():
-                plan = build_plan(
-                    key.policy, split.source, split.documents, split.length, split.seed, split.part.options
-                )
-                save_plan(plan, prefix)
+                rows = split.source, split.documents, split.length, split.seed
+                save_plan(build_plan(key.policy, *rows, split.part.options), prefix)
     if config.weighting.score_store is None:
         return
     rows: Any = row_identity(config, config.model.vocab_size)

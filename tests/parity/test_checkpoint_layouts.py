@@ -1,17 +1,13 @@
 """Saved under one layout, loaded under another: the next losses are those of the run that went on."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from megatron_ext.checkpoint.tensors import Stored
-from tests.conftest import SmallData
-from tests.launcher import Commands
-from tests.runs import CONFIG, read_jsonl, relative
+from tests.parity.test_layouts import DOTS1, MIXTRAL
+from tests.runs import Launched, RunResult, relative
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
-SCRIPT = "pretrain_skyladder.py"
 COMMON = f"""--seq-length 64 --lr-warmup-iters 2 --lr-decay-iters {STEPS} --window-start 7 --window-rate 9
     --document-mask --eod-mask-loss""".split()
 TP2 = "--tensor-model-parallel-size 2"
@@ -38,60 +34,31 @@ LAYOUTS = {
     "pp2 ep2 distributed": (4, f"{PP2} {EP2} {DISTRIBUTED}"),
     "tp2 sp ep2": (4, f"{TP2} --sequence-parallel {EP2}"),
 }
-EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-aux-loss-coeff", "0.1")
-BIASED = (
-    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"),
-    *("--moe-shared-expert-intermediate-size", "48", "--moe-layer-freq", "0", "1", "1", "1"),
-    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
-    *("--moe-router-bias-update-rate", "0.02"),
-)
 # Every layout is saved under once and loaded into once, next to one that shares the state out in another way.
 RING = ["pp2 vpp2", "dp2 distributed", "tp2", "cp2 dp2 distributed", "tp2 pp2", "1", "pp2 vpp2 dp2 distributed", "dp2"]
 RING += ["tp2 sp dp2 distributed", "pp2", "1 distributed", "cp2"]
 RING_OF_EXPERTS = ["cp2 ep2", "1", "tp2 sp ep2", "ep2 distributed", "tp2 sp", "pp2 ep2 distributed", "ep2"]
 
 
-class Grid:
-    """Runs layouts; each source and each pair once."""
-
-    def __init__(self, data: SmallData, folder: Path) -> None:
-        self.data, self.folder = data, folder
-        self._made: dict[tuple[str, ...], Path] = {}
-
-    def both(self, source: str, target: str, *flags: str) -> tuple[list[float], list[float]]:
-        """Losses and gradient norms of `target` from the checkpoint of `source`, and of a run without a stop."""
-        return self.resumed(source, target, *flags), self.losses(self._run("1", STEPS, flags))[-2 * (STEPS - SAVED) :]
-
-    def source(self, layout: str, *flags: str) -> Path:
-        return self._run(layout, SAVED, flags)
-
-    def resumed(self, source: str, target: str, *flags: str) -> list[float]:
-        return self.losses(self._run(target, STEPS, (*flags, "--load", str(self.source(source, *flags)))))
-
-    def biases(self, layout: str, *flags: str) -> torch.Tensor:
-        """The expert biases at the end of a run of all steps."""
-        stored = Stored(self._run(layout, STEPS, flags) / "checkpoints" / f"iter_{STEPS:07d}")
-        names = sorted(name for name in stored.tensors if name.endswith("expert_bias"))
-        assert len(names) == 3
-        return torch.stack([stored.read(name) for name in names])
-
-    def losses(self, run: Path) -> list[float]:
-        return [record[key] for record in read_jsonl(run / "metrics.jsonl") for key in ("lm_loss", "grad_norm")]
-
-    def _run(self, layout: str, steps: int, flags: tuple[str, ...]) -> Path:
-        key = (layout, str(steps), *flags)
-        if key not in self._made:
-            processes, words = LAYOUTS[layout]
-            folder = self.folder / f"run{len(self._made)}"
-            every = [*CONFIG, *COMMON, *self.data.flags, *words.split(), *flags]
-            Commands(processes).run(SCRIPT, *every, "--train-iters", steps, "--save", folder)
-            self._made[key] = folder
-        return self._made[key]
+def trained(launched: Launched, layout: str, steps: int, *flags: object) -> RunResult:
+    processes, words = LAYOUTS[layout]
+    return launched([*COMMON, *words.split(), *flags, "--train-iters", steps], processes)
 
 
-@pytest.fixture(scope="module")
-def grid(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Grid:
-    return Grid(small_data, tmp_path_factory.mktemp("grid"))
+def resumed(launched: Launched, source: str, target: str, *flags: str) -> RunResult:
+    return trained(launched, target, STEPS, *flags, "--load", trained(launched, source, SAVED, *flags).folder)
+
+
+def apart(run: RunResult, whole: RunResult) -> float:
+    return max(relative(run.series(key), whole.series(key)[SAVED:]) for key in ("lm_loss", "grad_norm"))
+
+
+def biases(run: RunResult) -> torch.Tensor:
+    """The expert biases at the end."""
+    stored = Stored(run.folder / "checkpoints" / f"iter_{STEPS:07d}")
+    names = sorted(name for name in stored.tensors if name.endswith("expert_bias"))
+    assert len(names) == 3
+    return torch.stack([stored.read(name) for name in names])
 
 
 def around(ring: list[str], quick: int) -> list[object]:
@@ -101,40 +68,39 @@ def around(ring: list[str], quick: int) -> list[object]:
 
 
 @pytest.mark.parametrize(("source", "target"), around(RING, quick=2))
-def test_the_next_losses_are_those_of_the_run_that_went_on(grid: Grid, source: str, target: str) -> None:
-    assert relative(*grid.both(source, target)) <= TOLERANCE
+def test_the_next_losses_are_those_of_the_run_that_went_on(launched: Launched, source: str, target: str) -> None:
+    assert apart(resumed(launched, source, target), trained(launched, "1", STEPS)) <= TOLERANCE
 
 
-ALONE_IN_BF16 = pytest.param("1", "1", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("source", "target"), [*around(RING_OF_EXPERTS, quick=1), ALONE_IN_BF16])
-def test_experts_and_their_biases_go_on(grid: Grid, source: str, target: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [*around(RING_OF_EXPERTS, quick=1), pytest.param("1", "1", marks=pytest.mark.slow, id="alone in bf16")],
+)
+def test_experts_and_their_biases_go_on(launched: Launched, source: str, target: str) -> None:
     """Biases bit for bit, in float32: they are sums of steps of one size."""
-    flags = (*BIASED, *(["--bf16"] if source == target else []))
-    assert relative(*grid.both(source, target, *flags)) <= TOLERANCE
-    biases = grid.biases("1", *flags)
-    loaded = grid.biases(target, *flags, "--load", str(grid.source(source, *flags)))
-    assert biases.dtype == torch.float32
-    assert torch.equal(loaded, biases)
-    assert len(biases.unique()) > 2
+    flags = (*DOTS1.split(), *(["--bf16"] if source == target else []))
+    whole, run = trained(launched, "1", STEPS, *flags), resumed(launched, source, target, *flags)
+    assert apart(run, whole) <= TOLERANCE
+    assert biases(run).dtype == torch.float32
+    assert torch.equal(biases(run), biases(whole))
+    assert len(biases(whole).unique()) > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("source", "target", "plain", "flags"),
+    ("source", "target", "plain", "model"),
     [
-        ("1", "1 distributed", "1", ()),
-        ("1 distributed", "1", "1", ()),
-        ("ep2", "ep2 distributed", "ep2", EXPERTS),  # experts have an optimizer of their own
-        ("ep2 distributed", "ep2", "ep2", EXPERTS),
+        ("1", "1 distributed", "1", ""),
+        ("1 distributed", "1", "1", ""),
+        ("ep2", "ep2 distributed", "ep2", MIXTRAL),  # experts have an optimizer of their own
+        ("ep2 distributed", "ep2", "ep2", MIXTRAL),
     ],
 )
 def test_master_weights_pass_between_the_optimizers(
-    grid: Grid, source: str, target: str, plain: str, flags: tuple[str, ...]
+    launched: Launched, source: str, target: str, plain: str, model: str
 ) -> None:
     """Without clipping, whose norm they add up in another order, both make the same updates, bit for bit."""
-    flags = (*flags, "--bf16", "--clip-grad", "0")
-    resumed, whole = grid.resumed(source, target, *flags), grid.resumed(plain, plain, *flags)
-    assert resumed[::2] == whole[::2]
-    assert len(resumed) == 2 * (STEPS - SAVED)
+    flags = (*model.split(), "--bf16", "--clip-grad", "0")
+    run, whole = resumed(launched, source, target, *flags), resumed(launched, plain, plain, *flags)
+    assert run.series("lm_loss") == whole.series("lm_loss")
+    assert len(run.metrics) == STEPS - SAVED

@@ -1,61 +1,56 @@
 """The parity matrix: every way to share the model and the batch out over processes trains the same model."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from tests.conftest import SmallData
-from tests.runs import RunResult, launch, relative, weight_error
+from tests.runs import Launched, RunResult, relative, weight_error
 
 STEPS = 5
 LENGTH = 64
 TOLERANCE = 1e-5
 # windows 7, 22, 37, 52, 64; rows whose trained tokens differ in number, so that means of means would show
 COMMON = f"--seq-length {LENGTH} --lr-warmup-iters 2 --document-mask --eod-mask-loss".split()
-COMMON += ["--attention-health-interval", "2", "--attention-health-queries", "50"]
+COMMON += f"--attention-health-interval 2 --attention-health-queries 50 --train-iters {STEPS}".split()
+COMMON += f"--eval-interval {STEPS} --eval-iters 1 --eval-lengths 7 {LENGTH}".split()
 LINEAR = ["--window-schedule", "linear", "--window-start", "7", "--window-rate", "15"]
 CONSTANT = ["--window-schedule", "constant"]
-EVALUATION = f"--eval-interval {STEPS} --eval-iters 1 --eval-lengths 7 {LENGTH}".split()
 
 
 @dataclass(frozen=True)
 class Layout:
     flags: str
     processes: int
-    model: tuple[str, ...] = field(default=())
+    model: str = ""
 
 
-TIED = ("--no-untie-embeddings-and-output-weights",)
-GEMMA3 = ("--block", "gemma3", "--local-window", "20", "--window-attn-skip-freq", "2", "--rotary-base-local", "300")
-YARN = ("--rope-scaling", "yarn", "--rope-scaling-factor", "4", "--rope-original-length", "16")
-OLMO3 = ("--block", "olmo3", "--local-window", "20", "--window-attn-skip-freq", "4", "--rotary-base-local", "300")
-OLMO3 += YARN
-TWO_BASES = ("--local-window", "20", "--window-attn-skip-freq", "2", "--rotary-base-local", "300", *YARN)
-PHI = ("--block", "phi", "--rotary-percent", "0.5")
-QWEN3 = ("--qk-layernorm", "--kv-channels", "24")
-BALANCED = ("--moe-aux-loss-coeff", "0.1")
-MIXTRAL = ("--num-experts", "4", "--moe-ffn-hidden-size", "96", *BALANCED)
-QWEN3_MOE = (*QWEN3, "--num-experts", "6", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "40", *BALANCED)
-# DeepSeek-V3's experts, with Qwen3's attention
-DOTS1 = (*QWEN3, "--num-experts", "8", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "40", *BALANCED)
-DOTS1 += ("--moe-shared-expert-intermediate-size", "80", "--moe-layer-freq", "0", "1", "1", "1")
-DOTS1 += ("--moe-router-score-function", "sigmoid", "--moe-router-topk-scaling-factor", "2.5")
-DOTS1 += ("--moe-router-num-groups", "4", "--moe-router-group-topk", "2")
-DOTS1 += ("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.01")
-LATENT = ("--multi-latent-attention", "--num-query-groups", "4", "--q-lora-rank", "24", "--kv-lora-rank", "20")
-LATENT += ("--qk-head-dim", "16", "--qk-pos-emb-head-dim", "12", "--v-head-dim", "18")
-DEEPSEEK = (*LATENT, *DOTS1[len(QWEN3) :], *YARN, "--rope-mscale-all-dim", "0.7")
-SINKS = ("--softmax-type", "learnable")
-GPT_OSS = ("--block", "gpt_oss", *MIXTRAL, "--local-window", "20", "--window-attn-skip-freq", "2")
+# models, for the other modules of this folder too
+TIED = "--no-untie-embeddings-and-output-weights"
+YARN = "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 16"
+GEMMA3 = "--block gemma3 --local-window 20 --window-attn-skip-freq 2 --rotary-base-local 300"
+OLMO3 = f"--block olmo3 --local-window 20 --window-attn-skip-freq 4 --rotary-base-local 300 {YARN}"
+PHI = "--block phi --rotary-percent 0.5"
+QWEN3 = "--qk-layernorm --kv-channels 24"
+MIXTRAL = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.1"
+QWEN3_MOE = f"{QWEN3} --num-experts 6 --moe-router-topk 3 --moe-ffn-hidden-size 40 --moe-aux-loss-coeff 0.1"
+SIGMOID = """--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 40 --moe-aux-loss-coeff 0.1
+    --moe-shared-expert-intermediate-size 80 --moe-layer-freq 0 1 1 1 --moe-router-score-function sigmoid
+    --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 --moe-router-group-topk 2
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"""  # DeepSeek-V3's experts
+DOTS1 = f"{QWEN3} {SIGMOID}"
+LATENT = """--multi-latent-attention --num-query-groups 4 --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 16
+    --qk-pos-emb-head-dim 12 --v-head-dim 18"""
+DEEPSEEK = f"{LATENT} {SIGMOID} {YARN} --rope-mscale-all-dim 0.7"
+SINKS = "--softmax-type learnable"
+GPT_OSS = f"--block gpt_oss {MIXTRAL} --local-window 20 --window-attn-skip-freq 2"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
 VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
-WEIGHTED = ("--token-weighting", "unfrozen", "--short-context", "16", "--weight-strength", "0.5")
+WEIGHTED = "--token-weighting unfrozen --short-context 16 --weight-strength 0.5"
 OVERLAPS = DISTRIBUTED + " --overlap-grad-reduce --overlap-param-gather"
 MODULES = "--recompute-granularity selective --recompute-modules"
 
@@ -67,22 +62,19 @@ FAST = {
     ),
     "dp2 balanced batches": Layout("--balance-batches", 2),
     "olmo3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, OLMO3),
-    "mixtral ep2": Layout(EP2, 2, MIXTRAL),
-    "deepseek cp2 ep2": Layout(f"{CP2} {EP2} --cp-scheme exchange", 2, DEEPSEEK),
+    "gpt-oss cp2 ep2": Layout(f"{CP2} {EP2} --cp-scheme exchange", 2, GPT_OSS),
+    "deepseek cp2 ep2 token weights": Layout(f"{CP2} {EP2} --cp-scheme exchange", 2, f"{DEEPSEEK} {WEIGHTED}"),
 }
 # What test_random_combinations.py does not draw, or not together; each with as many options as one run can show.
 SLOW = {
     # the output matrix of the last stage in a bucket of its own: nothing but its own layer awaits its gather
     "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
     "tp2 sp dp2 distributed overlaps": Layout(f"{TP2} --sequence-parallel {OVERLAPS}", 4),
-    "pp2 vpp2 dp2 distributed overlaps": Layout(f"{VPP2} {OVERLAPS}", 4),
     "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
     "mlp blocks recompute full": Layout("--mlp-block-tokens 50 --recompute-granularity full", 1),
-    "compile dp2 distributed overlaps": Layout(f"{OVERLAPS} --compile", 2),
-    "olmo3 compile tp2 sp": Layout(f"{TP2} --sequence-parallel --compile", 2, OLMO3),
+    "olmo3 compile tp2 sp distributed overlaps": Layout(f"{TP2} --sequence-parallel {OVERLAPS} --compile", 4, OLMO3),
     "phi tp2 sp recompute mlp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn mlp", 2, PHI),
     "phi mlp blocks pp2 vpp2 distributed overlaps": Layout(f"--mlp-block-tokens 50 {VPP2} {OVERLAPS}", 2, PHI),
-    "qwen3 tp2 sp cp2": Layout(f"{TP2} --sequence-parallel {CP2}", 4, QWEN3),
     "gemma3 recompute full tp2 sp cp2": Layout(
         f"{TP2} --sequence-parallel {CP2} --recompute-granularity full", 4, GEMMA3
     ),
@@ -92,55 +84,28 @@ SLOW = {
     ),
     "deepseek pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, DEEPSEEK),
     "olmo3 recompute full pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS} --recompute-granularity full", 2, OLMO3),
-    "two bases cp2": Layout(CP2, 2, TWO_BASES),
     "attention sinks tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, SINKS),
     "gpt-oss pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, GPT_OSS),
-    "gpt-oss cp2 ep2 recompute modules": Layout(f"{CP2} {EP2} {MODULES} core_attn mlp", 2, GPT_OSS),
-    "mixtral tp2 sp": Layout(TP2 + " --sequence-parallel", 2, MIXTRAL),
+    "gpt-oss cp2 ep2 ulysses recompute modules": Layout(
+        f"{CP2} {EP2} --cp-scheme ulysses {MODULES} core_attn mlp", 2, GPT_OSS
+    ),
     "mixtral ep4 distributed overlaps micro-batch 1": Layout(
         f"--expert-model-parallel-size 4 {OVERLAPS} --micro-batch-size 1", 4, MIXTRAL
     ),
     "qwen3-moe dp2 cp2 ep2 distributed": Layout(f"{CP2} {EP2} {DISTRIBUTED}", 4, QWEN3_MOE),
-    "dots1 cp2 ep2 recompute full": Layout(f"{CP2} {EP2} --recompute-granularity full", 2, DOTS1),
     "dots1 dp2 distributed micro-batch 1": Layout(f"{OVERLAPS} --micro-batch-size 1", 2, DOTS1),
     "dots1 pp2 vpp2 recompute modules": Layout(f"{VPP2} {MODULES} core_attn layernorm mlp", 2, DOTS1),
     "dots1 pp2 ep2 recompute modules, a stage without experts": Layout(
-        f"{PP2} {EP2} {MODULES} core_attn layernorm mlp", 4, (*DOTS1, "--moe-layer-freq", "0", "0", "1", "1")
+        f"{PP2} {EP2} {MODULES} core_attn layernorm mlp", 4, f"{DOTS1} --moe-layer-freq 0 0 1 1"
     ),
-    "dots1 tp2 sp ep2 token weights": Layout(f"{TP2} --sequence-parallel {EP2}", 4, (*DOTS1, *WEIGHTED)),
+    "dots1 tp2 sp ep2 token weights": Layout(f"{TP2} --sequence-parallel {EP2}", 4, f"{DOTS1} {WEIGHTED}"),
     # ranks that share experts have different numbers of short contexts
-    "qwen3-moe token weights ep2 balanced batches": Layout(
-        f"{EP2} --balance-batches", 2, (*QWEN3_MOE, *WEIGHTED, "--document-mask")
-    ),
+    "qwen3-moe token weights ep2 balanced batches": Layout(f"{EP2} --balance-batches", 2, f"{QWEN3_MOE} {WEIGHTED}"),
 }
 
 
-class Runner:
-    """Runs layouts on one data set and keeps the single-process runs that they are compared with."""
-
-    def __init__(self, data: SmallData, folder: Path) -> None:
-        self.data, self.folder = data, folder
-        self._references: dict[tuple[str, ...], RunResult] = {}
-        self._runs = 0
-
-    def reference(self, model: tuple[str, ...], schedule: list[str] = LINEAR) -> RunResult:
-        """One process, micro-batches of 2."""
-        key = (*model, *schedule)
-        if key not in self._references:
-            self._references[key] = self.run(Layout("", 1, model), schedule)
-        return self._references[key]
-
-    def run(self, layout: Layout, schedule: list[str], steps: int = STEPS) -> RunResult:
-        """Train `steps` steps of a run of STEPS (the learning rates do not depend on where it ends)."""
-        self._runs += 1
-        flags = [*self.data.flags, *COMMON, *schedule, *layout.model, *layout.flags.split()]
-        flags += ["--train-iters", steps, "--lr-decay-iters", STEPS, *(EVALUATION if steps == STEPS else [])]
-        return launch(flags, layout.processes, self.folder / f"run{self._runs}")
-
-
-@pytest.fixture(scope="module")
-def runner(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    return Runner(small_data, tmp_path_factory.mktemp("layouts"))
+def trained(launched: Launched, layout: Layout, schedule: list[str] = LINEAR) -> RunResult:
+    return launched([*COMMON, *schedule, *layout.model.split(), *layout.flags.split()], layout.processes)
 
 
 def assert_same_training(run: RunResult, reference: RunResult, layout: Layout) -> None:
@@ -195,9 +160,9 @@ def assert_window_is_used(run: RunResult) -> None:
     assert relative(short, long) > 10 * TOLERANCE
 
 
-def test_the_references_differ_by_the_window_alone(runner: Runner) -> None:
+def test_the_references_differ_by_the_window_alone(launched: Launched) -> None:
     """The same rows and weights give other losses and gradients under another window, from the first step on."""
-    linear, constant = runner.reference(()), runner.reference((), CONSTANT)
+    linear, constant = (trained(launched, Layout("", 1), schedule) for schedule in (LINEAR, CONSTANT))
     assert linear.series("window") == [7, 22, 37, 52, 64]
     assert constant.series("window") == [64] * STEPS
     assert weight_error(linear.weights("initial"), constant.weights("initial"))[0] == 0
@@ -211,9 +176,10 @@ def test_the_references_differ_by_the_window_alone(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_a_layout_trains_the_same_model(runner: Runner, name: str) -> None:
+def test_a_layout_trains_the_same_model(launched: Launched, name: str) -> None:
     layout = (FAST | SLOW)[name]
-    run, reference = runner.run(layout, LINEAR), runner.reference(layout.model)
+    run, reference = trained(launched, layout), trained(launched, Layout("", 1, layout.model))
     assert_same_rows(run, reference)
     assert_same_training(run, reference, layout)
     assert_window_is_used(run)
+    assert (sum(run.series("cp_bytes")) > 0) == (CP2 in layout.flags)

@@ -29,7 +29,7 @@ def test_records_validations_and_checkpoints(small_data: SmallData, tmp_path: Pa
     for script in (TRAINER, AHEAD):
         done = Commands(2).attempt(script, *flags, "--save", tmp_path / Path(script).stem)
         assert [one.status for one in done] == [0, 0], done[0].stderr
-    plain, ahead = tmp_path / Path(TRAINER).stem, tmp_path / Path(AHEAD).stem
+    plain, ahead = (tmp_path / Path(script).stem for script in (TRAINER, AHEAD))
     records = read_jsonl(plain / "metrics.jsonl")
     assert len(records) == 7
     assert without_times(read_jsonl(ahead / "metrics.jsonl")) == without_times(records)

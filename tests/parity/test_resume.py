@@ -2,14 +2,13 @@
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import SmallData
-from tests.launcher import Commands, Running
-from tests.runs import CONFIG, RunResult, finish, launch, read_jsonl, refusal, start, weight_error, without_times
+from tests.launcher import Running
+from tests.runs import RunResult, finish, launch, read_jsonl, start, weight_error, without_times
 
 STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
@@ -50,25 +49,8 @@ def assert_uninterrupted(resumed: RunResult, whole: RunResult) -> None:
     assert weight_error(resumed.weights("final"), whole.weights("final"))[0] == 0
 
 
-@pytest.fixture(scope="module")
-def wholes(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunResult]:
-    """The uninterrupted run of a layout, made once."""
-    made: dict[tuple[object, ...], RunResult] = {}
-
-    def whole(processes: int, *flags: object) -> RunResult:
-        if (processes, *flags) not in made:
-            folder = tmp_path_factory.mktemp("whole") / "run"
-            made[(processes, *flags)] = launch([*small_data.flags, *COMMON, *flags], processes, folder)
-        return made[(processes, *flags)]
-
-    return whole
-
-
-Wholes = Callable[..., RunResult]
-
-
 @pytest.mark.slow
-def test_stopped_and_resumed(small_data: SmallData, wholes: Wholes, tmp_path: Path) -> None:
+def test_stopped_and_resumed(small_data: SmallData, tmp_path: Path) -> None:
     """Signals to one worker or to torchrun, which always exits with 1, but stopped.json tells.
 
     What a process alone exits with: faults/test_signals.py.
@@ -91,25 +73,4 @@ def test_stopped_and_resumed(small_data: SmallData, wholes: Wholes, tmp_path: Pa
     result = finish(start(command, 2, folder), folder)
     assert result.returncode == 0, result.stderr
     assert not (folder / "stopped.json").exists()
-    assert_uninterrupted(result, wholes(2, *DP2))
-
-
-def refused(alone: Commands, *flags: object) -> str:
-    return refusal(alone.attempt("pretrain_skyladder.py", *CONFIG, *flags)[0])
-
-
-def test_load_without_a_checkpoint_is_refused(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    line = refused(alone, *small_data.flags, *COMMON, "--load", run, "--save", run)
-    assert line.startswith(f"load: got {run}, which holds no checkpoint")
-    assert "--load-if-present" in line
-    assert not run.exists()
-
-
-def test_saving_onto_another_run_is_refused(alone: Commands, small_data: SmallData, wholes: Wholes) -> None:
-    folder = wholes(1).folder
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    line = refused(alone, *small_data.flags, *COMMON, "--save", folder)
-    assert line.startswith(f"save: got {folder}, which holds the checkpoints of another run")
-    assert f"--load {folder}" in line
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+    assert_uninterrupted(result, launch([*small_data.flags, *COMMON, *DP2], 2, tmp_path / "whole"))

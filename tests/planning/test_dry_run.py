@@ -1,6 +1,5 @@
 """--dry-run: exit status, data that is there or not, and what it must not touch."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SmallData
+from tests.checkpoint.models import write_model
+from tests.conftest import VOCABULARY, SmallData
 from tests.launcher import Commands, Done
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,15 +24,12 @@ def run(alone: Commands) -> Run:
 
 def test_a_recipe_for_many_gpus_on_this_machine() -> None:
     """All three stages, without their data; and nothing of CUDA, of process groups, or of Megatron is touched."""
-    code = (
-        "import sys, torch; torch.cuda.init = torch.distributed.init_process_group = None\n"
-        "from pretrain_skyladder import main\n"
-        "status = main(sys.argv[1:])\n"
-        "assert 'megatron' not in sys.modules and not torch.distributed.is_initialized()\n"
-        "sys.exit(status)"
-    )
-    flags = ["--config", "examples/configs/prolong/prolong_8b.yaml", "--dry-run", "--world-size", "64"]
-    done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True, check=False)
+    code = """import sys, torch; torch.cuda.init = torch.distributed.init_process_group = None
+from pretrain_skyladder import main
+status = main("--config examples/configs/prolong/prolong_8b.yaml --dry-run --world-size 64".split())
+assert "megatron" not in sys.modules and not torch.distributed.is_initialized()
+sys.exit(status)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "TP 4 x PP 1 x CP 1 x DP 16" in done.stdout
     assert "TP 8 x PP 1 x CP 4 x DP 2" in done.stdout
@@ -93,10 +90,7 @@ def test_what_is_not_there(run: Run) -> None:
 
 def test_what_training_would_refuse(run: Run, small_data: SmallData, tmp_path: Path) -> None:
     """Where both sides are here, without `strict` too."""
-    hugging_face = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64}
-    hugging_face |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(hugging_face))
+    write_model(tmp_path / "model", "llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     (tmp_path / "run/checkpoints/iter_0000003").mkdir(parents=True)
     (tmp_path / "store").mkdir()
     (tmp_path / "store/zarr.json").write_text("{}")

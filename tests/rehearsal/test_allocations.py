@@ -26,6 +26,10 @@ def test_bytes_and_peak_of_known_allocations() -> None:
         del view
         kept.add_(1.0)
         assert counted.allocations.total == 4000
+        kept.untyped_storage().resize_(0)
+        assert counted.allocations.total == 0
+        kept.untyped_storage().resize_(800)
+        assert counted.allocations.total == 800
     assert counted.allocations.peak.parts[Part.OTHER] == total + 4000
 
 
@@ -38,15 +42,6 @@ def test_scratch_counts_for_the_peak_alone() -> None:
     assert counted.allocations.peak.site == "a kernel"
     counted.allocations.reset_peak()
     assert counted.allocations.peak.total == x.nbytes
-
-
-def test_a_storage_resized_in_place() -> None:
-    with meter() as counted:
-        x = torch.zeros(100)
-        x.untyped_storage().resize_(0)
-        assert counted.allocations.total == 0
-        x.untyped_storage().resize_(800)
-        assert counted.allocations.total == counted.allocations.peak.total == 800
 
 
 def test_circles_of_references_keep_their_storage() -> None:

@@ -28,17 +28,15 @@ EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
 SHARED = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 SHARED += " --moe-shared-expert-intermediate-size 1536"
 LATENT = "--multi-latent-attention --num-attention-heads 16 --num-query-groups 16 --attention-backend torch_varlen"
-QUICK = {  # flags, processes, micro-batches
+QUICK = "experts of 2"
+LAYOUTS = {  # flags, processes, micro-batches
     "interleaved": ("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2, 4),
     "exchange": (f"{CONTEXT} exchange", 4, 1),
     "experts of 2": (EP2, 2, 2),
     "all modules again": (f"{AGAIN} core_attn layernorm mlp", 1, 2),
-}
-OTHERS = {
     "alone": ("", 1, 2),
     "pipeline of 2": ("--pipeline-model-parallel-size 2", 2, 4),
     "tensor, sequence": (TENSOR, 2, 1),
-    "exchange, as many key heads": (f"{CONTEXT} exchange --num-query-groups 32", 4, 1),
     "ulysses": (f"{CONTEXT} ulysses", 4, 1),
     "full": ("--recompute-granularity full", 1, 2),
     "core_attn": (f"{AGAIN} core_attn", 1, 2),
@@ -54,13 +52,11 @@ OTHERS = {
     ),
     "no angles": ("--no-rope-freq 1", 1, 1),
     "no angles, as many key heads": ("--no-rope-freq 1 --num-query-groups 32", 1, 1),
-    "norms of queries and keys": ("--qk-layernorm", 1, 1),
     "Phi": (PHI, 1, 1),
     "Gemma 3": ("--block gemma3", 1, 1),
     "attention sinks": ("--softmax-type learnable", 1, 1),
     "gpt-oss": (f"--block gpt_oss {EXPERTS}", 1, 1),
-    "latent attention, of queries too": (f"{LATENT} --q-lora-rank 1024", 1, 1),
-    "latent attention, core_attn": (f"{LATENT} {AGAIN} core_attn", 1, 2),
+    "latent attention, of queries too, core_attn": (f"{LATENT} --q-lora-rank 1024 {AGAIN} core_attn", 1, 2),
     "latent attention, tensor, sequence": (f"{LATENT} {TENSOR}", 2, 1),
     "latent attention, exchange": (f"{LATENT} {CONTEXT} exchange", 4, 1),
     "latent attention, tensor of 8, exchange of keys": (
@@ -73,9 +69,7 @@ OTHERS = {
     "Olmo 3, tensor, sequence": (f"--block olmo3 --num-query-groups 32 {TENSOR}", 2, 1),
     "experts, pipeline of 2": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2, 4),
     "experts of 2, tensor, sequence": (f"{EP2} {TENSOR}", 4, 1),
-    "experts of 2, exchange": (f"{EP2} --context-parallel-size 2", 2, 1),
     "experts of 16": (f"{EXPERTS} --expert-model-parallel-size 16", 16, 1),
-    "shared experts": (SHARED, 1, 1),
     "shared experts of 2, tensor, sequence": (f"{SHARED} --expert-model-parallel-size 2 {TENSOR}", 4, 1),
     "shared experts, mlp": (f"{SHARED} {AGAIN} mlp", 1, 2),
     "a layer without experts": (f"{SHARED} --moe-layer-freq 0 1", 1, 2),
@@ -111,15 +105,9 @@ def agree(flags: str, processes: int, microbatches: int) -> None:
     assert step["cycles"] == 0
 
 
-@pytest.mark.parametrize("name", slow_but(("experts of 2",), QUICK))
+@pytest.mark.parametrize("name", slow_but([QUICK], LAYOUTS))
 def test_a_layout(name: str) -> None:
-    agree(*QUICK[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_more_layouts_and_blocks(name: str) -> None:
-    agree(*OTHERS[name])
+    agree(*LAYOUTS[name])
 
 
 @pytest.mark.slow

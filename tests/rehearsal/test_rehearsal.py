@@ -70,17 +70,23 @@ def case_of(name: str) -> Case:
     return case
 
 
-QUICK = ("skyladder_120m_8k", "prolong_8b: 512k", "token_weighting_frozen")
+QUICK = "skyladder_120m_8k"
 LARGEST_DIFFERENCE = 0.05
 
 
 @pytest.mark.parametrize(
     "flags",
-    ["--bf16", pytest.param("--recompute-granularity full", marks=pytest.mark.slow),
-     pytest.param("--bf16 --recompute-granularity selective --recompute-modules layernorm", marks=pytest.mark.slow),
-     pytest.param("--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias", marks=pytest.mark.slow),
-     pytest.param("--bf16 --qk-layernorm --kv-channels 24", marks=pytest.mark.slow, id="Qwen3")],
-)  # fmt: skip
+    slow_but(
+        ["--bf16"],
+        [
+            "--bf16",
+            "--recompute-granularity full",
+            "--bf16 --recompute-granularity selective --recompute-modules layernorm",
+            "--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias",
+            "--bf16 --qk-layernorm --kv-channels 24",
+        ],
+    ),
+)
 def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) -> None:
     """Bytes of every part at the peak and FLOPs of every operator, to the last one, on fake CUDA and on a real CPU."""
     words = [*TINY.removesuffix(" --bf16").split(), *flags.split(), "--attention-backend", "reference"]
@@ -95,16 +101,16 @@ HOST_COUNTS = 1024  # bytes of both layers' numbers of tokens, and of the order 
 ALONE = "--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param-gather"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "processes"),
-    [pytest.param("", 1, marks=pytest.mark.slow),
-     pytest.param("--expert-model-parallel-size 2", 2, marks=pytest.mark.slow),
-     pytest.param("--recompute-granularity full", 1, marks=pytest.mark.slow),
-     pytest.param("--pipeline-model-parallel-size 2", 2, marks=pytest.mark.slow),
-     pytest.param("--expert-model-parallel-size 2 --context-parallel-size 2", 2, marks=pytest.mark.slow),
-     pytest.param("--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4,
-                  marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ("--recompute-granularity full", 1),
+        ("--pipeline-model-parallel-size 2", 2),
+        ("--expert-model-parallel-size 2 --context-parallel-size 2", 2),
+        ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4),
+    ],
+)
 def test_a_rehearsal_of_experts_counts_what_a_real_step_does(tmp_path: Path, flags: str, processes: int) -> None:
     """Of every rank, where the real routers' choices are forced to be what the rehearsal states.
 
@@ -189,24 +195,16 @@ def within(case: Case) -> None:
         assert planned.flops == pytest.approx(sum(step["flops"].values()), rel=LARGEST_DIFFERENCE)
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK[:1], QUICK))
-def test_the_estimate_is_what_is_rehearsed(name: str) -> None:
-    within(case_of(name))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_estimate_of_every_shape() -> None:
-    """One stage of one recipe for each shape: about 30 of 290."""
-    shapes: dict[str, Case] = {}
-    for recipe in known().values():
-        for case in cases_of(recipe):
-            shapes.setdefault(shape_of(case), case)
-    assert len(shapes) > 10
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "every shape"])
+def test_the_estimate_is_what_is_rehearsed(every: bool) -> None:
+    """Of a recipe, or of one stage of one recipe for each shape: about 30 of 290."""
+    cases = [case for recipe in known().values() for case in cases_of(recipe)] if every else [case_of(QUICK)]
+    shapes = {shape_of(case): case for case in reversed(cases)}
+    assert len(shapes) > 10 or not every
     for case in shapes.values():
-        if case.name not in QUICK:
-            print(case.name)
-            within(case)
+        print(case.name)
+        within(case)
 
 
 @pytest.mark.slow

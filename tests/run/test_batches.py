@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.batch import PackedBatch
-from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig, WeightingConfig, WindowConfig
+from megatron_ext.config import Config, DataConfig, WeightingConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.run.batches import BatchMaker, row_seed
@@ -65,22 +66,19 @@ def test_a_frozen_scorer_gives_the_losses_of_each_row() -> None:
     assert first.short_loss_T.tolist() == [0.0] * LENGTH + [1.0] * LENGTH
 
 
-def evaluated(length: int, model: ModelConfig | None = None, **training: object) -> list[PackedBatch]:
+INSIDE = "--eval-document-mask"
+
+
+def evaluated(length: int, flags: str = "") -> list[PackedBatch]:
     """The validation batches of the row whose documents end after 3 and 5 of its 8 tokens."""
     row = TokenRow(np.arange(LENGTH + 1), np.array([3, 5]), np.ones(LENGTH, dtype=np.bool_))
-    window = WindowConfig(document_mask=True)
-    options = Config(
-        model=model or ModelConfig(),
-        data=DataConfig(seq_length=LENGTH, global_batch_size=1),
-        window=window,
-        training=TrainingConfig(**training),  # type: ignore[arg-type]
-    )
+    options = parse(f"--seq-length {LENGTH} --global-batch-size 1 --document-mask {flags}".split())
     return BatchMaker(options, ranks(), None).evaluate(lambda _: row, 0, length, LENGTH)
 
 
 def test_validation_has_its_own_document_mask() -> None:
     """Independent of the --document-mask of training."""
-    (across,), (inside,) = evaluated(4), evaluated(4, eval_document_mask=True)
+    (across,), (inside,) = evaluated(4), evaluated(4, INSIDE)
     assert across.layout.cu_seqlens.tolist() == [0, 4, 8]
     assert inside.layout.cu_seqlens.tolist() == [0, 3, 4, 5, 8]
 
@@ -96,20 +94,18 @@ def scored(batches: list[PackedBatch]) -> list[tuple[int, int]]:
 
 def test_a_sliding_evaluation_scores_each_token_once_in_its_window() -> None:
     """Worked by hand: windows of 4 tokens that slide by 2 over 8: 0123, 2345 (scores 4, 5), 4567 (6, 7)."""
-    assert scored(evaluated(4, eval_stride=2)) == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 2), (7, 3)]
+    assert scored(evaluated(4, "--eval-stride 2")) == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 2), (7, 3)]
     # inside documents 012 34 567, the second window begins with document 34, the third with 567
-    inside = evaluated(4, eval_stride=2, eval_document_mask=True)
+    inside = evaluated(4, f"--eval-stride 2 {INSIDE}")
     assert scored(inside) == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 0), (6, 1), (7, 2)]
     # by 1: every token but the first 4 sees as many as the window holds, which is the plain sliding perplexity
-    assert scored(evaluated(4, eval_stride=1)) == [(t, min(t, 3)) for t in range(8)]
+    assert scored(evaluated(4, "--eval-stride 1")) == [(t, min(t, 3)) for t in range(8)]
     # a stride beyond the window is the window: blocks, as without a stride
-    assert scored(evaluated(4, eval_stride=9)) == scored(evaluated(4)) == [(t, t % 4) for t in range(8)]
-    assert scored(evaluated(8, eval_stride=3)) == [(t, t) for t in range(8)]
+    assert scored(evaluated(4, "--eval-stride 9")) == scored(evaluated(4)) == [(t, t % 4) for t in range(8)]
+    assert scored(evaluated(8, "--eval-stride 3")) == [(t, t) for t in range(8)]
 
 
 def test_positions_of_a_sliding_evaluation_do_not_depend_on_local_layers() -> None:
     """A local layer sees fewer tokens; the position in the window is the same."""
-    local = ModelConfig(num_layers=2, local_window=2)
-    assert scored(evaluated(6, local, eval_stride=1)) == scored(evaluated(6, eval_stride=1))
-    inside = {"eval_stride": 1, "eval_document_mask": True}
-    assert scored(evaluated(6, local, **inside)) == scored(evaluated(6, **inside))
+    for flags in ("--eval-stride 1", f"--eval-stride 1 {INSIDE}"):
+        assert scored(evaluated(6, f"{flags} --num-layers 2 --local-window 2")) == scored(evaluated(6, flags))

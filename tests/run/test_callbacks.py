@@ -2,10 +2,12 @@
 
 import json
 import math
+import signal
 import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,33 +18,13 @@ from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError
 from megatron_ext.loss import LossTerms
 from megatron_ext.monitoring.metrics import read_history, read_jsonl
-from megatron_ext.run.callbacks import (
-    Incidents,
-    RunInfo,
-    RunRecords,
-    StepRecord,
-    spike_bound,
-)
+from megatron_ext.run.callbacks import Incidents, RunInfo, RunRecords, StepRecord, spike_bound
+from megatron_ext.run.signals import DIVERGED, Ending
 
-TERMS = LossTerms(
-    weighted_sum=12.0,
-    loss_sum=8.0,
-    token_count=4.0,
-    weight_sum=6.0,
-    weight_square_sum=12.0,
-    zero_count=1.0,
-    score_sum=2.0,
-)
-RESULT = StepResult(
-    terms=TERMS,
-    denominator=4.0,
-    grad_norm=1.0,
-    segments=3,
-    effective_context=7.0,
-    score_seconds=0.5,
-    weight_max=2.0,
-    moe_aux_loss=2.5,
-)
+SUMS = {"weighted_sum": 12.0, "loss_sum": 8.0, "token_count": 4.0, "weight_sum": 6.0, "weight_square_sum": 12.0}
+TERMS = LossTerms(**SUMS, zero_count=1.0, score_sum=2.0)
+FACTS: dict[str, Any] = {"denominator": 4.0, "grad_norm": 1.0, "segments": 3, "effective_context": 7.0}
+RESULT = StepResult(terms=TERMS, **FACTS, score_seconds=0.5, weight_max=2.0, moe_aux_loss=2.5)
 
 
 def test_the_losses_of_a_step_are_means() -> None:
@@ -92,19 +74,16 @@ def test_the_record_of_a_step(tmp_path: Path) -> None:
     assert line["mfu"] == pytest.approx(128 * (6 * 1000 + attention / 2) / 2.0 / 1e6)  # in two seconds, of 1e6 FLOP/s
     assert not [name for name in line if name.startswith(("weight", "score", "source", "moe"))]
     assert mixed["source_rows"] == {"books": 5, "code": 3}
-
-
-def test_the_record_of_a_step_with_token_weights_and_experts(tmp_path: Path) -> None:
     weighting = WeightingConfig(token_weighting="unfrozen", short_context=4)
-    made = records(tmp_path, weighting=weighting, training=TrainingConfig(train_iters=4, moe_aux_loss_coeff=0.1))
-    made.after_step(finished(0))
-    made.close(4, "done")
-    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    training = TrainingConfig(train_iters=4, moe_aux_loss_coeff=0.1)
+    records(tmp_path / "weighted", weighting=weighting, training=training).after_step(finished(0))
+    (line,) = read_jsonl(tmp_path / "weighted" / "metrics.jsonl")
     expected = {"zero_share": 0.25, "score_mean": 0.5, "weight_std": pytest.approx(0.75**0.5), "moe_aux_loss": 2.5}
     assert {name: line[name] for name in expected} == expected
 
 
 def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
+    """The record of the end has the step, and whether the run diverged, even if a signal had come before."""
     assert read_history(tmp_path).status == "unknown: the folder has no history.jsonl"
     made = records(tmp_path)
     assert read_history(tmp_path).status == "no end recorded: it is still training, or was killed"
@@ -115,6 +94,11 @@ def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
     history = read_history(tmp_path)
     assert ([start["step"] for start in history.starts], history.starts[0]["host"]) == ([0, 2], "here")
     assert (history.status, history.end["step"] if history.end else None) == ("done", 4)
+    ending = Ending(signal.SIGTERM, 3, tmp_path / "earlier", DivergedError("loss", float("nan")))
+    assert ending.status == DIVERGED
+    ending.mark(tmp_path)
+    facts = json.loads((tmp_path / "diverged.json").read_text())
+    assert (facts["what"], facts["value"], facts["step"]) == ("loss", "nan", 3)
 
 
 def test_repeated_events_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,23 +174,18 @@ def test_a_resumed_run_counts_the_steps_that_were_skipped_before(
     assert ended_at(tmp_path / "whole", kinds, None) == end
     for step in range(1, len(kinds)):
         assert ended_at(tmp_path / str(step), kinds, step) == end, step
-
-
-def test_only_losses_of_trained_steps_are_kept(tmp_path: Path) -> None:
     incidents = Incidents(Config(training=OPTIONS), records(tmp_path, training=OPTIONS), {})
     for step, kind in enumerate(["well", "without tokens", "refused"]):
         incidents.after_step(replace(finished(step), result=STEPS[kind]))
-    assert incidents.state_dict() == {"loss_history": [2.0], "skips": 1}
+    assert incidents.state_dict() == {"loss_history": [2.0], "skips": 1}  # of steps that trained
 
 
 def test_the_bound_is_the_mean_plus_deviations_of_the_last_window() -> None:
+    """A loss that stays high is a spike once."""
     assert spike_bound(LOSSES[:2], 3, 2.0) is None
     assert spike_bound([], 0, 7.0) is None
     assert spike_bound(LOSSES[1:], 3, 2.0) == pytest.approx(np.mean(LOSSES[1:]) + 2 * np.std(LOSSES[1:]))
     assert 2.0 * (1 + 1e-7) < spike_bound([2.0] * 4, 4, 7.0) < 2.001  # room for rounding
-
-
-def test_a_loss_that_stays_high_is_a_spike_once() -> None:
     losses, spikes = deque([1.0, 1.1] * 4, 8), 0
     for _ in range(20):
         spikes += spike_bound(losses, 8, 4.0) < 5.0

@@ -1,6 +1,5 @@
 """Inputs of a run: bad weights are refused, a mixture's rows are counted, validation rows do not depend on packing."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,33 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig, WindowConfig
+from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.config import CheckpointConfig, Config, DataConfig, TrainingConfig, WindowConfig
 from megatron_ext.config.mixture import MixturePart
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import save_plan
 from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.errors import UserError
 from megatron_ext.run.inputs import VALIDATION, first_weights, open_rows
+from tests.checkpoint.models import write_model
 from tests.theirs import write_theirs
 
 LENGTH = 16
-SHAPES = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "rms_norm_eps": 1e-5}
-SHAPES |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
 
 
 def test_a_missing_optimizer_state_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES))
-    model = ModelConfig(
-        num_layers=1,
-        hidden_size=32,
-        ffn_hidden_size=64,
-        num_attention_heads=2,
-        num_query_groups=2,
-        untie_embeddings_and_output_weights=True,
-    )
-    config = Config(model=model, checkpoint=CheckpointConfig(init_from=str(tmp_path), init_optimizer=True))
+    folder = write_model(tmp_path, "llama", vocab_size=64)
+    config = Config(model=Pretrained.find(folder).model)
+    init = CheckpointConfig(init_from=str(folder), init_optimizer=True)
     with pytest.raises(UserError, match="is a Hugging Face folder, which has no optimizer state"):
-        first_weights(config, 64)
+        first_weights(replace(config, checkpoint=init), 64)
 
 
 def write_data(prefix: Path, token: int, length: int) -> str:
@@ -57,9 +49,7 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     full, padded = write_data(tmp_path / "full", 1, 20), write_data(tmp_path / "padded", 2, 12)
     mixture = (MixturePart(full, 0.5), MixturePart(padded, 0.5, packing="best_fit"))
     config = Config(data=DataConfig(mixture=mixture, seq_length=LENGTH, split="1,0,0"))
-    source = IndexedSource(padded)
-    arguments = ("best_fit", source, range(40), LENGTH, config.training.seed + 1)
-    save_plan(build_plan(*arguments), padded)
+    save_plan(build_plan("best_fit", IndexedSource(padded), range(40), LENGTH, config.training.seed + 1), padded)
     mixed = open_rows(config, 10)
     assert [dataset.row_tokens for dataset in mixed.datasets] == [16.0, 12.0]
     drawn = mixed.rows_of(range(700))

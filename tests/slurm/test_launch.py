@@ -43,17 +43,15 @@ def test_a_dry_run_prints_the_command(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     settings = {"CONTAINER_IMAGE": "/images/trainer.sqsh", "CONTAINER_MOUNTS": "/data:/data:ro"}
     words = shlex.split(launch(tmp_path, "python", **settings).stdout)
-    assert "--container-image=/images/trainer.sqsh" in words
-    assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/run:{tmp_path}/run,/data:/data:ro" in words
-    assert f"--container-workdir={ROOT}" in words
+    mounts = f"--container-mounts={ROOT}:{ROOT},{tmp_path}/run:{tmp_path}/run,/data:/data:ro"
+    assert {"--container-image=/images/trainer.sqsh", mounts, f"--container-workdir={ROOT}"} <= set(words)
     assert words.index("--no-container-mount-home") < words.index("bash")
 
 
 def test_the_run_is_no_flag(tmp_path: Path) -> None:
-    done = launch(tmp_path, "--lr", "1e-4", flag := "--save=x", script=PRETRAIN)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert f": got {flag}, needs none, as the script gives RUN for it; leave it out" in done.stderr
-    assert f"write the step into {tmp_path}/run/checkpoints/latest_checkpointed_iteration.txt" in done.stderr
+    said = refusal(launch(tmp_path, "--lr", "1e-4", flag := "--save=x", script=PRETRAIN))
+    assert f": got {flag}, needs none, as the script gives RUN for it; leave it out" in said
+    assert f"write the step into {tmp_path}/run/checkpoints/latest_checkpointed_iteration.txt" in said
     assert launch(tmp_path, "--load-latest-complete", "--save-interval", "5", script=PRETRAIN).returncode == 0
 
 

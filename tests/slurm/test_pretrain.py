@@ -28,24 +28,13 @@ class Job:
         number: Slurm's.
     """
 
-    def __init__(
-        self, cluster: Cluster, data: SmallData, run: Path, options: tuple[str, ...] = (), flags: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, cluster: Cluster, data: SmallData, run: Path) -> None:
         self.cluster, self.run, self.output = cluster, run, run.with_name(f"{run.name}.log")
         environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": PYTHONPATH}
         environment |= {"MASTER_ADDR": socket.gethostname(), "OMP_NUM_THREADS": "1"}
         config = ["--config", "examples/configs/cpu_smoke.yaml", "--seq-length", "256", "--train-iters", str(STEPS)]
-        self.number = cluster.submit(
-            *SMALL,
-            f"--output={self.output}",
-            *options,
-            "examples/slurm/pretrain.sbatch",
-            *config,
-            "--no-tensorboard",
-            *data.flags,
-            *flags,
-            environment=environment,
-        )
+        command = ["examples/slurm/pretrain.sbatch", *config, "--no-tensorboard", *data.flags]
+        self.number = cluster.submit(*SMALL, f"--output={self.output}", *command, environment=environment)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Weights by effective context: against a count by hand, in every share of a global batch alike."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,10 +52,8 @@ def by_hand(samples: Sequence[int], weighting: WeightingConfig, *, document_mask
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"exposure_tau": None},
         {"exposure_tau": 1},
-        {"exposure_tau": 64},
         {"exposure_alpha": 2.0, "exposure_gamma": 1.0},
         {"exposure_gamma": 0.0},
     ],
@@ -69,22 +66,6 @@ def test_the_weights_are_those_of_a_count_by_hand(options: dict[str, Any], docum
     theirs = by_hand(range(ROWS), weighting, document_mask=document_mask)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     assert len(np.unique(theirs)) > 1
-
-
-def test_the_tail_weighs_one_plus_alpha_on_average_and_rare_buckets_more() -> None:
-    """With gamma 1 every bucket of the tail has the same extra weight in total."""
-    lengths = [40, 100, 300]  # contexts 20 .. 299 in the buckets 32 .. 63, 64 .. 127, 128 .. 255, 256 .. 511
-    rows = [TokenRow(np.zeros(LENGTH + 1), np.array([length]), np.arange(1, LENGTH + 1) < length) for length in lengths]
-    weighting = replace(EXPOSURE, exposure_tau=32, exposure_alpha=0.6, exposure_gamma=1.0)
-    weighed = exposure_rows(rows.__getitem__, range(3), config(weighting))
-    extra: Counter[int] = Counter()
-    for number, length in enumerate(lengths):
-        weights = weighed(number).weights
-        assert (weights[:31] == 1).all()
-        for context in range(32, length):
-            extra[context.bit_length()] += weights[context - 1] - 1
-    targets = sum(length - 32 for length in lengths)
-    assert list(extra.values()) == pytest.approx([0.6 * targets / 4] * 4, rel=1e-5)
 
 
 def test_a_global_batch_without_a_tail_is_uniform() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.data.packing.policies import build_plan, plan_key
+from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.gain import document_gains, keep_by_gain
@@ -69,15 +69,5 @@ def test_gains_are_those_of_every_token_by_itself(
 def test_the_share_is_rounded_up_and_the_first_of_equals_is_kept(share: float, kept: list[int]) -> None:
     gains = np.array([9.0, -1.0, 0.5, 0.7, np.nan, 0.5, 0.5])
     assert keep_by_gain(share, gains, range(1, 7)).tolist() == kept
-
-
-def test_the_share_is_an_option_of_every_policy_but_random() -> None:
-    source: Any = ListedSource(LENGTHS)
-    args = (source, range(len(LENGTHS)), LENGTH, SEED)
-    assert plan_key("best_fit", *args, {"filter_by_gain": 0.5}).options == {"filter_by_gain": 0.5}
-    assert plan_key("best_fit", *args).options == {}
-    for share in (0, 1.1):
-        with pytest.raises(UserError, match="filter_by_gain"):
-            plan_key("best_fit", *args, {"filter_by_gain": share})
-    with pytest.raises(UserError, match="random has no option"):
-        plan_key("random", *args, {"filter_by_gain": 0.5})
+    with pytest.raises(UserError, match="filter_by_gain"):
+        packed("best_fit", filter_by_gain=1.1)

@@ -138,15 +138,8 @@ def test_batches_are_equally_long_and_request_only_scored_tokens(case: Case, div
         assert not batch.trained_t.any()
         places = wanted_places(batch)
         np.testing.assert_array_equal(batch.labels_t.numpy()[places], LABEL + batch.tokens_t.numpy()[places])
-    filled = max((filling(batch) for batch in found.batches), default=0)
-    assert all(len(batch.tokens_t) - filled < division.unit for batch in found.batches), (
-        "a batch is padded more than needed"
-    )
-
-
-def filling(batch: PackedBatch) -> int:
-    """Tokens before the padding, whose labels are 0."""
-    return int(np.count_nonzero(batch.labels_t.numpy()))
+    filled = max((int(np.count_nonzero(batch.labels_t.numpy())) for batch in found.batches), default=0)
+    assert all(len(batch.tokens_t) - filled < division.unit for batch in found.batches)  # labels of padding are 0
 
 
 def everyone(case: Case, division: Division, size: int, policy: str, scheme: Scheme | None) -> list[ShortPass]:
@@ -194,17 +187,6 @@ def test_context_parallel_ranks_share_the_same_batches(
             assert len(share.tokens_t) == len(whole.tokens_t) // size
             places = wanted_places(share)
             np.testing.assert_array_equal(share.labels_t.numpy()[places], LABEL + share.tokens_t.numpy()[places])
-
-
-def test_rows_whose_contexts_do_not_differ_cost_nothing() -> None:
-    options, short = MaskOptions(document_mask=True), ShortContext(4, 3)
-    documents, whole = np.array([3, 6, 9, 12, 15]), np.array([], dtype=np.int64)
-    none = Case([options.at(16, [documents] * 2, 16)], 16, short).run(Division(32))
-    assert none.batches == []
-    assert not none.scored.any()
-    second = Case([options.at(16, [documents, whole], 16)], 16, short).run(Division(32))
-    assert all((batch.tokens_t >= 16).all() for batch in second.batches)
-    assert second.scored.sum() == 12
 
 
 BOS = 999

@@ -15,7 +15,6 @@ from tests.conftest import ON_GPU
 LONG = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 2.5, 0.5, 1.0]], dtype=np.float32)
 SHORT = np.array([[3.0, 2.0, 2.0, 5.0], [2.0, 2.0, 2.5, 0.0]], dtype=np.float32)
 ENTROPY = np.array([[0.0, 1.0, 2.0, 1.0], [3.0, 0.5, 0.5, 0.0]], dtype=np.float32)
-DOUBT = [[0.0, math.log(2), math.log(4), math.log(4)]]  # p 1 1/2 1/4 1/4
 PAIRS = [(score, post) for score, posts in POSTS.items() for post in posts]
 REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"score": "pmi"}, "score: got pmi, needs one of abs", {"score": "abs"}),
@@ -24,22 +23,13 @@ REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"strength": -0.001}, "strength: got -0.001, post dense needs 0 <= lambda <= 1", {"strength": 0}),
     ({"strength": np.nan}, "strength: got nan", {"strength": 1}),
     ({"post": "sparse", "strength": 0}, "needs 0 < kappa <= 1", {"post": "sparse", "strength": 1e-9}),
-    (
-        {"score": "focal", "post": "none", "strength": -1},
-        "strength: got -1",
-        {"score": "focal", "post": "none", "strength": 3},
-    ),
     ({"clip": 0}, "clip: got 0", {"clip": 0.1}),
     ({"shift": 2}, "shift: got 2, only ppmi and npmi", {"score": "npmi", "shift": 2}),
     ({"score": "ppmi", "shift": 0.5}, "shift: got 0.5", {"score": "ppmi", "shift": 1}),
     ({"short_loss": None}, "short_loss: got None", {"short_loss": None, "score": "focal"}),
     ({"score": "mile"}, "entropy: got None", {"score": "mile", "entropy": ENTROPY}),
     ({"entropy": ENTROPY}, "entropy: score abs does not read it", {"entropy": None}),
-    (
-        {"score": "focal", "same_context": LONG > 1},
-        "same_context: score focal does not read it",
-        {"score": "npmi", "same_context": LONG > 1},
-    ),
+    ({"score": "focal", "same_context": LONG > 1}, "same_context: score focal does", {"same_context": LONG > 1}),
     ({"long_loss": LONG[0]}, "long_loss: got shape [4]", {"long_loss": LONG[:1], "short_loss": SHORT[:1]}),
     ({"short_loss": SHORT[:, :3]}, "short_loss: got shape [2, 3], needs long_loss's [2, 4]", {"short_loss": SHORT}),
     ({"trained": np.ones((2, 4))}, "trained: got torch.float64, needs bool", {"trained": np.ones((2, 4)) > 0}),
@@ -78,14 +68,11 @@ def test_a_score_that_is_not_finite_is_named(value: float, post: str) -> None:
     assert np.isfinite(weigh(LONG, short, post=post, same_context=here)).all()
 
 
-def test_an_infinite_loss_is_no_certainty() -> None:
+def test_what_an_infinite_loss_or_an_overflow_is_called() -> None:
     with pytest.raises(ValueError, match=r"^score focal: row 0, position 1 got long_loss inf, needs"):
         weigh([[1.0, np.inf]], None, score="focal")
     with pytest.raises(ValueError, match=r"^score longce: row 0, position 0 got long_loss -inf, short_loss 1, needs"):
         weigh([[-np.inf]], [[1.0]], score="longce", post="none")
-
-
-def test_an_exponent_beyond_float32_is_named() -> None:
     with pytest.raises(ValueError, match=r"^score mile: row 0, position 1 got entropy 9, needs"):
         weigh([[1.0, 1.0]], None, score="mile", post="none", strength=40, entropy=[[1.0, 9.0]])
     assert np.isfinite(weigh([[1.0, 1.0]], None, score="mile", post="none", strength=38, entropy=[[1.0, 9.0]])).all()
@@ -113,16 +100,12 @@ def test_tensors_arrays_and_lists_agree_and_stay_as_they_are(score: str, post: s
         np.testing.assert_array_equal(now, was)
 
 
-def test_losses_are_compared_in_float64() -> None:
+def test_small_differences_and_doubts_keep_their_digits() -> None:
     long = np.full((1, 3), 1000.0)
     weights = weigh(long, long + np.array([1e-6, 2e-6, 3e-6]), strength=0)  # all equal in float32
     np.testing.assert_allclose(weights, [[0.5, 1, 1.5]], rtol=1e-6)
-
-
-def test_scores_of_one_context_need_no_second_loss() -> None:
-    np.testing.assert_array_equal(weigh(DOUBT, None, score="focal"), weigh(DOUBT, SHORT[:1], score="focal"))
-    alone = weigh(LONG[:1], None, score="mile", entropy=ENTROPY[:1])
-    np.testing.assert_array_equal(alone, weigh(LONG[:1], SHORT[:1], score="mile", entropy=ENTROPY[:1]))
+    weights = weigh([[1e-12, 3e-12]], None, score="focal", post="dense", strength=0)
+    np.testing.assert_allclose(weights, [[0.5, 1.5]], rtol=2e-7)
 
 
 def test_a_loss_or_entropy_below_zero_by_rounding_counts_as_zero() -> None:
@@ -130,11 +113,6 @@ def test_a_loss_or_entropy_below_zero_by_rounding_counts_as_zero() -> None:
     np.testing.assert_allclose(focal, [[0, math.sqrt(1 - math.exp(-1))]], rtol=2e-7)
     mile = weigh(LONG[:1], None, score="mile", post="none", strength=2, entropy=[[-1e-7, 0.0, 1.0, 0.0]])
     np.testing.assert_array_equal(mile, [[1, 1, 4, 1]])
-
-
-def test_small_doubts_keep_their_digits() -> None:
-    weights = weigh([[1e-12, 3e-12]], None, score="focal", post="dense", strength=0)
-    np.testing.assert_allclose(weights, [[0.5, 1.5]], rtol=2e-7)
 
 
 @pytest.mark.gpu

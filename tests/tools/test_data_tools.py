@@ -1,11 +1,16 @@
-"""tools/preprocess_data.py as a command: its flags and its report."""
+"""tools/preprocess_data.py as a command, with its flags and its report; the standard library as a corpus."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+from megatron_ext.errors import UserError
+from tests.launcher import ROOT
+from tests.runs import read_jsonl
+from tools.gather_corpus import gather_corpus
 
 
 def test_every_flag_reaches_the_work(tmp_path: Path) -> None:
@@ -24,3 +29,45 @@ def test_every_flag_reaches_the_work(tmp_path: Path) -> None:
     metadata = json.loads((tmp_path / "out.json").read_text())
     wanted = {"eod_id": None, "text_field": "body", "concat_by": "name", "min_tokens": 40, "max_tokens": 61}
     assert wanted.items() <= metadata.items()
+
+
+LIBRARY = {
+    "alpha.py": "a = 1\n",
+    "beta/__init__.py": "",
+    "beta/one.py": "b1 = 'é'\n",
+    "beta/deep/two.py": "b2 = 2",
+    "beta/tests/test_one.py": "left out",
+    "beta/__pycache__/x.py": "left out",
+    "beta/latin.py": b"# caf\xe9 left out\n",
+    "gamma.py": "c = 3\n",
+    "site-packages/numpy.py": "left out",
+    "config-3.11/python-config.py": "left out",
+    "_sysconfigdata__linux.py": "left out",
+    "LICENSE.txt": "left out",
+}
+
+
+def read(file: Path) -> dict[str, str]:
+    return {document["name"]: document["text"] for document in read_jsonl(file)}
+
+
+def test_one_package_is_one_document(tmp_path: Path) -> None:
+    library, output = tmp_path / "lib", tmp_path / "out" / "corpus.jsonl"
+    for name, content in LIBRARY.items():
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert gather_corpus(output, stdlib=library) == (3, 0)
+    assert read(output) == {
+        "alpha": "# file: alpha.py\na = 1\n",
+        "beta": "# file: beta/deep/two.py\nb2 = 2\n# file: beta/one.py\nb1 = 'é'\n",
+        "gamma": "# file: gamma.py\nc = 3\n",
+    }
+    assert list(read(output)) == ["alpha", "gamma", "beta"]  # by sha256 of the names
+    # a limit keeps the first ones
+    sizes = [len(line) for line in output.read_bytes().splitlines(keepends=True)]
+    assert gather_corpus(output, sizes[0] + sizes[1], stdlib=library, overwrite=True) == (2, 1)
+    gather_corpus(output, sizes[0] + sizes[1] - 1, stdlib=library, overwrite=True)
+    assert output.stat().st_size == sizes[0]
+    with pytest.raises(UserError, match=f"the first document alone has {sizes[0]} bytes"):
+        gather_corpus(output, sizes[0] - 1, stdlib=library, overwrite=True)
+    assert output.stat().st_size == sizes[0]

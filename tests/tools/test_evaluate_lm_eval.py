@@ -3,6 +3,7 @@
 import gzip
 import json
 import runpy
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 
 from tests.checkpoint.models import write_model
 from tests.launcher import Commands
+from tests.runs import read_jsonl
 
 pytestmark = pytest.mark.slow  # `make test-eval` runs them
+lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
 TOOL = "tools/evaluate.py"
 LOCAL = "dataset_path: json\ndataset_kwargs: {data_files: {test: %s}}\ntest_split: test\n"
 TASKS = {
@@ -58,13 +61,12 @@ def write_tasks(folder: Path) -> Path:
 
 
 def answers(samples: list[dict[str, Any]]) -> list[Any]:
-    """What the model answered to each question, in order, numbers apart from texts."""
+    """What the model answered to each question, in order."""
     return [sample["filtered_resps"] for sample in sorted(samples, key=lambda sample: int(sample["doc_id"]))]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
     if isinstance(ours, (list, tuple)):
-        assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
             assert_same(one, other)
     elif isinstance(ours, float):
@@ -73,24 +75,26 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert str(ours) == str(theirs)
 
 
+def with_tokenizer(model: Path, source: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, model)
+    return model
+
+
 def evaluated(
     commands: Commands, output: Path, tasks: Path, *flags: object
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     common = ["--include-path", tasks, "--output", output, "--max-length", MAX_LENGTH, "--batch-size", 4]
     commands.run(TOOL, "lm-eval", *flags, "--tasks", *TASKS, *common)
-    items = [json.loads(line) for line in (output / "lm-eval.items.jsonl").read_text().splitlines()]
-    return json.loads((output / "lm-eval.json").read_text()), items
+    return json.loads((output / "lm-eval.json").read_text()), read_jsonl(output / "lm-eval.items.jsonl")
 
 
 def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
     """A run under tensor, pipeline and context parallelism, and lm-eval on its export."""
-    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
     from lm_eval.tasks import TaskManager
 
-    tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model", "llama", vocab_size=512, std=0.1)
-    run, export = tmp_path / "run", tmp_path / "export"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).write_bytes((stories_model / name).read_bytes())
+    tasks, run, export = write_tasks(tmp_path / "tasks"), tmp_path / "run", tmp_path / "export"
+    model = with_tokenizer(write_model(tmp_path / "model", "llama", vocab_size=512, std=0.1), stories_model)
     alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", model, "--output", run)
     alone.run("tools/convert_checkpoint.py", "megatron-to-hf", "--input", run, "--output", export)
     theirs = lm_eval.simple_evaluate(
@@ -106,9 +110,7 @@ def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model:
     ):
         record, items = evaluated(Commands(processes), tmp_path / name, tasks, run, *layout)
         results = {(one["task"], one["metric"]): one["value"] for one in record["results"]}
-        assert set(results) == {
-            ("choice", "acc"), ("choice", "acc_norm"), ("text", "word_perplexity"), ("write", "exact_match"),
-        }  # fmt: skip
+        assert len(results) == 4
         for (task, metric), value in results.items():
             assert value == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-3)
         for task in TASKS:
@@ -117,10 +119,7 @@ def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model:
 
 
 def test_two_models_are_compared_question_by_question(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
-    other = write_model(tmp_path / "other", "llama", vocab_size=512)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (other / name).write_bytes((stories_model / name).read_bytes())
+    other = with_tokenizer(write_model(tmp_path / "other", "llama", vocab_size=512), stories_model)
     flags = [stories_model, other, "--split-length", 30, "--cut-middle"]
     record, _ = evaluated(alone, tmp_path / "out", write_tasks(tmp_path / "tasks"), *flags)
     values = [one["value"] for one in record["results"] if one["metric"] == "acc_norm"]
@@ -133,7 +132,6 @@ def test_two_models_are_compared_question_by_question(alone: Commands, stories_m
 
 
 def test_long_prompts_lose_their_middle() -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
     from megatron_ext.inference.lm_eval_model import TrainedModel
 
     sent: list[list[int]] = []
@@ -152,26 +150,21 @@ def test_long_prompts_lose_their_middle() -> None:
 
 
 def test_an_unknown_task_is_refused(stories_model: Path) -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
     first, second = Commands(2).attempt(TOOL, "lm-eval", stories_model, "--tasks", "no_such_task")
-    (line,) = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
     assert (first.status, second.status) == (2, 2)
+    (line,) = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
     assert "lm-eval: no_such_task cannot be run" in line
 
 
-@pytest.mark.parametrize(
-    ("text", "answers", "right"),
-    [
+def test_mdqa_looks_for_an_answer_in_the_first_line() -> None:
+    score = runpy.run_path(str(MDQA / "mdqa/utils.py"))["score"]
+    for text, answers, right in (
         (" The U.S. Senate.", ["us  senate"], 1.0),
         ("an anthem", ["a theme", "Anthem!"], 1.0),
         ("I do not know\nLily", ["Lily"], 0.0),
         ("Lil", ["Lily"], 0.0),
-    ],
-)
-def test_mdqa_looks_for_an_answer_in_the_first_line(text: str, answers: list[str], right: float) -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
-    score = runpy.run_path(str(MDQA / "mdqa/utils.py"))["score"]
-    assert score({"answers": answers, "gold": 4}, [text]) == {"acc": right, "gold_at_4": right}
+    ):
+        assert score({"answers": answers, "gold": 4}, [text]) == {"acc": right, "gold_at_4": right}
 
 
 def write_mdqa(path: Path, documents: int, gold: int) -> None:
@@ -188,11 +181,8 @@ def write_mdqa(path: Path, documents: int, gold: int) -> None:
 
 def test_mdqa_of_the_users_files(stories_model: Path, tmp_path: Path) -> None:
     """The mean, and that of each gold position; a file that is missing or of another kind is refused."""
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
-    files = {
-        gold: tmp_path / f"20_total_documents/nq-open-20_total_documents_gold_at_{gold}.jsonl.gz"
-        for gold in (0, 4, 9, 14, 19)
-    }
+    name = "20_total_documents/nq-open-20_total_documents_gold_at_{}.jsonl.gz"
+    files = {gold: tmp_path / name.format(gold) for gold in (0, 4, 9, 14, 19)}
     for gold, file in files.items():
         write_mdqa(file, 20, gold)
     commands, out = Commands(environment={"MDQA_DATA": str(tmp_path)}), tmp_path / "out"
@@ -200,7 +190,7 @@ def test_mdqa_of_the_users_files(stories_model: Path, tmp_path: Path) -> None:
     commands.run(TOOL, "lm-eval", *flags, "mdqa_20")
     found = {one["metric"]: one["value"] for one in json.loads((out / "lm-eval.json").read_text())["results"]}
     assert found == dict.fromkeys(["acc", *(f"gold_at_{gold}" for gold in files)], 0.5)
-    items = [json.loads(line) for line in (out / "lm-eval.items.jsonl").read_text().splitlines()]
+    items = read_jsonl(out / "lm-eval.items.jsonl")
     assert [item["doc"]["gold"] for item in items] == [*files, *files]
     prompt = items[0]["arguments"][0][0]
     assert prompt.index("Text 1, Park 0: Lily saw it.") < prompt.index("Text 20, Park 19: Tom saw it.")

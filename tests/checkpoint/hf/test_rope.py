@@ -1,5 +1,6 @@
 """Rotary entries of config.json: the frequencies of transformers, there and back, and what is refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -44,7 +45,6 @@ def assert_same_angles(entries: dict[str, Any], model: ModelConfig, length: int)
         YARN | {"beta_fast": None, "beta_slow": None, "truncate": True},
         YARN | {"attention_factor": 1.5},
         YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
-        YARN | {"mscale": 0.7},
         {"rope_type": "yarn", "factor": 2.0},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4},
     ],
@@ -56,16 +56,15 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], length: int
     assert_same_angles(entries, model_config(entries), length)
 
 
-@pytest.mark.parametrize("old", [{"rope_theta": 9.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}], ids=str)
-def test_old_entries_beside_new_ones_mean_what_they_do_to_transformers(old: dict[str, Any]) -> None:
-    entries = content({"rope_type": "default"}, **old)
-    assert_same_angles(entries, model_config(entries), 128)
+def test_old_entries_beside_new_ones_mean_what_they_do_to_transformers() -> None:
+    for old in ({"rope_theta": 9.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}):
+        entries = content({"rope_type": "default"}, **old)
+        assert_same_angles(entries, model_config(entries), 128)
 
 
 @pytest.mark.parametrize(
     "scales",
     [
-        {"mscale": 0.707, "mscale_all_dim": 0.707},
         {"mscale": 1.0, "mscale_all_dim": 0.7},
         {"mscale_all_dim": 0.7},
         {"mscale": 1.0, "mscale_all_dim": 0},
@@ -91,17 +90,13 @@ def test_deepseeks_factors_both_ways(scales: dict[str, float]) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, this model has 1.0 only"),
         ({"mrope_section": [2, 1, 1]}, "mrope_section [2, 1, 1] in its rope_parameters, which default does not read"),
         ({"full_attention": {"rope_theta": 1e4}}, "full_attention"),
-        ({"factor": 2.0}, "factor 2.0 in its rope_parameters, which default does not read"),
         ({"rope_type": "linear", "factor": 0.5}, "cannot run here: rope_scaling_factor: got 0.5"),
         (YARN | {"beta_fast": 1, "beta_slow": 2}, "cannot run here: rope_beta_fast"),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, "cannot run here: rope_"),
     ],
 )
 def test_angles_that_ours_are_not(rope: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(text)):
         model_config(content(rope))
-    assert text in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["none", *SCALED])

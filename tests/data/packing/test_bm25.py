@@ -57,9 +57,7 @@ def check_walk(documents: list[list[int]], order: list[int], shuffled: list[int]
 
 @given(documents=some_documents, block=st.integers(1, 10), first=st.sampled_from([1, 4, 512]), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_the_next_is_the_nearest_unused(
-    documents: list[list[int]], block: int, first: int, data: st.DataObject
-) -> None:
+def test_the_next_is_the_nearest(documents: list[list[int]], block: int, first: int, data: st.DataObject) -> None:
     shuffled = data.draw(st.permutations(range(len(documents))))
     source = WrittenSource(documents)
     corpus = Corpus(source, np.arange(len(documents)), source.document_lengths, 1, 0)

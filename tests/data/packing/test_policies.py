@@ -45,26 +45,11 @@ def epoch(plan: PackingPlan, lengths: list[int]) -> Counter[int]:
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
 @settings(max_examples=80, deadline=None)
 def test_random_is_the_first_epoch_of_the_row_dataset(lengths: list[int], row_length: int, seed: int) -> None:
-    """And the T tokens of that epoch are those of all documents."""
     plan = build("random", lengths, row_length, seed)
     dataset = RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed)
     rows = {dataset.row_index(sample): dataset.row(sample).tokens[:-1].tolist() for sample in range(plan.rows)}
     placed = [[d * STRIDE + s + i for d, s, n in pieces for i in range(n)] for pieces in rows_of(plan)]
     assert placed == [rows[row] for row in range(plan.rows)]
-    assert sorted(list(itertools.chain(*placed))[: sum(lengths)]) == tokens_of(lengths)
-
-
-@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
-@settings(max_examples=80, deadline=None)
-def test_carry_over_fills_rows_and_continues_cut_documents(lengths: list[int], row_length: int, seed: int) -> None:
-    rows = rows_of(build("carry_over", lengths, row_length, seed))
-    counts = [sum(n for _, _, n in row) for row in rows]
-    assert counts[:-1] == [row_length] * (len(rows) - 1)
-    assert 1 <= counts[-1] <= row_length
-    for row, following in itertools.pairwise(rows):
-        document, start, count = row[-1]
-        rest = lengths[document] - start - count
-        assert (following[0][:2] == (document, start + count)) == (rest > 0)
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
@@ -95,16 +80,13 @@ def test_whole_document_and_split_drop(lengths: list[int], row_length: int) -> N
 def test_upsampling_within_sources_keeps_their_shares() -> None:
     """LCDE, worked by hand: long documents come to 70 % of each source's tokens, the sources keep their shares.
 
-    Source 0 has 10 long documents of 30 tokens and 70 short ones of 10: 300 and 700. 0.7 * 700 / (0.3 * 300) = 5.444
-    makes 1633.3 + 700 = 2333.3 of its 1000. Source 1 has 10 of 50 and 50 of 10, 500 and 500: 2.333 makes 1166.7 + 500 =
-    1666.7 of 1000. Both have to be as many again, so source 1 as a whole stands 1.4 times: long ones 3.267, short ones
-    1.4 times.
+    Source 0 has 300 tokens in long documents and 700 in short ones: long ones stand 0.7 * 700 / (0.3 * 300) = 5.444
+    times, its 1000 tokens become 2333.3. Source 1 has 500 and 500: 2.333 times, 1666.7. To be as many, source 1 as a
+    whole stands 1.4 times: its long documents 3.267 times, short ones 1.4 times.
     """
     lengths = [30] * 10 + [10] * 70 + [50] * 10 + [10] * 50
-    sources = [0] * 80 + [1] * 60
-    source = ListedSource(lengths, sources)
     options = {"threshold": 20, "long_share": 0.7}
-    plan = build_plan("upsample_long", source, range(140), 16, 0, options)
+    plan = build_plan("upsample_long", ListedSource(lengths, [0] * 80 + [1] * 60), range(140), 16, 0, options)
     tokens = np.bincount(plan.pieces[:, 0], weights=plan.pieces[:, 2], minlength=140)
     copies = (tokens / lengths).round().astype(int)
     assert np.bincount(copies[:10]).tolist() == [0, 0, 0, 0, 0, 6, 4]  # 5.444: four of ten once more
@@ -115,9 +97,6 @@ def test_upsampling_within_sources_keeps_their_shares() -> None:
         assert tokens[mine].sum() == pytest.approx(2333, rel=0.02)
         long = np.array(lengths[mine]) > 20
         assert tokens[mine][long].sum() / tokens[mine].sum() == pytest.approx(0.7, abs=0.01)
-    # of one source the same share, and by a factor as before there were sources
-    alone = build_plan("upsample_long", ListedSource(lengths[:80]), range(80), 16, 0, options)
-    assert np.array_equal(np.bincount(alone.pieces[:, 0], weights=alone.pieces[:, 2]) / lengths[:80], copies[:80])
     # sources are a part of the plan's key, lengths alone do not tell them
     assert plan.key.fingerprint != build_plan("upsample_long", ListedSource(lengths), range(140), 16, 0).key.fingerprint
 
@@ -127,12 +106,7 @@ def test_upsampling_within_sources_keeps_their_shares() -> None:
 def test_joined_sources_are_documents(lengths: list[int], row_length: int, data: st.DataObject) -> None:
     """The rows are those of a data set that has one document of each source."""
     sources = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
-    texts = [
-        list(
-            itertools.chain(*(range(d * STRIDE, d * STRIDE + n) for d, n in enumerate(lengths) if sources[d] == number))
-        )
-        for number in range(4)
-    ]
+    texts = [[t for t in tokens_of(lengths) if sources[t // STRIDE] == number] for number in range(4)]
     assume(max(map(len, texts)) >= row_length)
     source, whole = ListedSource(lengths, sources), WrittenSource(texts)
     plan = build_plan("whole_document", source, range(len(lengths)), row_length, 0, {"join_sources": 1})
@@ -176,33 +150,26 @@ def test_plans_are_pure_and_the_seed_counts(policy: str) -> None:
     np.testing.assert_array_equal(plan.row_offsets, again.row_offsets)
     fixed = policy in ("whole_document", "split_drop")  # nothing is drawn but the order of rows
     assert np.array_equal(plan.pieces, other.pieces) == fixed
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_only_documents_of_the_split_are_packed(policy: str) -> None:
-    source = ListedSource([16, 5, 0, 40, 16, 33, 20])
-    plan = build_plan(policy, source, [6, 3, 2], 16, 0, OPTIONS.get(policy))
-    assert set(plan.pieces[:, 0].tolist()) == {3, 6}
+    split = build_plan(policy, ListedSource([16, 5, 0, 40, 16, 33, 20]), [6, 3, 2], 16, 0, OPTIONS.get(policy))
+    assert set(split.pieces[:, 0].tolist()) == {3, 6}
 
 
 @pytest.mark.parametrize(
     ("policy", "row_length", "options", "text"),
     [
         ("fill", 8, None, "no policy 'fill'; choose one of random,"),
-        ("carry_over", 8, {"factor": 2}, "carry_over has no option 'factor'; it takes filter_by_gain"),
+        ("carry_over", 8, {"factor": 2}, "carry_over has no option 'factor'"),
         ("upsample_long", 8, {"factor": 0.5}, "factor: got 0.5, needs at least 1"),
         ("upsample_long", 8, {"factor": 2, "long_share": 0.5}, "factor beside long_share"),
-        ("whole_document", 31, None, "whole_document makes no row of 31 tokens of these 2 documents"),
-        ("whole_document", 8, {"join_sources": 2}, "join_sources: got 2, needs 0 or 1"),
-        ("whole_document", 8, {"join_sources": 1}, "dataset names no sources; make it with .*--source-field FIELD"),
+        ("whole_document", 31, None, "makes no row of 31 tokens"),
+        ("whole_document", 8, {"join_sources": 1}, "dataset names no sources"),
         ("decomposition", 8, {"shortest": 3}, "powers of two, but shortest is 3"),
         ("decomposition", 8, {"shortest": 16}, "shortest is 16; needs at most the 8 tokens"),
     ],
 )
 def test_refusals(policy: str, row_length: int, options: dict[str, float] | None, text: str) -> None:
-    with pytest.raises(UserError, match=text) as caught:
+    with pytest.raises(UserError, match=text):
         build_plan(policy, ListedSource([30, 4, 0]), range(3), row_length, 0, options)
-    assert "\n" not in str(caught.value)
 
 
 def one_by_one(sizes: list[int], capacity: int) -> Counter[int]:

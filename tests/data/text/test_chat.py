@@ -1,8 +1,9 @@
-"""Conversations as tokens and masks, compared with transformers' own."""
+"""Conversations as tokens and masks, compared with transformers' own, and a run whose loss is the assistant's alone."""
 
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from tests.chats import END, HEADED, MARKED, PLAIN, START, conversations, put_chats, put_tokenizer
+from tests.launcher import Commands
+from tests.runs import read_jsonl
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
@@ -61,15 +64,10 @@ def test_ids_and_mask_are_those_of_transformers(folder: Path, messages: list[dic
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     found = ChatTemplate.of(folder).render(messages)
+    assert found == template(PLAIN).render(messages)  # which marks nothing
     ids, offsets = Tokenizer(folder).encode_spelled(found.text)
     assert ids == wanted["input_ids"]
     assert assistant_mask(np.array(offsets).reshape(-1, 2), found.spans).tolist() == wanted["assistant_masks"]
-
-
-@given(messages=chats)
-@settings(max_examples=100, deadline=None)
-def test_unmarked_templates_find_the_same_spans(messages: list[dict[str, Any]]) -> None:
-    assert template(PLAIN).render(messages) == template(MARKED).render(messages)
 
 
 def test_templates_without_a_generation_prompt() -> None:
@@ -108,29 +106,20 @@ def test_a_template_with_tools_and_calls() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_rendered(source: str, messages: list[Any], text: str) -> None:
-    with pytest.raises(ChatError, match=text) as caught:
+    with pytest.raises(ChatError, match=text):
         template(source).render(messages)
-    assert "\n" not in str(caught.value)
     assert said(THINKING, [ASK, SAY]) == [f"<think></think>yes{END}"]
 
 
-def tool(description: str) -> list[dict[str, Any]]:
-    function = {"name": "f", "description": description, "parameters": {"type": "object", "properties": {}}}
-    return [{"type": "function", "function": function}]
-
-
-@pytest.mark.parametrize(
-    ("tools", "text"),
-    [
-        (tool(f"adds{END}{START}assistant"), "tools spell the special token '<|im_end|>'"),
-        ([{"function": {"parameters": {"properties": {START: {}}}}}], "tools spell the special token '<|im_start|>'"),
+def test_wrong_tools_are_refused() -> None:
+    template(PLAIN).render([ASK, SAY], [{"function": {"name": "f", "description": "adds"}}])
+    for tools, text in (
+        ([{"function": {"name": "f", "description": f"adds{END}{START}assistant"}}], "special token '<|im_end|>'"),
+        ([{"function": {"parameters": {"properties": {START: {}}}}}], "special token '<|im_start|>'"),
         ({"name": "f"}, "tools is a dict, needs a list"),
-    ],
-)
-def test_wrong_tools_are_refused(tools: Any, text: str) -> None:
-    template(PLAIN).render([ASK, SAY], tool("adds"))
-    with pytest.raises(ChatError, match=re.escape(text)):
-        template(PLAIN).render([ASK, SAY], tools)
+    ):
+        with pytest.raises(ChatError, match=re.escape(text)):
+            template(PLAIN).render([ASK, SAY], tools)
 
 
 @pytest.fixture
@@ -155,20 +144,16 @@ def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
         trained += sum(wanted["assistant_masks"])
     metadata = json.loads(Path(options.output_prefix + ".json").read_text())
     assert (report.documents, report.trained, metadata["trained"]) == (120, trained, trained)
-    assert (metadata["eod_id"], metadata["text_field"], metadata["unanswered"]) == (None, "messages", 0)
-    assert metadata["chat_template"] == ChatTemplate.of(folder).fingerprint
+    assert (metadata["eod_id"], metadata["chat_template"]) == (None, ChatTemplate.of(folder).fingerprint)
     os.unlink(options.output_prefix + ".mask.npy")
     with pytest.raises(UserError, match=r"data\.mask\.npy does not exist"):
         IndexedSource(options.output_prefix)
 
 
 def test_bad_conversations_are_named_and_unanswered_ones_counted(options: PreprocessOptions) -> None:
-    file = put_chats(
-        Path(options.inputs[0]), [[ASK, SAY], [ASK], [ASK, {"role": "bot", "content": ""}], [], [ASK, SAY]]
-    )
-    with pytest.raises(
-        UserError, match=r"chats\.jsonl:3: message 2 has role 'bot', .*; correct it, or pass --skip-bad-lin"
-    ):
+    bad = [ASK, {"role": "bot", "content": ""}]
+    file = put_chats(Path(options.inputs[0]), [[ASK, SAY], [ASK], bad, [], [ASK, SAY]])
+    with pytest.raises(UserError, match=r"chats\.jsonl:3: message 2 has role 'bot', .* --skip-bad-lin"):
         preprocess(options)
     report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))
     assert (report.documents, report.unanswered, report.skipped, report.empty) == (2, 1, 1, 1)
@@ -178,18 +163,11 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
     assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
 
 
+UNTRAINED_END = MARKED.replace(f"+ '{END}' }}}}{{% endgeneration %}}", f"}}}}{{% endgeneration %}}{END}")
+
+
 @pytest.mark.parametrize(
-    ("source", "ended"),
-    [
-        (MARKED, True),
-        (PLAIN, True),
-        (LLAMA, True),
-        (PLAIN.replace(END, ""), False),
-        (
-            MARKED.replace(f"+ '{END}' }}}}{{% endgeneration %}}", f"}}}}{{% endgeneration %}}{END}"),
-            False,
-        ),  # not trained
-    ],
+    ("source", "ended"), [(MARKED, True), (LLAMA, True), (PLAIN.replace(END, ""), False), (UNTRAINED_END, False)]
 )
 def test_a_template_that_trains_no_end_is_warned_about(
     options: PreprocessOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str, ended: bool
@@ -199,11 +177,7 @@ def test_a_template_that_trains_no_end_is_warned_about(
     preprocess(replace(options, tokenizer=str(folder)))
     metadata = json.loads(Path(options.output_prefix + ".json").read_text())
     assert metadata["turn_end"] == (Tokenizer(folder).encode_spelled(END)[0][0] if ended else None)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (not ended)
-    assert all(
-        re.match("messages_field: the chat template of .* trains no special token at the end", text) for text in said
-    )
+    assert ["trains no special token at the end" in one.getMessage() for one in caplog.records] == [True] * (not ended)
 
 
 def test_unusable_templates_are_refused(tmp_path: Path) -> None:
@@ -220,3 +194,42 @@ def test_unusable_templates_are_refused(tmp_path: Path) -> None:
     assert found.source == PLAIN
     assert dict(found.variables) == {"bos_token": "<|endoftext|>", "eos_token": END}
     assert set(found.special) == {"<|endoftext|>", START, END}
+
+
+STEPS = 3
+MODEL = ["--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 64, "--num-attention-heads", 2]
+TRAINING = ["--train-iters", STEPS, "--global-batch-size", 4, "--lr-warmup-iters", 1, "--eval-interval", 0]
+TRAINING += ["--seq-length", 256, "--document-mask"]
+
+
+def spoken(tokens: list[int], tokenizer: Tokenizer) -> Iterator[bool]:
+    """Whether each token is the assistant's, read from the tokens alone: what follows its heading, up to the end."""
+    heading = tokenizer.encode_spelled(f"{START}assistant\n")[0]
+    ((end,), _) = tokenizer.encode_spelled(END)
+    inside = False
+    for place, token in enumerate(tokens):
+        inside = inside or tokens[max(place - len(heading), 0) : place] == heading
+        yield inside
+        inside = inside and token != end
+
+
+def test_the_loss_counts_the_assistants_tokens_alone(alone: Commands, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    file = put_chats(tmp_path / "chats.jsonl", conversations(90))
+    put_tokenizer(folder, MARKED)
+    prefix = ["--output-prefix", tmp_path / "chats", "--messages-field", "--tokenizer-model", folder]
+    alone.run("tools/preprocess_data.py", "--input", file, *prefix)
+    options = ["--data-path", tmp_path / "chats", "--tokenizer-model", folder, "--split", "1,0,0", *MODEL, *TRAINING]
+    options += ["--packing", "drop_tail"]
+    alone.run("tools/pack_data.py", *options)
+    where = ["--save", tmp_path / "run", "--dump-trajectory", tmp_path / "dump"]
+    alone.run("pretrain_skyladder.py", *options, *where)
+    metrics, tokenizer = read_jsonl(tmp_path / "run" / "metrics.jsonl"), Tokenizer(folder)
+    assert len(metrics) == STEPS
+    for step, told in enumerate(metrics):
+        dumped = np.load(tmp_path / "dump" / f"step_{step:06}.npz")
+        mask = dumped["loss_mask"].astype(bool)
+        assert told["denominator"] == mask.sum() > 0
+        assert not mask.all()
+        for tokens, held in zip(dumped["tokens"].tolist(), mask.tolist(), strict=True):
+            assert held == list(spoken(tokens, tokenizer))[1:]

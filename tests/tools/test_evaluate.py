@@ -1,0 +1,184 @@
+"""tools/evaluate.py: perplexity is that of a plain loop over models of transformers, recall their greedy answers."""
+
+import itertools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.probe import NEW_TOKENS, make_samples
+from tests.checkpoint.models import write_model
+from tests.conftest import SmallData
+from tests.evaluation.plain import greedy_texts
+from tests.launcher import Commands
+from tests.runs import CONFIG, read_jsonl
+
+TOOL = "tools/evaluate.py"
+# long, short and middling documents
+TEXTS = {
+    "one": ["The window grows with every step, and the row stays. " * 3, "Yes.", "Documents wait for their turn."],
+    "two": ["naïve café 😀 " * 4, "x = {i: i ** 2 for i in range(10)}\n" * 4],
+}
+TOKENS = {source: [[*text.encode(), 256] for text in texts] for source, texts in TEXTS.items()}  # 256 ends a text
+ALL = [*TOKENS["one"], *TOKENS["two"]]
+Figures = dict[str, float]
+
+
+@torch.no_grad()
+def loop(folder: Path, documents: Sequence[Sequence[int]], length: int, stride: int) -> Figures:
+    """The loss of each label of each document, one window at a time, as means over all and by tokens up to it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    losses: list[float] = []
+    bins: dict[str, list[float]] = defaultdict(list)
+    for tokens in documents:
+        labels, begin, done = len(tokens) - 1, 0, 0
+        while done < labels:
+            end = min(begin + length, labels)
+            model(torch.tensor([tokens[:1]]))  # dynamic angles keep the longest text's base until a short one comes
+            logits = model(torch.tensor([tokens[begin:end]]), use_cache=False).logits[0].double()
+            scored = F.cross_entropy(logits, torch.tensor(tokens[begin + 1 : end + 1]), reduction="none").tolist()
+            for place in range(done - begin, end - begin):
+                losses.append(scored[place])
+                bins[str(2 ** int(math.log2(place + 1)))].append(scored[place])
+            begin, done = begin + stride, end
+    mean = float(np.mean(losses))
+    means = {keys: float(np.mean(values)) for keys, values in bins.items()}
+    return {"loss": mean, "perplexity": math.exp(mean), "tokens": len(losses)} | means
+
+
+def found(record: dict[str, Any], length: int, task: str = "all", model: str | None = None) -> Figures:
+    """The figures of a task at a length, of a model or of the only one."""
+    name = model or next(iter(record["models"]))
+    own = [one for one in record["results"] if (one["model"], one["task"], one["length"]) == (name, task, length)]
+    values = {str(one["position"]) if "position" in one else one["metric"]: one["value"] for one in own}
+    return values | {"tokens": next(one["count"] for one in own if one["metric"] == "loss" and "position" not in one)}
+
+
+def close(figures: Figures) -> Any:
+    return pytest.approx(figures, rel=1e-4, abs=1e-4)
+
+
+def write_texts(folder: Path) -> list[Path]:
+    files = [folder / f"{source}.jsonl" for source in TEXTS]
+    for file, (source, texts) in zip(files, TEXTS.items(), strict=True):
+        file.write_text("".join(json.dumps({"text": text, "domain": source}) + "\n" for text in texts))
+    return files
+
+
+def evaluated(commands: Commands, output: Path, *flags: object) -> dict[str, Any]:
+    commands.run(TOOL, "perplexity", *flags, "--output", output, "--overwrite")
+    record: dict[str, Any] = json.loads((output / "perplexity.json").read_text())
+    return record
+
+
+@pytest.mark.parametrize("architecture", ["llama-dynamic", "gemma3"])
+def test_each_length_and_stride_is_what_a_plain_loop_gives(alone: Commands, tmp_path: Path, architecture: str) -> None:
+    """Angles that follow the text, local layers: windows shorter and longer than the trained length of 64."""
+    model = write_model(tmp_path / "model", architecture, max_position_embeddings=64)
+    flags = [model, "--input", *write_texts(tmp_path), "--tokenizer", "bytes", "--batch-tokens", 100]
+    for lengths, stride in (((16, 96), 7), ((48,), None)):
+        strided = [] if stride is None else ["--stride", stride]
+        record = evaluated(alone, tmp_path / "out", *flags, "--lengths", *lengths, *strided)
+        assert record["settings"]["document_mask"] is True
+        for length in lengths:
+            assert record["settings"]["stride"][str(length)] == (stride or length // 2)
+            for task, documents in (("one", TOKENS["one"]), ("two", TOKENS["two"]), ("all", ALL)):
+                name = task if task == "all" else str(tmp_path / f"{task}.jsonl")
+                assert found(record, length, name) == close(loop(model, documents, length, stride or length // 2))
+
+
+def test_without_the_document_mask_documents_are_one_text(alone: Commands, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    write_texts(tmp_path)
+    flags = [model, "--input", tmp_path / "*.jsonl", "--source-key", "domain", "--tokenizer", "bytes"]
+    for documents, per_source in ((["--documents", 4], [3, 1]), (["--documents-per-source", 1], [1, 1])):
+        record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, *documents)
+        counts = {one["task"]: one["documents"] for one in record["results"] if "documents" in one}
+        assert [counts["one"], counts["two"]] == per_source
+    record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, "--stride", 24, "--no-document-mask")
+    assert record["settings"]["document_mask"] is False
+    assert "document_mask: False" in (tmp_path / "out/perplexity.md").read_text()
+    for source, documents in TOKENS.items():
+        whole = [*itertools.chain.from_iterable(documents)]
+        assert found(record, 40, source) == close(loop(model, [whole], 40, 24))
+
+
+def test_two_processes_find_what_a_plain_loop_finds(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    flags = [model, "--input", *write_texts(tmp_path), "--tokenizer", "bytes", "--lengths", 30, 64, "--stride", 21]
+    expected = {length: loop(model, ALL, length, 21) for length in (30, 64)}
+    layouts = "", "--tensor-model-parallel-size 2 --sequence-parallel", "--context-parallel-size 2"
+    for layout in (*layouts, "--pipeline-model-parallel-size 2"):
+        record = evaluated(Commands(2), tmp_path / "out", *flags, "--batch-tokens", 70, *layout.split())
+        for length in (30, 64):
+            assert found(record, length) == close(expected[length])
+
+
+def test_a_run_and_its_export_side_by_side(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """A dataset's documents, cut and chosen; an export differs from its run in nothing, an earlier checkpoint does."""
+    run, export = tmp_path / "run", tmp_path / "export"
+    short = ["--train-iters", 4, "--save-interval", 1, "--global-batch-size", 4, "--seq-length", 128]
+    layout = ["--tensor-model-parallel-size", 2, "--context-parallel-size", 2, "--lr-warmup-iters", 0, "--lr", 1e-3]
+    Commands(4).run("pretrain_skyladder.py", *CONFIG, *small_data.flags, *short, *layout, "--save", run)
+    alone.run("tools/convert_checkpoint.py", "megatron-to-hf", "--input", run, "--output", export)
+    earlier = run / "checkpoints/iter_0000001"
+    flags = [run, export, earlier, "--data-path", small_data.prefix, "--lengths", 64, "--documents", 20]
+    record = evaluated(alone, tmp_path / "out", *flags, "--min-tokens", 50, "--max-tokens", 200)
+    at = {name: found(record, 64, model=name) for name in record["models"]}
+    assert list(at) == ["run", "export", "iter_0000001"]
+    source = IndexedSource(small_data.prefix)
+    chosen = [n for n, length in enumerate(source.document_lengths) if length >= 50][:20]
+    documents = [source.read(n, 0, int(source.document_lengths[n]))[:200].tolist() for n in chosen]
+    assert at["run"] == close(loop(export, documents, 64, 32))
+    same, worse = record["differences"]
+    assert (same["first"], same["second"]) == ("run", "export")
+    assert abs(same["value"]) < 1e-6
+    assert worse["value"] == pytest.approx(at["iter_0000001"]["loss"] - at["run"]["loss"])
+    assert 0 < worse["low"] < worse["value"] < worse["high"]
+
+
+@pytest.mark.parametrize("task", ["needle", "json_kv"])
+def test_samples_fill_their_length_and_hide_at_every_depth(task: str) -> None:
+    essay = " ".join(f"Lily saw {number} dogs in the park. They were happy!" for number in range(50))
+    samples = list(make_samples([task], [8000], str.encode, 6, 42, essay))
+    places = []
+    for sample in samples:
+        tokens = len(sample.prompt.encode()) + NEW_TOKENS
+        assert 7600 <= tokens <= 8000
+        assert sample.prompt.count(sample.answer) == 1
+        key = sample.prompt.rsplit("magic number for " if task == "needle" else "Key: ", 1)[1][:36]
+        hidden = f"{key} is: {sample.answer}." if task == "needle" else f'"{key}": "{sample.answer}"'
+        places.append(sample.prompt.index(hidden) / len(sample.prompt))
+        assert re.search(r"Lily saw \d+ dogs", sample.prompt) is None or task == "needle"
+    assert places == sorted(places)
+    assert places[0] < 0.1
+    assert places[-1] > 0.8
+    assert samples == list(make_samples([task], [8000], str.encode, 6, 42, essay))
+    with pytest.raises(UserError, match=f"lengths: got 100, {task} needs at least"):
+        list(make_samples([task], [100], str.encode, 1, 42))
+
+
+def test_answers_are_those_of_transformers(stories_model: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(stories_model)
+    samples = list(make_samples(["needle", "json_kv"], [600, 1500], tokenizer.encode, 1, 42))
+    model = AutoModelForCausalLM.from_pretrained(stories_model, dtype=torch.float32).eval()
+    prompts = [tokenizer.encode(sample.prompt) for sample in samples]
+    texts = greedy_texts(model, prompts, NEW_TOKENS, [2, tokenizer.eod_id])
+    flags = [stories_model, "--lengths", *[600, 1500], "--samples", 1, "--batch-size", 3]
+    layout = ["--tensor-model-parallel-size", 2]
+    Commands(2).run(TOOL, "recall", *flags, *layout, "--output", tmp_path)
+    items = read_jsonl(tmp_path / "recall.items.jsonl")
+    assert [item["tokens"] for item in items] == texts
+    assert len(json.loads((tmp_path / "recall.json").read_text())["results"]) == len(items)
