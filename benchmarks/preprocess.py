@@ -16,6 +16,7 @@ trained on the input, in the shapes of real ones (fuzz_ids.py).
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -149,6 +150,12 @@ def write_inputs(options: argparse.Namespace, size: int, folder: Path) -> list[P
     return [small, large]
 
 
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file, which is not held in memory: a command would seem as large as this process."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _tool(name: str, *flags: object) -> None:
     subprocess.run([sys.executable, f"tools/{name}.py", *map(str, flags)], cwd=ROOT, check=True, capture_output=True)
 
@@ -162,7 +169,7 @@ def measure(options: argparse.Namespace, inputs: list[Path], tokenizer: Path, fo
             tools = tools_of(options, corpus, tokenizer, folder)
             for tool in tools:
                 spent.setdefault(tool.name, ([], []))[size].append(tool.run())
-            if len({(tool.folder / f"{tool.dataset}.bin").read_bytes() for tool in tools}) != 1:
+            if len({digest(tool.folder / f"{tool.dataset}.bin") for tool in tools}) != 1:
                 raise SystemExit("the tools do not give the same tokens; does the tokenizer add special tokens?")
             tokens[size] = json.loads((folder / "megatron_ext" / "dataset.json").read_text())["tokens"]
     records = Records("preprocess", options.output)
