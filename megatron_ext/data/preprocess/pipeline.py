@@ -9,9 +9,10 @@
 A part is named by a digest of its shard and the settings; `--resume` creates the same shards again and skips those
 whose parts are finished. No process holds more than a batch of documents, and none imports torch or megatron.
 
-Alternatives that were rejected (benchmarks/results/2026-11-24-preprocess-cpu.txt, 2026-11-22-libraries-cpu.txt):
+Alternatives that were rejected (benchmarks/results/2026-11-27-preprocess-cpu.txt, 2026-11-22-libraries-cpu.txt):
 
-- Megatron-LM's tools/preprocess_data.py: 4 to 6 times the CPU time, with 8 times the memory, and it cannot resume.
+- Megatron-LM's tools/preprocess_data.py: 5 to 7 times the CPU time, with 5 times the memory, and it cannot resume.
+- Its tools/preprocess_data_fast.py: 1.5 to 4 times the CPU time, start-up included, and it holds the corpus in memory.
 - Megatron's IndexedDatasetBuilder for joining: 11.6 s and 516 MB for a million documents of 16 tokens, compared with
   1.2 s and 41 MB here. The output is byte-identical.
 - datatrove's MegatronDocumentTokenizer: 0.47 million tokens per second and core, compared with 0.78 here; a text that
