@@ -11,6 +11,7 @@ The matrices are transposed, and columns of gate and up alternate. D: hidden siz
 """
 
 import logging
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from megatron_ext.checkpoint.hf.names import full_shape, parameters_of
 from megatron_ext.checkpoint.manifest import check_inside
 from megatron_ext.checkpoint.tensors import DTYPES
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.reading import read_object
 
 logger = logging.getLogger(__name__)
@@ -206,8 +207,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _opened(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"checkpoint: {path.parent} lacks {path.name}, which its index names; download it again")
+    if not os.path.isfile(path):  # also False for a name that is too long for the system
+        raise UserError(f"checkpoint: {path.parent} lacks {echo(path.name)}, which its index names; download it again")
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:

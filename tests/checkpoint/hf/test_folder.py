@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from tests.checkpoint.models import SIZES, write_model
 
 
@@ -55,8 +55,9 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     assert "holds no model.safetensors; convert" in refusal(lambda: HuggingFaceTensors(tmp_path))
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
-    with_index(tmp_path, a="1.safetensors", b="2.safetensors")
-    assert "lacks 2.safetensors" in refusal(lambda: HuggingFaceTensors(tmp_path))
+    for other in ("2.safetensors", "2" * 5000):  # longer than a file system allows
+        with_index(tmp_path, a="1.safetensors", b=other)
+        assert f"lacks {echo(other)}" in refusal(lambda: HuggingFaceTensors(tmp_path))
     tensors = HuggingFaceTensors(with_index(tmp_path, a="1.safetensors"))
     assert tensors.names == {"a"}
     assert "has no tensor b" in refusal(lambda: tensors.open("b"))
