@@ -4,7 +4,6 @@ A layout is legal if `config.checks` accepts it. It fits if its memory (`plannin
 GPU free. Its time is that of `planning.step_time`, averaged over the windows of the run's schedule.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count, product
 from typing import Any, NamedTuple
 
-from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
+from megatron_ext.checkpoint.hf.names import count_active_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.checks import mistakes
 from megatron_ext.planning.flops import utilisation
@@ -23,9 +22,6 @@ from megatron_ext.planning.step_time import Machine, StepTime, step_time
 MLP_BLOCK_TOKENS = 16384  # enough for products to run at full speed
 MOMENTS = 12  # number of schedule points whose windows are timed
 MOST_REASONS = 8
-GPU_HOURS_PER_FAILURE = 50_676  # arXiv 2407.21783, 3.3.4: 419 unexpected interruptions of 16,384 H100 in 54 days
-SAVE_SECONDS = 10.0  # assumed: fixed cost of a save, without writing its bytes (plan, barrier, manifest)
-RESTART_SECONDS = 600.0  # assumed: detecting the failure, starting the processes, reading the checkpoint
 # all activations kept
 _KEPT: dict[str, Any] = {
     "recompute_granularity": None,
@@ -226,7 +222,6 @@ def describe(found: Found, config: Config, machine: Machine) -> Iterator[str]:
     parts = sorted(vars(best.last).items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {seconds / best.last.total:.0%}" for name, seconds in parts if seconds > 0)
     yield f"\nthe first layout, at the last window: {shares}"
-    yield _saving(config, machine)
     saved = 1 - best.seconds / step_time(best.config, max(windows(config)), machine).total
     if saved > 0:
         yield f"the window schedule saves {saved:.1%} of the time of a constant window"
@@ -250,35 +245,6 @@ def _row(name: str, layout: Layout, machine: Machine) -> str:
         f"{gibibytes(layout.memory):>10} {hours:8,.1f} "
         f"{f'${hours * gpus * machine.kind.hour:,.0f}':>11}  {bound}"
     )
-
-
-def _saving(config: Config, machine: Machine) -> str:
-    """Describe how often to save, and the fraction of the time that is progress."""
-    # the weights, and the fp32 optimizer state of each
-    written = (14 if config.training.bf16 else 12) * count_parameters(config.model, machine.vocab_size) / machine.gpus
-    stall = SAVE_SECONDS + (0 if config.checkpoint.async_save else written / 1e9 / machine.speeds.storage)
-    failure = GPU_HOURS_PER_FAILURE * 3600 / machine.gpus
-    interval = young_interval(stall, failure)
-    return (
-        f"failures: one every {failure / 3600:,.1f} hours; saving every {interval / 60:,.1f} minutes (Young) leaves "
-        f"{1 / daly_slowdown(interval, stall, RESTART_SECONDS, failure):.1%} of the time for progress"
-    )
-
-
-def young_interval(save_seconds: float, failure_seconds: float) -> float:
-    """Return approximately the best seconds of work between two saves (Young, Communications of the ACM 17, 1974)."""
-    return math.sqrt(2 * save_seconds * failure_seconds)
-
-
-def daly_slowdown(interval: float, save_seconds: float, restart_seconds: float, failure_seconds: float) -> float:
-    """Return the expected time of a run over its time without saves and failures.
-
-    With failures at a constant rate, M seconds apart on average for the whole job, saves that stop training for d
-    seconds, restarts that take R, and tau seconds of work between saves, it is M e^(R/M) (e^((tau + d)/M) - 1) / tau
-    (Daly, Future Generation Computer Systems 22, 2006, equation 20).
-    """
-    cycle = math.expm1((interval + save_seconds) / failure_seconds)
-    return failure_seconds * math.exp(restart_seconds / failure_seconds) * cycle / interval
 
 
 def _refusals(found: Found, machine: Machine) -> Iterator[str]:

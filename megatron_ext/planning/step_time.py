@@ -81,7 +81,6 @@ class Speeds:
     bandwidth: Positive
     links: Positive
     uneven_experts: Annotated[float, Ge(1)]
-    storage: Positive
 
     def gpu(self, name: str) -> Gpu:
         """Return the GPU of this name. Raises `UserError` if it is not in the file."""

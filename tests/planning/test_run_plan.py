@@ -1,4 +1,4 @@
-"""The derived numbers of a run, and its goodput against a simulated run."""
+"""The derived numbers of a run."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.flops import run_flops
 from megatron_ext.planning.memory import estimate
 from megatron_ext.planning.run_plan import describe
-from megatron_ext.planning.search import daly_slowdown, young_interval
 
 RUN = "--model-preset 1B --data-path x --seq-length 8192 --global-batch-size 128 --train-iters 1000 --lr 1e-3"
 
@@ -76,19 +75,3 @@ def test_the_plan_of_experts() -> None:
     text = "\n".join(describe(configs[8], 8, 32000))
     assert f"of which a token meets {rest + experts // 4:,}" in text
     assert "DP 8, experts over 8" in text
-
-
-def test_the_slowdown_is_that_of_a_run_with_random_failures() -> None:
-    best = young_interval(60.0, 6 * 3600)  # about the best
-    slowdowns = [daly_slowdown(best * factor, 60.0, 600.0, 6 * 3600) for factor in (0.25, 1.0, 4.0)]
-    assert slowdowns[1] == min(slowdowns)
-    interval, save, restart, failure = 900.0, 60.0, 300.0, 3600.0
-    chance, seconds = np.random.default_rng(0), 0.0
-    for _ in range(4000):  # segments of work, each begun anew after a failure
-        while (until := chance.exponential(failure)) < interval + save:
-            seconds += until
-            while (down := chance.exponential(failure)) < restart:
-                seconds += down
-            seconds += restart
-        seconds += interval + save
-    assert seconds / (4000 * interval) == pytest.approx(daly_slowdown(interval, save, restart, failure), rel=0.05)
