@@ -27,7 +27,7 @@ from megatron_ext.config.arguments import parse_stages
 from megatron_ext.data.indexed import Documents
 from megatron_ext.data.packing.plan import PLAN, load_plan, plan_folder, save_plan
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan
-from megatron_ext.data.packing.report import describe, describe_contexts, report
+from megatron_ext.data.packing.report import describe, report
 from megatron_ext.errors import UserError
 from megatron_ext.run.identity import checked_vocab_size, row_identity
 from megatron_ext.run.inputs import Split, open_split, splits
@@ -110,7 +110,6 @@ def _make(split: Split, documents: str, kept: Documents | None = None, record: d
         print("kept {kept:,} of {with_scores:,} documents with scores; least gain {least_gain:.3g}".format(**record))
     made = report(plan, split.source, split.documents)
     print(describe({key.policy: made}))
-    print(describe_contexts(made))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,7 @@ class PackingReport:
     dropped_documents: int  # documents without kept tokens
     truncated_documents: int  # documents with a kept piece that is not the whole document
     padding_tokens: int  # positions of rows without a token
-    # with a document mask, token i may attend to C_i keys, including itself; entry b counts the tokens with
-    # 2^b <= C_i < 2^(b+1), without padding
-    context_histogram: tuple[int, ...]
-    mean_context: float  # the mean of C_i
+    mean_context: float  # mean of the keys that a token may see with a document mask, itself included; without padding
 
 
 def report(plan: PackingPlan, source: IndexedSource, documents: Documents) -> PackingReport:
@@ -46,11 +43,9 @@ def report(plan: PackingPlan, source: IndexedSource, documents: Documents) -> Pa
     covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # end of the part covered by earlier pieces
     kept = int(np.maximum(ends - np.maximum(starts, covered), 0).sum())
 
-    # C_i = 1 .. n in each text of n tokens
+    # the tokens of a text of n see 1 .. n keys
     texts = np.add.reduceat(pieces[:, 2], plan.row_offsets[:-1]) if plan.joined else pieces[:, 2]
     sizes, counts = np.unique(texts, return_counts=True)
-    low = 2 ** np.arange(int(sizes[-1]).bit_length())[:, None]  # [bins, 1]
-    inside = np.clip(sizes - (low - 1), 0, low)  # [bins, sizes]: how many of 1 .. n are in low .. 2 low - 1
     return PackingReport(
         documents=len(chosen),
         tokens=int(lengths.sum()),
@@ -61,7 +56,6 @@ def report(plan: PackingPlan, source: IndexedSource, documents: Documents) -> Pa
         dropped_documents=len(chosen) - len(np.unique(pieces[:, 0])),
         truncated_documents=len(np.unique(pieces[~whole, 0])),
         padding_tokens=row_tokens - placed,
-        context_histogram=tuple((inside * counts).sum(axis=1).tolist()),
         mean_context=float((segment_pairs(sizes) * counts).sum() / placed),
     )
 
@@ -78,14 +72,4 @@ def describe(reports: Mapping[str, PackingReport]) -> str:
             f"{made.padding_tokens / made.row_tokens:>8.2%} {made.mean_context:>10,.0f} {made.rows:,}"
         )
     lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
-    return "\n".join(lines)
-
-
-def describe_contexts(report: PackingReport) -> str:
-    """Return the histogram of C_i, the keys that a token may see, as lines."""
-    lines = ["keys of a token"]
-    for power, count in enumerate(report.context_histogram):
-        if count:
-            low, share = 2**power, count / sum(report.context_histogram)
-            lines.append(f"    {low:>9,} to {2 * low - 1:>9,}  {share:6.1%}  {'#' * round(40 * share)}")
     return "\n".join(lines)
