@@ -5,11 +5,6 @@ python tools/score_tokens.py --checkpoint MODEL --context 8192 --stride 6144 --o
 All other flags are the trainer's: pass those of the run that will read the store (--config, --data-path, --seed, ...).
 Run it under torchrun for several processes, or several times at once with --part 0/N ... N-1/N on one store. It can be
 killed and resumed at any time.
-
-python tools/score_tokens.py density SHORT LONG --output pmi.png
-
-draws the density of PMI, the short-context losses of one store minus the losses of whole rows of another one, which
---context L --stride L makes of the same rows.
 """
 
 import logging
@@ -22,37 +17,8 @@ from megatron_ext.errors import UserError
 from megatron_ext.launch import is_first, read_launch
 
 
-def density(argv: list[str]) -> int:
-    """Print quantiles of PMI over the tokens of the rows that two stores have in common, and draw its density."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    from megatron_ext.token_weighting.store import ScoreStore
-
-    parser = Parser(description=__doc__)
-    parser.add_argument("stores", nargs=2, type=Path, metavar="STORE", help="short-context losses; of whole rows")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="draw the density")
-    options = parser.parse_args(argv)
-    long = ScoreStore.open(options.stores[1])
-    rows = {name: getattr(long.identity, name) for name in ("rows", "row_length", "seed", "data", "packing")}
-    short = ScoreStore.open(options.stores[0], **rows)
-    pmi = np.concatenate([short.read(row) - long.read(row) for row in range(long.identity.rows)])
-    at = 1, 5, 25, 50, 75, 95, 99
-    quantiles = ", ".join(f"{value:+.3f} ({q} %)" for q, value in zip(at, np.percentile(pmi, at), strict=True))
-    print(f"PMI of {pmi.size:,} tokens: mean {pmi.mean():+.3f}, above 0 {np.mean(pmi > 0):.1%}; quantiles {quantiles}")
-    if options.output is not None:
-        figure = Figure(figsize=(6, 4), layout="constrained")
-        axis = figure.add_subplot()
-        axis.hist(pmi, bins=np.linspace(-5, 5, 201), density=True, histtype="step", log=True)
-        axis.set(xlabel="PMI (nats)", ylabel="density")
-        figure.savefig(options.output, dpi=130)
-    return 0
-
-
 @command
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["density"]:
-        return density(argv[1:])
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="FOLDER", help="Hugging Face model, run or checkpoint")

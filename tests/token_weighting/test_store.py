@@ -17,7 +17,6 @@ import zarr
 from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
-from tools import score_tokens
 
 IDENTITY = StoreIdentity(
     rows=7,
@@ -187,18 +186,3 @@ def test_a_killed_writer_loses_and_doubles_nothing(tmp_path: Path) -> None:
     process.join()
     store = ScoreStore.open(tmp_path / "store", **asdict(identity))
     assert all(np.array_equal(store.read(row), losses_of(row, 65_536)) for row in range(identity.rows))
-
-
-def test_the_density_of_pmi(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Losses of whole rows that are 0.5 lower give a PMI of 0.5 everywhere; stores of other rows are refused."""
-    filled(tmp_path / "short")
-    long = ScoreStore.create_or_resume(tmp_path / "long", replace(IDENTITY, short_context=64, short_stride=64))
-    for row in range(IDENTITY.rows):
-        long.write(row, losses_of(row) - np.float32(0.5))
-    stores = [str(tmp_path / "short"), str(tmp_path / "long")]
-    assert score_tokens.main(["density", *stores, "--output", str(tmp_path / "pmi.png")]) == 0
-    assert "PMI of 448 tokens: mean +0.500, above 0 100.0%" in capsys.readouterr().out
-    assert (tmp_path / "pmi.png").stat().st_size > 0
-    filled(tmp_path / "other", replace(IDENTITY, seed=6))
-    assert score_tokens.main(["density", str(tmp_path / "other"), stores[1]]) == 2
-    assert "its seed is 6" in capsys.readouterr().err
