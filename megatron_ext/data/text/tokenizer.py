@@ -28,7 +28,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from megatron_ext.cli import program
-from megatron_ext.data.text.cutting import ChunkEncoder, can_cut
 from megatron_ext.data.text.fast import PACKAGE, FastEncoder, UnservedError
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_write
@@ -75,7 +74,6 @@ class Tokenizer:
     ) -> None:
         name = os.fspath(path)
         self._library: tokenizers.Tokenizer | None = None  # None for "bytes"
-        self._chunks: ChunkEncoder | None = None
         self.encoder = f"tokenizers {tokenizers.__version__}"
         self.fast: FastEncoder | None = None
         self._eod_token, self._bos_token = eod_token, bos_token
@@ -126,7 +124,6 @@ class Tokenizer:
             if (ordinary := _without_special(about, set(self.special.values()))) is not None:
                 self._ordinary = tokenizers.Tokenizer.from_str(ordinary)
                 self._ordinary.encode_special_tokens = True
-            self._chunks = ChunkEncoder(self.encode_batch, about["added_tokens"]) if can_cut(about) else None
             if encoder != "tokenizers":
                 self._use_gigatoken(about if ordinary is None else json.loads(ordinary), encoder == PACKAGE)
         elif encoder == PACKAGE:
@@ -139,7 +136,16 @@ class Tokenizer:
 
         Raises UserError if that is impossible, such as for an end token that is a character of the text.
         """
-        return self.encode_batch([text])[0] if self._chunks is None else self._chunks(text)
+        if self._ordinary is None:
+            ids = list(text.encode())
+        else:
+            try:
+                ids = self._ordinary.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            except Exception as error:  # the library raises bare Exceptions: no token stands for unknown words
+                raise UserError(f"tokenizer: {self.file} cannot encode a text ({error}); use another") from None
+        if not self._refused.isdisjoint(ids):
+            self._refuse(text, next(token for token in ids if token in self._refused))
+        return ids
 
     def _use_gigatoken(self, about: dict[str, Any], needed: bool) -> None:
         try:
@@ -162,21 +168,6 @@ class Tokenizer:
         """Return how the ids of gigatoken and of tokenizers differ for a text, or None if they are the same."""
         ids, others = self.encode_array(text).tolist(), self.encode(text)
         return None if ids == others else f"{self.encoder} gives {ids} and tokenizers {others} for {text!r}"
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode texts by tokenizers itself; raises as `encode`."""
-        if self._ordinary is None:
-            found = [list(text.encode()) for text in texts]
-        else:
-            try:
-                encodings = self._ordinary.encode_batch_fast(texts, add_special_tokens=False)
-            except Exception as error:  # the library raises bare Exceptions: no token stands for unknown words
-                raise UserError(f"tokenizer: {self.file} cannot encode a text ({error}); use another") from None
-            found = [encoding.ids for encoding in encodings]
-        for text, ids in zip(texts, found, strict=True):
-            if not self._refused.isdisjoint(ids):
-                self._refuse(text, next(token for token in ids if token in self._refused))
-        return found
 
     def _refuse(self, text: str, token: int) -> NoReturn:
         raise UserError(
