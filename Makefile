@@ -35,7 +35,7 @@ demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sour
 test: setup      ## the tests, about 8 minutes on 2 cores
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m 'not slow'
 
-test-all: test   ## the slow tests as well, about 45 minutes more
+test-all: test   ## the slow tests as well, about 30 minutes more
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m slow
 
 VERSION ?= 0.19.2

@@ -15,7 +15,7 @@ Alternatives that were rejected (benchmarks/results/2026-11-27-preprocess-cpu.tx
 - Its tools/preprocess_data_fast.py: 1.5 to 4 times the CPU time, start-up included, and it holds the corpus in memory.
 - Megatron's IndexedDatasetBuilder for joining: 11.6 s and 516 MB for a million documents of 16 tokens, compared with
   1.2 s and 41 MB here. The output is byte-identical.
-- datatrove's MegatronDocumentTokenizer: twice the memory; a text that spells the end token is encoded as that token.
+- datatrove's MegatronDocumentTokenizer: a text that spells the end token is encoded as that token.
 """
 
 import hashlib
