@@ -204,8 +204,16 @@ def split_text(text: str, characters: int) -> Iterator[str]:
         yield part
 
 
-def train(plans: Sequence[Planned], out: Path, common: Sequence[object], workers: int) -> None:
+def train(
+    plans: Sequence[Planned],
+    out: Path,
+    common: Sequence[object],
+    workers: int,
+    then: Callable[[Planned], None] | None = None,
+) -> None:
     """Train the runs that are not finished, several at a time; an interrupted run resumes from its checkpoint.
+
+    `then` is called with each finished run, by the thread that trained it.
 
     Raises:
         SystemExit: `out` has runs with other flags.
@@ -214,12 +222,13 @@ def train(plans: Sequence[Planned], out: Path, common: Sequence[object], workers
 
     def one(plan: Planned) -> None:
         folder = plan.folder(out)
-        if is_done(folder):
-            return
-        saving = ["--save", folder, "--load", folder, "--load-if-present", "--save-interval", 50, "--keep-last", 1]
-        flags = [*common, "--no-tensorboard", "--seed", plan.seed, *plan.flags, *saving]
-        command(plan.script, *flags, log=out / "logs" / f"seed_{plan.seed}-{plan.name}.txt")
-        print(f"seed {plan.seed}, {plan.name}: done", flush=True)
+        if not is_done(folder):
+            saving = ["--save", folder, "--load", folder, "--load-if-present", "--save-interval", 50, "--keep-last", 1]
+            flags = [*common, "--no-tensorboard", "--seed", plan.seed, *plan.flags, *saving]
+            command(plan.script, *flags, log=out / "logs" / f"seed_{plan.seed}-{plan.name}.txt")
+            print(f"seed {plan.seed}, {plan.name}: done", flush=True)
+        if then is not None:
+            then(plan)
 
     with ThreadPoolExecutor(workers) as pool:
         for _ in pool.map(one, plans):

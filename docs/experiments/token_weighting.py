@@ -9,6 +9,7 @@ HF is the Llama of 260K parameters as a Hugging Face folder. Run the command aga
 import re
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ KINDS = {
     "sparse_unfrozen": "sparse, unfrozen",
     "sparse_frozen": "sparse, frozen",
 }
+ARMS = tuple(kind for kind in KINDS if kind != "sparse_frozen")  # of the experiment with a placebo
+GAIN_ROWS = 256  # of the held-out rows, those on which the gain is measured
 GROUPS = {"first": "first in the row", "near": f"last seen <= {SHORT} back", "far": f"last seen > {SHORT} back"}
 CONTROLLED, PLANNED = "gain_far_less_first", "loss_far_less_first"
 MEASURES = ("loss", "gain", *(f"{kind}_{group}" for kind in ("loss", "gain") for group in GROUPS))
@@ -73,7 +76,7 @@ def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
     return [
         Planned(seed, kind, flags(kind, seed), script.get(kind, "pretrain_skyladder.py"))
         for seed in seeds
-        for kind in KINDS
+        for kind in ARMS
     ]
 
 
@@ -120,16 +123,20 @@ def run_all(options: Any, out: Path) -> None:
         rotary = ["--rotary-base", ROTARY_BASE]
         command("pretrain_skyladder.py", *SHAPE, *optimizer, *data, *first, *saving, *rotary)
     rows = ["--seq-length", ROW, "--global-batch-size", 4, "--micro-batch-size", 4, "--train-iters", options.steps]
-    for seed in options.seeds:
-        score(base, SHORT, stride, store(out, seed), [*data, *rows, "--seed", seed])
+    with ThreadPoolExecutor(options.workers) as pool:
+        for _ in pool.map(
+            lambda seed: score(base, SHORT, stride, store(out, seed), [*data, *rows, "--seed", seed]), options.seeds
+        ):
+            pass
     common = [*SHAPE, *optimizer, *data, *rows, "--init-from", base, "--rotary-base", ROTARY_BASE]
-    plans = planned(options.seeds, out)
-    train(plans, out, common, options.workers)
     held_out = [*of_data("valid", hf, out), "--seq-length", ROW, "--micro-batch-size", 4, "--seed", 0]
-    for plan in plans:
-        for context, step in ((ROW, ROW), (SHORT, stride)):
+
+    def evaluate(plan: Planned) -> None:
+        for context, step, count in ((ROW, ROW, options.held_out), (SHORT, stride, min(options.held_out, GAIN_ROWS))):
             target = evaluated(out, plan, context)
-            score(plan.folder(out), context, step, target, [*held_out, "--rows", options.held_out])
+            score(plan.folder(out), context, step, target, [*held_out, "--rows", count])
+
+    train(planned(options.seeds, out), out, common, options.workers, evaluate)
 
 
 def evaluated(out: Path, plan: Planned, context: int) -> Path:
@@ -186,19 +193,23 @@ def held_out_names(hf: Path, out: Path, count: int) -> list[list[Name]]:
 def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, float]:
     """Return a model's mean loss, and its gain, the loss with SHORT tokens of context minus that with the whole row.
 
-    The loss of a name is that of its tokens together.
+    The loss of a name is that of its tokens together. The gain is that of the first GAIN_ROWS rows.
     """
+    gained = min(len(names), GAIN_ROWS)
     whole_RL, short_RL = (
-        np.stack([opened.read(row) for row in range(len(names))]).astype(float)
-        for opened in (ScoreStore.open(evaluated(out, plan, context)) for context in (ROW, SHORT))
+        np.stack([opened.read(row) for row in range(count)]).astype(float)
+        for opened, count in (
+            (ScoreStore.open(evaluated(out, plan, context)), count)
+            for context, count in ((ROW, len(names)), (SHORT, gained))
+        )
     )
     found = {}
-    for kind, values_RL in (("loss", whole_RL), ("gain", short_RL - whole_RL)):
+    for kind, values_RL in (("loss", whole_RL), ("gain", short_RL - whole_RL[:gained])):
         found[kind] = float(values_RL.mean())
         for group in GROUPS:
             sums = [
                 values[name.tokens[0] - 1 : name.tokens[-1]].sum()  # the loss of token i + 1 is at i
-                for values, row in zip(values_RL, names, strict=True)
+                for values, row in zip(values_RL, names[: len(values_RL)], strict=True)
                 for name in row
                 if name.group == group
             ]
@@ -209,7 +220,7 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
 def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> dict[str, Any]:
     """Compute the numbers behind the tables."""
     names = held_out_names(hf, out, rows_evaluated)
-    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in KINDS}
+    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in ARMS}
     for plan in planned(seeds, out):
         for one, value in measured(out, plan, names).items():
             values[plan.name][one].append(value)
