@@ -50,9 +50,9 @@ build/megatron/%: | $(VENV)/installed
 		--target $@ megatron-core==$* $(shell sed -n 's/^\(emerging-optimizers[^;]*\).*/\1/p' constraints.txt)
 	echo 'import typing, typing_extensions; typing.override = typing_extensions.override' > $@/sitecustomize.py
 
-test-eval: setup ## lm-eval on a trained model and on its export, after installing it with its forty packages
+test-eval: setup ## lm-eval in training, on a trained model and on its export, after installing it with its forty packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
-	$(BIN)/python -m pytest -rs tests/tools/test_evaluate_lm_eval.py
+	$(BIN)/python -m pytest -rs -n 2 tests/tools/test_evaluate_lm_eval.py tests/run/test_lm_eval.py
 
 golden: setup    ## rewrite the reference losses of tests/golden, after an intended change
 	REWRITE_GOLDEN=1 $(BIN)/python -m pytest -q tests/golden

@@ -1,7 +1,6 @@
 """Evaluate trained models: runs, checkpoints of any layout, or Hugging Face folders.
 
 python tools/evaluate.py perplexity MODEL [MODEL ...] --input books.jsonl --lengths 8192 32768 --output DIR
-python tools/evaluate.py recall MODEL [MODEL ...] --lengths 4096 8192 --output DIR
 python tools/evaluate.py lm-eval MODEL [MODEL ...] --tasks ruler longbench2 --lengths 32768 --output DIR
 
 Several models are compared on the same items. Under torchrun the processes share the work according to the trainer's
@@ -18,7 +17,7 @@ from typing import Any
 from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
-from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions, RecallOptions
+from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions
 from megatron_ext.launch import is_first, read_launch
 
 
@@ -27,7 +26,6 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help, add_flags in (
         ("perplexity", "loss of documents with sliding windows of several lengths", _perplexity_flags),
-        ("recall", "a small offline probe: a hidden sentence, and JSON keys", _recall_flags),
         ("lm-eval", "tasks of lm-eval: RULER, LongBench, MMLU, ...", _lm_eval_flags),
     ):
         sub = commands.add_parser(name, help=help, description=help)
@@ -54,17 +52,6 @@ def _perplexity_flags(add: Callable[..., Any]) -> None:
     add("--min-tokens", type=integer(2), default=2, metavar="N", help="skip shorter documents [2]")
     add("--max-tokens", type=integer(2), metavar="N", help="cut documents to N tokens [whole documents]")
     add("--batch-tokens", type=positive, default=8192, metavar="N", help="of a micro-batch, at least a window [8192]")
-
-
-def _recall_flags(add: Callable[..., Any]) -> None:
-    add("--lengths", nargs="+", type=positive, metavar="L", help="tokens of prompt and answer [the trained length]")
-    tasks = ["needle", "json_kv"]
-    add("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK", help="needle, json_kv [both]")
-    add("--samples", type=positive, default=60, metavar="N", help="samples of each task and length, at six depths [60]")
-    add("--haystack", nargs="+", metavar="FILE", help="texts that hide the needle: .txt, .jsonl, .parquet [a sentence]")
-    add("--json-key", default="text", metavar="FIELD", help="field of --haystack that holds the text [text]")
-    add("--seed", type=integer(0), default=42, help="seed of keys and values [42]")
-    add("--batch-size", type=positive, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
 
 
 def _lm_eval_flags(add: Callable[..., Any]) -> None:
@@ -105,7 +92,7 @@ def main(argv: list[str]) -> int:
     from megatron_ext.evaluation.report import write_record  # these imports take seconds
     from megatron_ext.inference.evaluate import evaluate_models
 
-    kind = {"perplexity": PerplexityOptions, "recall": RecallOptions, "lm-eval": LmEvalOptions}[options.command]
+    kind = {"perplexity": PerplexityOptions, "lm-eval": LmEvalOptions}[options.command]
     record, items = evaluate_models(kind.of(options), processes)
     if first:
         print(write_record(record, items, options.output), end="")

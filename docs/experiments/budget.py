@@ -11,7 +11,7 @@ import argparse
 import json
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,18 +88,26 @@ def read_runs(file: Path) -> Losses:
     return {Plan(**run["run"]): {int(length): loss for length, loss in run["losses"].items()} for run in runs}
 
 
-def run_all(plans: Sequence[Plan], file: Path, out: Path, data: Sequence[object], held_out: int, workers: int) -> None:
-    """Train and evaluate the runs that have no line yet, and append their lines."""
+def run_all(
+    plans: Sequence[Plan],
+    file: Path,
+    out: Path,
+    data: Sequence[object],
+    held_out: int,
+    workers: int,
+    trainer: Callable[[str], Sequence[object]] = lambda arm: ["pretrain_skyladder.py"],
+) -> None:
+    """Train and evaluate the runs that have no line yet, and append their lines; `trainer` is an arm's command."""
     done, lock = read_runs(file), threading.Lock()
 
     def one(plan: Plan) -> None:
         folder = out / "runs" / f"{plan.arm}_{plan.rate:g}_{plan.steps}_{plan.seed}"
         flags = [*data, *COMMON, "--lr", plan.rate, "--min-lr", plan.rate / 10, "--seed", plan.seed]
         flags += ["--train-iters", plan.steps, "--lr-warmup-iters", plan.steps // 20, "--save-interval", 100]
-        if plan.arm == "growing":
+        if plan.arm != "constant":
             flags += ["--window-schedule", "linear", "--window-start", START, "--window-expansion-fraction", SHARE]
         saving = ["--save", folder, "--load", folder, "--load-if-present", "--keep-last", 1]
-        command("pretrain_skyladder.py", *flags, *saving, log=out / "logs" / f"{folder.name}.txt")
+        command(*map(str, trainer(plan.arm)), *flags, *saving, log=out / "logs" / f"{folder.name}.txt")
         flags = [
             "--data-path",
             out / "data" / "valid-novels",

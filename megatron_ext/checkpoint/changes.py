@@ -1,6 +1,6 @@
 """Decide which options may change when a run resumes, by comparing effective values.
 
-free        layout, logging, checkpoints, evaluation interval, micro-batches: the losses do not change
+free        layout, logging, checkpoints, evaluations, micro-batches: the losses do not change
 override    data, window, token weights, optimizer, seed, dropout: needs --override
 impossible  shapes of the weights, kind and precision of the optimizer's state
 """
@@ -20,7 +20,8 @@ _FREE = {
     *("model_preset", "init_method_std", "init_scheme", "micro_batch_size", "balance_batches", "loss_block_tokens"),
     *("eval_interval", "eval_iters", "eval_lengths", "eval_packing", "eval_document_mask", "eval_stride"),
     *("valid_data_path", "early_stopping_patience", "early_stopping_delta", "spike_window", "spike_deviations"),
-    *("on_spike", "on_non_finite", "skip_limit"),
+    *("on_spike", "on_non_finite", "skip_limit", "lm_eval_interval", "lm_eval_tasks", "lm_eval_limit"),
+    *("lm_eval_lengths", "lm_eval_include_path", "lm_eval_batch_size"),
 }
 _LENGTH = {"train_iters", "lr_decay_iters"}  # free if no step's learning rate or window changes
 _VOCABULARY = ("model", "vocab_size"), ("data", "tokenizer_model")

@@ -246,6 +246,14 @@ RULES: list[Rule] = [
     ("on_spike", lambda o: o.on_spike != "continue" and not o.spike_window,
      " with spike_window 0, needs losses to compare with; raise it"),
     *_requires("early_stopping_patience valid_data_path", "eval_interval"),
+    *_requires("lm_eval_tasks lm_eval_limit lm_eval_lengths lm_eval_include_path lm_eval_batch_size",
+               "lm_eval_interval"),
+    *_requires("lm_eval_interval", "lm_eval_tasks"),
+    *_requires("lm_eval_interval", "tokenizer_model"),
+    *_excludes("lm_eval_interval", "tp_comm_overlap"),  # its buffers fit micro-batches of one size
+    *_excludes("lm_eval_interval", "fp8_format"),
+    ("lm_eval_lengths", lambda o: max(o.lm_eval_lengths, default=0) > o.seq_length,
+     ", needs at most seq_length {seq_length}"),
     ("spike_window", lambda o: o.spike_window == 1, ", needs 0 (none) or at least 2 losses for a deviation"),
     # data
     ("long_share", lambda o: o.long_share and (o.mixture or o.packing != "upsample_long"),

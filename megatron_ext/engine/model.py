@@ -171,12 +171,15 @@ class PackedGPT(GPTModel):
     def logits(self, batch: PackedBatch, extend: Extend | None = None) -> Tensor:
         """Return the logits of the requested tokens, float32 [wanted tokens, V], on every tensor-parallel rank.
 
-        On all pipeline stages but the last, return the hidden states [t, 1, D] for the next stage. `extend` adds
+        On all pipeline stages but the last, return the hidden states [t / s, 1, D] for the next stage, where s is the
+        number of tensor-parallel ranks under sequence parallelism and otherwise 1. `extend` adds
         the tokens' keys and values to a cache; the batch's attention calls then also cover what is cached.
         """
         hidden_t1D = self._hidden(batch, extend)
         if not self.post_process:
             return hidden_t1D
+        if self.config.sequence_parallel:
+            hidden_t1D = gather_from_sequence_parallel_region(hidden_t1D, group=self.pg_collection.tp)
         hidden_tD, weight_vD = self._head(hidden_t1D, batch)
         whole = gather_from_tensor_model_parallel_region(hidden_tD @ weight_vD.T, group=self.pg_collection.tp)
         return whole[:, : self.real_vocab_size].float()

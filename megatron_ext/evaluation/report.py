@@ -2,7 +2,7 @@
 
 A record is JSON:
 
-    kind         the command: perplexity, recall or lm-eval
+    kind         the command: perplexity or lm-eval
     settings     the options; only results with equal settings are comparable
     models       name -> {folder, trained_length}
     results      [{model, task, metric, value, count, length?, position?}]

@@ -31,18 +31,16 @@ from megatron_ext.data.text.documents import read_documents
 from megatron_ext.errors import UserError, missing_package
 from megatron_ext.evaluation.by_position import BINS, bin_of, losses_by_position, mean_loss
 from megatron_ext.evaluation.model_text import ModelText
-from megatron_ext.evaluation.probe import NEW_TOKENS, make_samples
 from megatron_ext.evaluation.report import Key, compare
-from megatron_ext.inference.generate import Prompt, open_generator
 from megatron_ext.inference.model import ChunkScorer, InferenceModel, open_model
-from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions, RecallOptions
+from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions
 from megatron_ext.rope import dynamic_base
 from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 from megatron_ext.token_weighting.short_pass import chunk_batches
 
 CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
 Models = Mapping[str, ModelText]
-Options = PerplexityOptions | RecallOptions | LmEvalOptions
+Options = PerplexityOptions | LmEvalOptions
 Result = dict[str, Any]
 
 
@@ -60,8 +58,6 @@ def evaluate_models(options: Options, processes: ParallelConfig) -> tuple[Result
     match options:
         case PerplexityOptions():
             found = _perplexity(options, processes, models, _lengths(options.lengths, models))
-        case RecallOptions():
-            found, items = _recall(options, processes, models)
         case LmEvalOptions():
             if find_spec("lm_eval") is None:
                 raise missing_package("lm-eval", "lm-eval[hf]")
@@ -100,47 +96,6 @@ def _lengths(given: Sequence[int] | None, models: Models) -> list[int]:
     if given is None and not trained:
         raise UserError("lengths: the model does not say its trained length; give --lengths")
     return sorted(set(given or [min(trained)]))
-
-
-def _recall(
-    options: RecallOptions, processes: ParallelConfig, models: Models
-) -> tuple[Result, dict[str, list[Result]]]:
-    """Answer the samples of the probe greedily, and score them."""
-    haystack = None
-    if options.haystack is not None:
-        haystack = "\n".join(document.text for document in read_documents(options.haystack, options.json_key))
-    encode = next(iter(models.values())).encode  # their tokenizers are the same
-    tasks, lengths = list(dict.fromkeys(options.tasks)), _lengths(options.lengths, models)
-    samples = list(make_samples(tasks, lengths, encode, options.samples, options.seed, haystack))
-    results: list[Result] = []
-    items: dict[str, list[Result]] = {}
-    scores: dict[str, dict[Key, Float64]] = {}
-    for name, text in models.items():
-        prompts = [Prompt(text.encode(sample.prompt), NEW_TOKENS, (sample.answer,)) for sample in samples]
-        with open_generator(text, processes, max(lengths), dtype=options.dtype, slots=options.batch_size) as generator:
-            answers = generator.answer(prompts)
-        items[name] = [
-            {
-                "task": sample.task,
-                "length": sample.length,
-                "expected": sample.answer,
-                "prompt_tokens": len(prompt.tokens),
-                "tokens": tokens,
-                "text": text.answer(prompt.tokens, tokens),
-                "score": float(sample.answer in text.answer(prompt.tokens, tokens)),
-            }
-            for sample, prompt, tokens in zip(samples, prompts, answers, strict=True)
-        ]
-        by_task = np.array([item["score"] for item in items[name]]).reshape(len(tasks), len(lengths), -1)
-        scores[name] = {
-            (task, "score", length): by_task[i, j] for i, task in enumerate(tasks) for j, length in enumerate(lengths)
-        }
-        results += [
-            {"model": name, "task": task, "metric": metric, "length": length, "value": own.mean(), "count": len(own)}
-            for (task, metric, length), own in scores[name].items()
-        ]
-    settings = {"samples": options.samples, "seed": options.seed, "haystack": options.haystack}
-    return {"settings": settings, "results": results, "differences": list(compare(scores))}, items
 
 
 @dataclass(frozen=True, eq=False)

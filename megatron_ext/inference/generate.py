@@ -1,8 +1,8 @@
 """Text generation, chat and scoring with a key-value cache, under any parallel layout.
 
 Tensor- and pipeline-parallel ranks hold one model together and compute the same texts. Data- and context-parallel ranks
-hold copies of it that process different texts; context-parallel ranks that share experts compute the same texts,
-because tokens are sent to experts on all of them.
+hold copies of it that process different texts; those that share experts compute the same texts, because tokens are sent
+to experts on all of them.
 """
 
 import itertools
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext import heartbeat
 from megatron_ext.batch import PackedBatch
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
@@ -98,21 +99,22 @@ def open_generator(
 class Generator:
     """Continues prompts and scores continuations, `slots` texts at a time on each copy of the model.
 
-    The last token of an answer may be one of the tokens of `text` that end a text. See `open_generator`.
+    The last token of an answer may be one of the tokens of `text` that end a text. `rotary_base` is the base of RoPE,
+    None for the model's own. See `open_generator`.
     """
 
-    def __init__(self, model: InferenceModel, text: ModelText, slots: int) -> None:
-        self.model, self.text, self.slots = model, text, slots
+    def __init__(self, model: InferenceModel, text: ModelText, slots: int, rotary_base: float | None = None) -> None:
+        self.model, self.text, self.slots, self.rotary_base = model, text, slots, rotary_base
         self.mask_options = model.config.mask_options()
         self.stages: dist.ProcessGroup = model.chunks[0].pg_collection.pp
         ranks = model.ranks
         lockstep = ranks.expert_size > 1
-        self.share = ranks.data if lockstep else ranks.data * ranks.context_size + ranks.context
-        self.shares = ranks.data_size if lockstep else ranks.data_size * ranks.context_size
+        self.share = ranks.expert_copy if lockstep else ranks.data * ranks.context_size + ranks.context
+        self.shares = ranks.data_size * ranks.context_size // ranks.expert_size
         # groups that compute the same texts, and the rank in each that chooses the tokens
-        self.alike = [(ranks.tensor_group, 0), (self.stages, self.stages.size() - 1)]
-        if lockstep:
-            self.alike.append((ranks.context_group, 0))
+        self.alike = [(ranks.tensor_group, 0), (self.stages, self.stages.size() - 1), (ranks.expert_group, 0)]
+        # sequence parallelism divides the tokens of a pass evenly; tokens of one more slot, which nobody reads, fill up
+        self.unit = ranks.tensor_size if model.config.parallel.sequence_parallel else 1
 
     def answer(
         self,
@@ -153,13 +155,13 @@ class Generator:
         joined = ChainMap(*gathered)
         return [joined[number] for number in range(len(joined))]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _generate(
         self, prompts: Sequence[tuple[int, Prompt]], sampling: Sampling, on_token: Callable[[int, int], None] | None
     ) -> dict[int, list[int]]:
         waiting = deque(prompts)
         slots = min(self.slots, len(prompts))
-        cache = KeyValueCache(slots, max((prompt.length for _, prompt in prompts), default=0))
+        cache = self._cache(slots, max((prompt.length for _, prompt in prompts), default=0))
         active: dict[int, _Text] = {}
         answers: dict[int, list[int]] = {}
         while waiting or active:
@@ -193,13 +195,13 @@ class Generator:
         text.tail = text.tail[-max(map(len, text.prompt.stop_texts)) :]
         return any(stop in seen for stop in text.prompt.stop_texts)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _score(self, choices: Sequence[tuple[int, Choice]]) -> dict[int, list[Likelihood]]:
         found: dict[int, list[Likelihood]] = {}
         choices = sorted(choices, key=lambda numbered: -numbered[1].length)  # batches of similar lengths
         for first in range(0, len(choices), self.slots):
             numbers, some = zip(*choices[first : first + self.slots], strict=True)
-            cache = KeyValueCache(len(some), max(choice.length for choice in some))
+            cache = self._cache(len(some), max(choice.length for choice in some))
             self._prefill(cache, {slot: choice.tokens[:-1] for slot, choice in enumerate(some)})
             scores: list[list[Likelihood]] = [[] for _ in some]
             for place in range(max(len(choice.options) for choice in some)):
@@ -235,6 +237,9 @@ class Generator:
             for slot, tokens in by_token.items()
         }
 
+    def _cache(self, slots: int, capacity: int) -> KeyValueCache:
+        return KeyValueCache(slots + (self.unit > 1), max(capacity, self.unit))
+
     def _prefill(self, cache: KeyValueCache, texts: Mapping[int, Sequence[int]]) -> None:
         """Append texts to the cache, at most `PASS_TOKENS` tokens at a time."""
         for part in _passes(texts, PASS_TOKENS):
@@ -249,6 +254,12 @@ class Generator:
             The logits after the last token of each text, or after `every` token, float32 [texts or tokens, V], on the
             last stage; None on the others.
         """
+        heartbeat.beat()
+        real, texts_given = sum(map(len, texts.values())), len(texts)
+        if fill := -real % self.unit:
+            spare = len(cache.lengths) - 1
+            cache.keep(spare, 0)
+            texts = {**texts, spare: [0] * fill}
         appended = cache.append(list(texts), [len(tokens) for tokens in texts.values()])
         tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in texts.values()])
         total, borders, local = len(tokens), appended.cu_seqlens_q, self.mask_options.local_window
@@ -268,13 +279,14 @@ class Generator:
             total_trained=0,
             total_weight=0.0,
             local_attention=None if local is None else appended.call(local - 1),
-            wanted=torch.arange(total) if every else torch.from_numpy(borders[1:] - 1),
+            wanted=torch.arange(real) if every else torch.from_numpy(borders[1 : texts_given + 1] - 1),
+            rotary_base=self.rotary_base,
         ).to(device)
         appended = moved(appended, device)
         output: Tensor | None = None
         for chunk in self.model.chunks:  # several if the pipeline is interleaved
             if not chunk.pre_process:
-                shape = (total, 1, chunk.config.hidden_size)
+                shape = (total // self.unit, 1, chunk.config.hidden_size)
                 hidden = torch.empty(shape, dtype=chunk.config.pipeline_dtype, device=device)
                 dist.recv(hidden, group=self.stages, group_src=(stage - 1) % stages)
                 chunk.set_input_tensor(hidden)

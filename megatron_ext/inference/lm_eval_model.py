@@ -1,4 +1,4 @@
-"""Run lm-eval on a trained model under any parallel layout, without exporting it.
+"""Run lm-eval on a loaded model under any parallel layout, without exporting it.
 
 Process 0 runs lm-eval and sends its requests to the others; all processes compute them.
 """
@@ -7,8 +7,9 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron_ext import heartbeat
 from megatron_ext.arrays import Float64
 from megatron_ext.config import ParallelConfig
+from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.report import Key, compare
@@ -43,6 +46,7 @@ class Requests:
 
     def compute(self, method: str, *args: Any) -> Any:
         """Call a collective method of the generator on all processes."""
+        heartbeat.beat()
         self.failed = True  # until it returns
         self._broadcast((method, args))
         answers = getattr(self.generator, method)(*args)
@@ -52,7 +56,9 @@ class Requests:
     def serve(self) -> None:
         """Compute requests of process 0 until it finishes; raise its error, if any, as a UserError."""
         while isinstance(request := self._broadcast(None), tuple):
+            heartbeat.beat()
             getattr(self.generator, request[0])(*request[1])
+        dist.destroy_process_group(self.group)
         if request is not None:
             raise UserError(request)
 
@@ -60,6 +66,7 @@ class Requests:
         """Release the other processes, or make them raise a UserError; after a failed request they have left."""
         if not self.failed:
             self._broadcast(error)
+            dist.destroy_process_group(self.group)
 
     def _broadcast(self, request: Any) -> Any:
         box = [request]
@@ -68,7 +75,7 @@ class Requests:
 
 
 class TrainedModel(TemplateLM):
-    """The model interface of lm-eval for a trained model, on process 0.
+    """The model interface of lm-eval for a loaded model, on process 0.
 
     Contexts of texts of more than `max_length` tokens are truncated on the left, as in lm-eval's `hf` model; with
     `cut_middle`, prompts of generated answers are truncated in the middle, as in LongBench's own code.
@@ -157,6 +164,87 @@ class TrainedModel(TemplateLM):
         return answers
 
 
+class Tasks(TaskManager):
+    """Tasks of lm-eval with their data, loaded once. RULER makes texts of `lengths` tokens of the tokenizer.
+
+    Raises:
+        UserError: a task is unknown, or its data cannot be loaded.
+    """
+
+    def __init__(
+        self, names: Sequence[str], tokenizer: Tokenizer, lengths: Sequence[int] | None, include_path: Path | None
+    ) -> None:
+        self.names = list(names)
+        with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder, self.refusing():
+            # RULER opens the tokenizer with trust_remote_code: give it only the vocabulary
+            file = tokenizer.file
+            metadata: dict[str, Any] = {"max_seq_lengths": list(lengths)} if lengths else {}
+            if file.name == "tokenizer.json":
+                (Path(folder) / file.name).write_bytes(file.read_bytes())
+                (Path(folder) / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+                metadata |= {"tokenizer": folder}
+            super().__init__(include_path=None if include_path is None else str(include_path), metadata=metadata)
+            self.loaded = super().load(self.names)
+
+    def load(self, task_list: Any) -> Any:
+        """Return the loaded tasks."""
+        return self.loaded
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Raise UserError for errors of the tasks' own code and data."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"lm-eval: {', '.join(self.names)} cannot be run ({first_line(error)[:200]}); `lm-eval ls tasks` "
+                "lists the tasks; offline, their data must be in Hugging Face's cache or in files of --include-path"
+            ) from None
+
+
+def ask(
+    generator: Generator,
+    load: Callable[[], Tasks],
+    max_length: int,
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    cut_middle: bool = False,
+    chat: bool = False,
+) -> Mapping[str, Any] | None:
+    """Run the tasks that process 0 loads; return lm-eval's results there, and None on other processes. Collective.
+
+    `max_length` and `cut_middle` are those of `TrainedModel`, the other options those of `LmEvalOptions`.
+
+    Raises:
+        UserError: the tasks cannot be loaded or run; raised on all processes.
+    """
+    requests = Requests(generator)
+    if generator.model.ranks.world:
+        requests.serve()
+        return None
+    try:
+        tasks = load()
+        with tasks.refusing():
+            found: Mapping[str, Any] = lm_eval.simple_evaluate(
+                model=TrainedModel(requests, max_length, cut_middle=cut_middle),
+                tasks=tasks.names,
+                num_fewshot=shots,
+                limit=limit,
+                task_manager=tasks,
+                bootstrap_iters=0,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+            )
+    except UserError as error:
+        requests.finish(str(error))
+        raise
+    requests.finish()
+    return found
+
+
 def evaluate(
     options: LmEvalOptions, processes: ParallelConfig, models: Mapping[str, ModelText]
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
@@ -167,17 +255,12 @@ def evaluate(
         length = options.max_length or text.pretrained.length
         if length is None:
             raise UserError(f"max_length: {text.pretrained.folder} does not say its trained length; give --max-length")
+        load = partial(Tasks, options.tasks, text.tokenizer, options.lengths, options.include_path)
+        asked = {name: getattr(options, name) for name in ("shots", "limit", "cut_middle", "chat")}
         with open_generator(text, processes, length, dtype=options.dtype, slots=options.batch_size) as generator:
-            requests = Requests(generator)
-            if generator.model.ranks.world:
-                requests.serve()
-                continue
-            try:
-                found = _run_lm_eval(TrainedModel(requests, length, cut_middle=options.cut_middle), options)
-            except UserError as error:
-                requests.finish(str(error))
-                raise
-            requests.finish()
+            found = ask(generator, load, length, **asked)
+        if found is None:
+            continue
         own = list(results_of(found))
         if options.split_length is not None:
             own += results_by_prompt_length(found, text.encode, options.split_length)
@@ -186,38 +269,6 @@ def evaluate(
         samples[name] = [{"task": task, **one} for task, answers in found["samples"].items() for one in answers]
     settings = {name: getattr(options, name) for name in ("tasks", "shots", "limit", "lengths", "chat", "cut_middle")}
     return {"settings": settings, "results": results, "differences": list(compare(items)) if items else []}, samples
-
-
-def _run_lm_eval(model: TrainedModel, options: LmEvalOptions) -> Mapping[str, Any]:
-    """Run lm-eval on process 0; return its results."""
-    with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
-        # RULER opens the tokenizer with trust_remote_code: give it only the vocabulary
-        file = model.text.tokenizer.file
-        metadata: dict[str, Any] = {"max_seq_lengths": options.lengths} if options.lengths else {}
-        if file.name == "tokenizer.json":
-            (Path(folder) / file.name).write_bytes(file.read_bytes())
-            (Path(folder) / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-            metadata |= {"tokenizer": folder}
-        include = None if options.include_path is None else str(options.include_path)
-        try:
-            found = lm_eval.simple_evaluate(
-                model=model,
-                tasks=options.tasks,
-                num_fewshot=options.shots,
-                limit=options.limit,
-                task_manager=TaskManager(include_path=include, metadata=metadata),
-                apply_chat_template=options.chat,
-                fewshot_as_multiturn=options.chat,
-            )
-        except UserError:
-            raise
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"lm-eval: {', '.join(options.tasks)} cannot be run ({first_line(error)[:200]}); `lm-eval ls tasks` "
-                "lists the tasks; offline, their data must be in Hugging Face's cache or in files of --include-path"
-            ) from None
-    assert found is not None
-    return found
 
 
 def results_of(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -60,17 +60,6 @@ class PerplexityOptions(EvaluateOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallOptions(EvaluateOptions):
-    lengths: Sequence[int] | None
-    tasks: Sequence[str]
-    samples: int
-    haystack: Sequence[str] | None
-    json_key: str
-    seed: int
-    batch_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class LmEvalOptions(EvaluateOptions):
     tasks: Sequence[str]
     shots: int | None

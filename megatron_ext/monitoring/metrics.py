@@ -1,7 +1,7 @@
 """Write and read a run's records, and send their numbers to TensorBoard, W&B and MLflow, the views.
 
     metrics.jsonl       each step
-    evaluation.jsonl    each validation
+    evaluation.jsonl    each validation, and each run of lm-eval
     history.jsonl       each start: when, how and on which machine; each end: when and how. A killed process writes no
                         end. Lines are never removed: steps that were repeated also cost time.
 
@@ -46,13 +46,19 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """Read the last record of each step, by increasing step; {} without such a file. Raises UserError for damage."""
+    """Read the last values of each step, by increasing step; {} without such a file. Raises UserError for damage.
+
+    Several records of a step, such as a validation and lm-eval's results, become one.
+    """
     records = read_jsonl(path) if path.is_file() else []
     for record in records:
         if wrong := next((key for key, value in record.items() if not _is_metric(key, value)), None):
             got = f"{path}, step {record['step']}: {wrong}: got {echo(record[wrong])}"
             raise UserError(f"{got}, needs a finite number or null; restore the file or delete that line")
-    return dict(sorted({record["step"]: record for record in records}.items()))
+    found: dict[int, dict[str, Any]] = {}
+    for record in records:
+        found.setdefault(record["step"], {}).update(record)
+    return dict(sorted(found.items()))
 
 
 def _is_metric(key: str, value: Any) -> bool:
@@ -60,7 +66,9 @@ def _is_metric(key: str, value: Any) -> bool:
     if isinstance(value, list):
         return key.startswith("attention_") and all(_is_metric("", of_layer) for of_layer in value)
     if isinstance(value, dict):
-        known = key == "source_rows" or (key in ("by_length", "by_position") and all(map(str.isdecimal, value)))
+        known = key in ("source_rows", "lm_eval") or (
+            key in ("by_length", "by_position") and all(map(str.isdecimal, value))
+        )
         return known and all(_is_metric("", one) for one in value.values())
     return value is None or (isinstance(value, (int, float)) and abs(value) <= 1e308)
 

@@ -380,9 +380,12 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
 
 
 def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
-    """Draw the validation loss by step, for each evaluation length, and by position."""
+    """Draw the validation loss by step, for each evaluation length, and by position; and lm-eval's results."""
     by_step, by_position = [], []
+    tasks: list[go.Scatter] = []
     for number, run in enumerate(runs):
+        for name, curve in parts(run.validation, "lm_eval").items():
+            tasks.append(_trace(*curve, f"{run.name}, {name}", number + len(tasks), mode="lines+markers"))
         lengths = _numbered(run, "by_length")
         for place, (length, curve) in enumerate(lengths, start=1):
             style = {"mode": "lines+markers", "opacity": place / len(lengths)}
@@ -395,7 +398,11 @@ def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
                 by_position.append(_trace(list(at), list(at.values()), name, number + place, mode="lines+markers"))
     figure = _figure(by_position, "nats / token", x="tokens that a token sees, itself included")
     figure.update_xaxes(type="log", dtick=math.log10(4))
-    return {"Validation loss": _figure(by_step, "nats / token"), "Validation loss by position": figure}
+    return {
+        "Validation loss": _figure(by_step, "nats / token"),
+        "Validation loss by position": figure,
+        "lm-eval": _figure(tasks, "metric of the task"),
+    }
 
 
 def _mixture(run: Run) -> Iterator[go.Scatter]:

@@ -26,6 +26,7 @@ from megatron_ext.planning.flops import step_flops, utilisation
 
 RESULTS = ("lm_loss", "train_loss", "segments", "effective_context", "grad_norm", "denominator")  # of each step
 SPIKE = "loss spike"
+SHOWN = 8  # results of lm-eval in the progress output; all are in evaluation.jsonl
 _CONSEQUENCES = {
     "continue": "training continues",
     "skip": "the step is skipped, no weight changed",
@@ -164,6 +165,13 @@ class RunRecords(Callback):
             )
         if self.metrics is not None:
             self.metrics.write("validation", record)
+
+    def lm_eval(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record the results of lm-eval after `step` steps, by task and metric."""
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        self.note(f"lm-eval after {step} steps: {shown if len(scores) <= SHOWN else f'{len(scores)} results'}")
+        if self.metrics is not None:
+            self.metrics.write("validation", {"step": step, "lm_eval": scores})
 
     def note(self, text: str, *, once: str | None = None) -> None:
         """Print a line above the progress bar; only the first one of each kind `once`."""

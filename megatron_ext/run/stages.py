@@ -24,7 +24,7 @@ from megatron_ext.run.identity import checked_vocab_size
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
-from megatron_ext.run.validation import read_losses, stop_reason
+from megatron_ext.run.validation import read_losses, read_scored, stop_reason
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +134,13 @@ def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
 
 
 def _has_ended(stage: Stage) -> bool:
-    """Return whether a stage has completed all its steps, and the validation after them."""
+    """Return whether a stage has completed all its steps, and the evaluations after them."""
     if stage.name is None:
         return False
     config, steps = stage.config, _steps(stage.config)
-    # it may have been stopped between its last checkpoint and that validation
+    # it may have been stopped between its last checkpoint and these
     validated = not config.training.eval_interval or steps in read_losses(config.checkpoint.save, steps)
+    validated &= not config.training.lm_eval_interval or steps in read_scored(config.checkpoint.save, steps)
     return validated and _has_all_steps(config, steps)
 
 

@@ -49,9 +49,10 @@ from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.callbacks import Callback, Incidents, Losses, RunInfo, RunRecords, StepRecord
 from megatron_ext.run.identity import data_fingerprints
 from megatron_ext.run.inputs import Inputs, open_inputs
+from megatron_ext.run.lm_eval import LmEval
 from megatron_ext.run.signals import Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
-from megatron_ext.run.validation import Validation, read_losses
+from megatron_ext.run.validation import Validation, read_losses, read_scored
 from megatron_ext.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -210,9 +211,17 @@ class Trainer:
         source = inputs.checkpoint
         self.continued = folder if source and folder and source.run.resolve() == folder.resolve() else None
         losses: Losses = {}
+        scored: set[int] = set()
         if (own := self.continued) is not None:
-            losses = agreement.run_on_rank0(lambda: read_losses(own, self.start.step), own, reads=True)
-        self.validation = Validation(config, self.stepper, self.batches, inputs.valid, self.records, losses)
+            losses, scored = agreement.run_on_rank0(
+                lambda: (read_losses(own, self.start.step), read_scored(own, self.start.step)), own, reads=True
+            )
+        lm_eval = None
+        if config.training.lm_eval_interval:
+            lm_eval = LmEval(config, self.stepper, inputs.vocab_size, inputs.bos_id)
+        self.validation = Validation(
+            config, self.stepper, self.batches, inputs.valid, self.records, lm_eval, losses, scored
+        )
         self.callbacks: list[Callback] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
@@ -274,7 +283,8 @@ class Trainer:
             # a validation, a trajectory and a decision to skip a step need the results of all steps before
             waits = validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
             self.collect_results(keep=0 if waits else self.platform.steps_ahead)
-            due = self.checkpointer.poll(step, writing=self.writing, by_clock=self.save_by_clock) or step == last
+            due = self.checkpointer.poll(step, writing=self.writing, by_clock=self.save_by_clock)
+            due = due or step == last or validation.runs_lm_eval(step)
             if self.stopped_by or due:  # save before the validation, which may outlast the grace period of a signal
                 self.collect_results()
                 self._save()

@@ -1,9 +1,10 @@
-"""Validate: when, on which rows, and at which context lengths; early stopping."""
+"""Validate: when, on which rows, and at which context lengths; lm-eval's tasks; early stopping."""
 
 import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megatron_ext.evaluation.by_position import BINS, losses_by_position, mean_l
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.callbacks import Losses, RunRecords
+from megatron_ext.run.lm_eval import LmEval
 from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
 
@@ -33,28 +35,46 @@ class Validation:
     batches: BatchMaker
     rows: RowSource | None  # None if the run never validates
     records: RunRecords
-    losses: Losses  # of the validations so far, also those before the run was resumed
+    lm_eval: LmEval | None  # None if the run never runs it
+    # of the validations so far, also those before the run was resumed; the steps of lm-eval so far
+    losses: Losses
+    scored: set[int]
 
     @property
     def stop_reason(self) -> str | None:
         return stop_reason(self.losses, self.config.training)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a run validates after this many steps."""
+        """Return whether a run validates, or runs lm-eval, after this many steps."""
         training = self.config.training
-        return training.eval_interval > 0 and (step % training.eval_interval == 0 or step == training.train_iters)
+        return any(is_due(every, step, training) for every in (training.eval_interval, training.lm_eval_interval))
+
+    def runs_lm_eval(self, step: int) -> bool:
+        """Return whether a run runs lm-eval after this many steps, which no signal interrupts."""
+        return is_due(self.config.training.lm_eval_interval, step, self.config.training) and step not in self.scored
 
     def run_if_due(self, step: int, request: StopRequest | None) -> int:
         """Validate if it is due after `step` completed steps, until a signal interrupts it; None: signals are deferred.
+
+        Then run lm-eval, if it is due.
 
         Returns:
             The signal that interrupted the validation, which then has no record; 0 otherwise.
 
         Raises:
             DivergedError: a loss is not finite; raised on all processes, without a record.
+            UserError: lm-eval cannot run a task.
         """
-        if not self.is_due(step) or step in self.losses:
-            return 0
+        training = self.config.training
+        validates = is_due(training.eval_interval, step, training) and step not in self.losses
+        if validates and (received := self._validate(step, request)):
+            return received
+        if self.lm_eval is not None and self.runs_lm_eval(step):
+            self.records.lm_eval(step, self.lm_eval.scores(step))
+            self.scored.add(step)
+        return 0
+
+    def _validate(self, step: int, request: StopRequest | None) -> int:
         assert self.rows is not None
         training, data = self.config.training, self.config.data
         lengths = sorted(training.eval_lengths or (data.seq_length,))
@@ -79,13 +99,27 @@ class Validation:
         return 0
 
 
+def is_due(interval: int, step: int, training: TrainingConfig) -> bool:
+    """Return whether what a run does every `interval` steps, and at its end, is due after `step` steps; 0: never."""
+    return interval > 0 and (step % interval == 0 or step == training.train_iters)
+
+
 def read_losses(run: Path | str | None, step: int) -> Losses:
     """Read the losses of a run's validations after at most `step` steps; {} without a folder.
 
     They are not in a checkpoint, which is saved before the validation of the same step.
     """
+    return _read("valid_loss", run, step)
+
+
+def read_scored(run: Path | str | None, step: int) -> set[int]:
+    """Read after which steps a run has run lm-eval, as `read_losses`."""
+    return set(_read("lm_eval", run, step))
+
+
+def _read(key: str, run: Path | str | None, step: int) -> dict[int, Any]:
     records = {} if run is None else read_by_step(Path(run) / EVALUATION_FILE)
-    return {after: record["valid_loss"] for after, record in records.items() if after <= step}
+    return {after: record[key] for after, record in records.items() if after <= step and key in record}
 
 
 def stop_reason(losses: Losses, training: TrainingConfig) -> str | None:

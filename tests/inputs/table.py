@@ -138,8 +138,6 @@ perplexity {w}/hf | input, data_path: needs one of the two
 perplexity {w}/hf --input {w}/corpus.jsonl --lengths 0 --tokenizer bytes | lengths: got 0
 perplexity {w}/hf --input {w}/corpus.jsonl --max-tokens 1 | --max-tokens: got 1, needs at least 2
 perplexity {w}/hf --input {w}/corpus.jsonl --tokenizer bytes --min-tokens 1000000 | no document is left to score
-recall {w}/hf --samples 0 --tokenizer bytes | samples: got 0
-recall {w}/hf --haystack {w}/nowhere --lengths 64 --tokenizer bytes | nowhere
 lm-eval {w}/hf | --tasks
 lm-eval {w}/hf --tasks x --limit 0 | limit: got 0
 """,

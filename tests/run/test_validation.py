@@ -9,7 +9,9 @@ from megatron_ext.run.validation import Validation, read_losses, stop_reason
 def test_validation_is_due_at_multiples_and_at_the_end() -> None:
     def due(interval: int) -> list[int]:
         config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
-        validation = Validation(config, stepper=None, batches=None, rows=None, records=None, losses={})  # type: ignore[arg-type]
+        validation = Validation(
+            config, stepper=None, batches=None, rows=None, records=None, lm_eval=None, losses={}, scored=set()
+        )  # type: ignore[arg-type]
         return [step for step in range(8) if validation.is_due(step)]
 
     assert due(3) == [0, 3, 6, 7]

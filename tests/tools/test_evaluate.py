@@ -1,9 +1,8 @@
-"""tools/evaluate.py: perplexity is that of a plain loop over models of transformers, recall their greedy answers."""
+"""tools/evaluate.py: perplexity is that of a plain loop over models of transformers."""
 
 import itertools
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +15,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.indexed import IndexedSource
-from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.errors import UserError
-from megatron_ext.evaluation.probe import NEW_TOKENS, make_samples
 from tests.checkpoint.models import write_model
 from tests.conftest import SmallData
-from tests.evaluation.plain import greedy_texts
 from tests.launcher import Commands
-from tests.runs import CONFIG, read_jsonl
+from tests.runs import CONFIG
 
 TOOL = "tools/evaluate.py"
 # long, short and middling documents
@@ -147,38 +142,3 @@ def test_a_run_and_its_export_side_by_side(alone: Commands, small_data: SmallDat
     assert abs(same["value"]) < 1e-6
     assert worse["value"] == pytest.approx(at["iter_0000001"]["loss"] - at["run"]["loss"])
     assert 0 < worse["low"] < worse["value"] < worse["high"]
-
-
-@pytest.mark.parametrize("task", ["needle", "json_kv"])
-def test_samples_fill_their_length_and_hide_at_every_depth(task: str) -> None:
-    essay = " ".join(f"Lily saw {number} dogs in the park. They were happy!" for number in range(50))
-    samples = list(make_samples([task], [8000], str.encode, 6, 42, essay))
-    places = []
-    for sample in samples:
-        tokens = len(sample.prompt.encode()) + NEW_TOKENS
-        assert 7600 <= tokens <= 8000
-        assert sample.prompt.count(sample.answer) == 1
-        key = sample.prompt.rsplit("magic number for " if task == "needle" else "Key: ", 1)[1][:36]
-        hidden = f"{key} is: {sample.answer}." if task == "needle" else f'"{key}": "{sample.answer}"'
-        places.append(sample.prompt.index(hidden) / len(sample.prompt))
-        assert re.search(r"Lily saw \d+ dogs", sample.prompt) is None or task == "needle"
-    assert places == sorted(places)
-    assert places[0] < 0.1
-    assert places[-1] > 0.8
-    assert samples == list(make_samples([task], [8000], str.encode, 6, 42, essay))
-    with pytest.raises(UserError, match=f"lengths: got 100, {task} needs at least"):
-        list(make_samples([task], [100], str.encode, 1, 42))
-
-
-def test_answers_are_those_of_transformers(stories_model: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer(stories_model)
-    samples = list(make_samples(["needle", "json_kv"], [600, 1500], tokenizer.encode, 1, 42))
-    model = AutoModelForCausalLM.from_pretrained(stories_model, dtype=torch.float32).eval()
-    prompts = [tokenizer.encode(sample.prompt) for sample in samples]
-    texts = greedy_texts(model, prompts, NEW_TOKENS, [2, tokenizer.eod_id])
-    flags = [stories_model, "--lengths", *[600, 1500], "--samples", 1, "--batch-size", 3]
-    layout = ["--tensor-model-parallel-size", 2]
-    Commands(2).run(TOOL, "recall", *flags, *layout, "--output", tmp_path)
-    items = read_jsonl(tmp_path / "recall.items.jsonl")
-    assert [item["tokens"] for item in items] == texts
-    assert len(json.loads((tmp_path / "recall.json").read_text())["results"]) == len(items)

@@ -1,0 +1,105 @@
+"""Run lm-eval on the model in training, without an export, under the run's own parallel layout."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext import heartbeat
+from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.config import Config
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.engine.optimizer import sync_params, unwrap
+from megatron_ext.engine.step import Stepper
+from megatron_ext.errors import UserError, missing_package
+from megatron_ext.evaluation.model_text import ModelText
+from megatron_ext.inference.generate import Generator
+from megatron_ext.inference.model import InferenceModel
+
+
+def load_tasks(config: Config) -> Any:
+    """Load the tasks of a run with their data, once, as `lm_eval_model.Tasks`.
+
+    Raises:
+        UserError: lm-eval is not installed, or a task cannot be loaded.
+    """
+    if find_spec("lm_eval") is None:
+        raise missing_package("lm_eval_tasks", "lm-eval[hf]")
+    training = config.training
+    assert config.data.tokenizer_model is not None  # config/checks.py
+    return _load(
+        config.data.tokenizer_model, training.lm_eval_tasks, training.lm_eval_lengths, training.lm_eval_include_path
+    )
+
+
+@cache
+def _load(tokenizer: str, names: tuple[str, ...], lengths: tuple[int, ...], include_path: str | None) -> Any:
+    from megatron_ext.inference.lm_eval_model import Tasks  # takes seconds to import
+
+    return Tasks(names, Tokenizer(tokenizer), lengths, None if include_path is None else Path(include_path))
+
+
+class LmEval:
+    """Runs the tasks of `--lm-eval-tasks` on the model of a `stepper`; documents begin with `bos_id`, if any."""
+
+    def __init__(self, config: Config, stepper: Stepper, vocab_size: int, bos_id: int | None) -> None:
+        self.config, self.stepper = config, stepper
+        self.chunks = list(unwrap(stepper.model))
+        assert config.data.tokenizer_model is not None  # config/checks.py
+        tokenizer = Tokenizer(config.data.tokenizer_model)
+        try:
+            end = tokenizer.eod_id
+        except UserError:  # answers end by their length and stop texts
+            end = None
+        model = Pretrained(
+            Path(config.checkpoint.save or "."), replace(config.model, vocab_size=vocab_size), config.data.seq_length
+        )
+        self.text = ModelText(model, tokenizer, bos_id, end, frozenset(() if end is None else (end,)), None)
+        self.model = InferenceModel(model, config, vocab_size, stepper.ranks, stepper.platform, self.chunks)
+
+    def scores(self, step: int) -> dict[str, float]:
+        """Evaluate after `step` steps; return the values by "task/metric" and perhaps "/length". Collective.
+
+        Only process 0 gets them, others get {}. Weights and random states are unchanged.
+
+        Raises:
+            UserError: a task cannot be run.
+        """
+        from megatron_ext.inference.lm_eval_model import ask, results_of
+
+        heartbeat.beat(f"lm-eval after {step} steps")
+        training, model = self.config.training, self.config.model
+        window = self.config.window_schedule().window_at(max(step - 1, 0))
+        base = model.rotary_base_at(window) if model.rope_window_bases else None
+        generator = Generator(self.model, self.text, training.lm_eval_batch_size, base)
+        sync_params(self.stepper.model)
+        for chunk in self.chunks:
+            chunk.eval()
+        with _random_states_kept(self.stepper.platform.device):
+            found = ask(
+                generator, partial(load_tasks, self.config), self.config.data.seq_length, limit=training.lm_eval_limit
+            )
+        for chunk in self.chunks:
+            chunk.train()
+        results = [] if found is None else results_of(found)
+        return {
+            "/".join(str(one[key]) for key in ("task", "metric", "length") if key in one): one["value"]
+            for one in results
+        }
+
+
+@contextmanager
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    """Restore the random states of Python, NumPy and torch, which lm-eval seeds."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)

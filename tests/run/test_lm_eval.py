@@ -1,0 +1,74 @@
+"""lm-eval of the model in training: the scores of its checkpoint, and a run that does not notice."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.monitoring.report import charts, load_run
+from tests.conftest import SmallData
+from tests.launcher import Commands
+from tests.runs import CONFIG, TRAINER, launch, refusal, without_times
+from tests.tools.test_evaluate_lm_eval import TASKS, write_tasks
+
+pytestmark = pytest.mark.slow  # `make test-eval` runs them
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
+LAYOUTS = {
+    "tp2 sp pp2 vpp2": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        4,
+    ),
+    "cp2 recompute": ("--context-parallel-size 2 --recompute-granularity full", 2),
+    "experts over dp2": (EXPERTS, 2),
+    "dp2 distributed overlaps, bf16": (
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
+        2,
+    ),
+}
+
+
+def flags_of(data: SmallData, tasks: Path) -> list[object]:
+    return [*data.flags, "--lm-eval-interval", 2, "--lm-eval-tasks", *TASKS, "--lm-eval-include-path", tasks]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_are_those_of_the_checkpoint(
+    layout: str, small_data: SmallData, alone: Commands, tmp_path: Path
+) -> None:
+    """Losses are the same bit for bit with and without lm-eval, also with dropout: random states are restored."""
+    words, processes = LAYOUTS[layout]
+    steps = "--train-iters 4 --hidden-dropout 0.1 --num-layers 4 --lr 1e-2 --lr-warmup-iters 0"
+    flags = [*words.split(), *steps.split()]
+    tasks = write_tasks(tmp_path / "tasks")
+    run = launch([*flags_of(small_data, tasks), *flags], processes, tmp_path / "with")
+    plain = launch([*small_data.flags, *flags], processes, tmp_path / "without")
+    assert without_times(run.metrics) == without_times(plain.metrics)
+    assert [record["step"] for record in run.evaluations] == [0, 2, 4]
+    dtype = "bfloat16" if "bf16" in layout else "float32"
+    settings = ["--include-path", tasks, "--output", tmp_path / "out", "--dtype", dtype]
+    alone.run("tools/evaluate.py", "lm-eval", run.folder, "--tasks", *TASKS, *settings)
+    results = json.loads((tmp_path / "out" / "lm-eval.json").read_text())["results"]
+    theirs = {f"{one['task']}/{one['metric']}": one["value"] for one in results}
+    assert run.evaluations[-1]["lm_eval"] == pytest.approx(theirs, rel=1e-2 if dtype == "bfloat16" else 1e-4)
+    assert run.evaluations[0]["lm_eval"]["text/word_perplexity"] > theirs["text/word_perplexity"]  # it has learned
+    assert len(charts([load_run(run.folder)])["lm-eval"].data) == len(theirs)
+
+
+def test_a_resumed_run_runs_what_was_interrupted(small_data: SmallData, alone: Commands, tmp_path: Path) -> None:
+    steps = ["--train-iters", 2, "--lr-warmup-iters", 0]
+    flags = [*CONFIG, *flags_of(small_data, write_tasks(tmp_path / "tasks")), *steps, "--save", tmp_path / "run"]
+    alone.run(TRAINER, *flags)
+    file = tmp_path / "run" / "evaluation.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    for kept in lines[:-1], lines:  # interrupted before its record, or not
+        file.write_text("".join(kept))
+        alone.run(TRAINER, *flags, "--load", tmp_path / "run")
+        assert file.read_text().splitlines(keepends=True) == lines
+
+
+def test_an_unknown_task_is_refused_before_training(small_data: SmallData, alone: Commands, tmp_path: Path) -> None:
+    flags = ["--lm-eval-interval", 2, "--lm-eval-tasks", "no_such_task", "--save", tmp_path / "run"]
+    (done,) = alone.attempt(TRAINER, *CONFIG, *small_data.flags, *flags)
+    assert "no_such_task cannot be run" in refusal(done)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
