@@ -51,12 +51,12 @@ GOAL, FROM_WINDOW = 1.25, 256
 FLOOR = 1e-4  # an error that is never too large; plain half precision has none if each query sees one key
 LOST = 4  # exit status of a process that an error has left without a usable GPU
 SLOWER = {"flash_attn_4": 2}  # multiples of the time limit
-REPEATING = ("triton_packed", "torch_varlen", "flash_attn_4", "flash_attn", "auto", "reference")  # if deterministic
+REPEATING = ("torch_varlen", "flash_attn_4", "flash_attn", "auto", "reference")  # if deterministic
 ENOUGH_SECONDS = 1.0  # total time of repeated calls of one case
 # fallbacks first, so that something has been checked if time runs out; for times first the two that `auto` may choose
 ORDER = {
-    "parity": ["triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn", "auto"],
-    "speed": ["flash_attn_4", "torch_varlen", "triton_packed", "te_thd", "flash_attn", "auto"],
+    "parity": ["torch_varlen", "flash_attn_4", "te_thd", "flash_attn", "auto"],
+    "speed": ["flash_attn_4", "torch_varlen", "te_thd", "flash_attn", "auto"],
 }
 
 

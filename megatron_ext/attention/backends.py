@@ -1,20 +1,18 @@
-"""Define the attention backends and their limits, and choose one for each call by the lengths of its segments.
+"""Define the attention backends and their limits, and choose one for each call by the number of its segments and rows.
 
-On CUDA `auto` chooses
+On CUDA `auto` chooses the first of these that can be used here, and whose limits the call does not exceed:
 
-    triton_packed    if no query sees more than 128 keys, because its tiles span segments and so short segments fill
-                     them; also if FlashAttention 4 is not installed and the rows exceed FlashAttention 2's int32 limit
-    flash_attn_4     otherwise, if it is installed
-    torch_varlen     otherwise
-    flash_attn       if this torch has no torch_varlen
-    te_thd           if none of these can be used
+    flash_attn_4     if it is installed
+    torch_varlen     torch's FlashAttention 2
+    flash_attn       the package
+    te_thd           Transformer Engine
 
 On a CPU it chooses the reference. A name other than `auto` is used for every call. The first use of each backend is
 logged. There is no silent fallback: a call that no backend supports raises an error with a remedy.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.attention import adapters, reference, triton_packed
+from megatron_ext.attention import adapters, reference
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-SHORT = 128  # triton_packed serves queries that see up to this many keys
-LONG = ("flash_attn_4", "torch_varlen", "flash_attn", "triton_packed", "te_thd")  # in order of preference
 LARGEST_HEAD = 256
 # FlashAttention 2 puts segments along the second or third axis of a CUDA grid, at most 65,535 blocks. Its backward
 # indexes an fp32 buffer [rows, N, H rounded up] in int32; rows are the queries and 128 more between segments.
@@ -109,8 +105,7 @@ class Backend:
         return self.sinks_missing() if sinks and not installed else None
 
 
-_BACKENDS = (
-    Backend(name="triton_packed", kernel=triton_packed.attend, sinks=True, missing=triton_packed.missing),
+_BACKENDS = (  # in order of preference
     Backend(
         name="flash_attn_4",
         kernel=adapters.flash_attn_4,
@@ -145,14 +140,6 @@ BACKENDS = {backend.name: backend for backend in _BACKENDS}
 def objections(*arguments: Any, **options: Any) -> dict[str, str | None]:
     """Return `Backend.objection` of each backend, by name."""
     return {name: backend.objection(*arguments, **options) for name, backend in BACKENDS.items()}
-
-
-def by_keys(keys: int, left_window: int | None, available: Sequence[str]) -> str:
-    """Return the preferred one of the available backends for segments of at most `keys` keys."""
-    seen = keys if left_window is None else min(keys, left_window + 1)
-    if seen <= SHORT and "triton_packed" in available:
-        return "triton_packed"
-    return next((name for name in LONG if name in available), "reference")
 
 
 @dataclass(frozen=True)
@@ -194,7 +181,7 @@ class PerCall:
                 f"{call.segments} segments with {heads} heads of {head_size}; use --attention-backend auto, "
                 "or share heads or tokens over more ranks"
             )
-        return by_keys(call.max_seqlens[1], call.left_window, fitting)
+        return fitting[0]
 
 
 def select(

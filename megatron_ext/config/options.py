@@ -278,9 +278,9 @@ class ParallelConfig(_Section):
     offload_layer_inputs: bool = _option(False, "keep inputs of recomputed layers in host memory until backward")
     compile: bool = _option(False, "torch.compile the layers except attention, for small models")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: cuda if available, else cpu")
-    attention_backend: Literal[
-        "auto", "triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"
-    ] = _option("auto", "kernel of packed attention (auto: the best for each call)")
+    attention_backend: Literal["auto", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"] = _option(
+        "auto", "kernel of packed attention (auto: the best for each call)"
+    )
     distributed_timeout_minutes: Minutes = _option(10, "time limit of a collective")
     watchdog_timeout: Seconds | None = _option(
         None,

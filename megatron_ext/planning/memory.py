@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_ext.arrays import Int64
-from megatron_ext.attention.backends import BACKENDS, by_keys, suited
+from megatron_ext.attention.backends import BACKENDS, suited
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.context_parallel import CPPlan
@@ -108,12 +108,11 @@ def parameters_of_rank(
 
 
 class Call(NamedTuple):
-    """The sizes of one call of a kernel, and the backend that serves it."""
+    """The sizes of one call of a kernel."""
 
     queries: int
     keys: int
     segments: int
-    backend: str
 
 
 class Shapes(NamedTuple):
@@ -133,14 +132,10 @@ class Shapes(NamedTuple):
 def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], ...]:
     """Return for each context-parallel rank the shapes of layers under the window, and of local layers if any.
 
-    Masks, plan, scheme and backend come from the code that training uses.
+    Masks, plan and scheme come from the code that training uses.
     """
-    parallel, model, data = config.parallel, config.model, config.data
-    device = torch.device("cpu" if parallel.device == "cpu" else "cuda")
-    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    backends = suited(parallel.attention_backend, device, dtype, model.head_size, sinks=model.has_sinks)
-    context = context_options(config, _planned_group(parallel.context_parallel_size))
-    return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, backends, context)
+    data, context = config.data, context_options(config, _planned_group(config.parallel.context_parallel_size))
+    return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, context)
 
 
 @lru_cache(maxsize=1024)
@@ -149,41 +144,38 @@ def _shapes(
     row_length: int,
     rows: int,
     window: int,
-    backends: tuple[str, ...],
     context: ContextOptions | None,
 ) -> tuple[tuple[Shapes, ...], ...]:
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if context is None:
         tokens = row_length * rows
-        return (tuple(Shapes(tokens, None, _whole(mask, backends)) for _, mask in masks.by_layers()),)
+        return (tuple(Shapes(tokens, None, _whole(mask)) for _, mask in masks.by_layers()),)
     plans = [(plan, context.choose(plan)) for plan in context.plans(masks)]
-    return tuple(
-        tuple(_of_rank(plan, scheme, rank, backends) for plan, scheme in plans) for rank in range(context.group.size)
-    )
+    return tuple(tuple(_of_rank(plan, scheme, rank) for plan, scheme in plans) for rank in range(context.group.size))
 
 
-def _of_rank(plan: CPPlan, scheme: Scheme, rank: int, backends: tuple[str, ...]) -> Shapes:
+def _of_rank(plan: CPPlan, scheme: Scheme, rank: int) -> Shapes:
     tokens = plan.layout.tokens // plan.cp_size
     if scheme is Scheme.ULYSSES:
-        return Shapes(tokens, scheme, _whole(plan, backends))
+        return Shapes(tokens, scheme, _whole(plan))
     own = plan.pieces_of(rank)
     queries, keys = plan.pieces.end[own] - plan.pieces.start[own], plan.pieces.end[own] - plan.key_start[own]
     if not plan.rows_moved.any():  # every rank holds whole segments
-        return Shapes(tokens, None, _call(queries, keys, plan.left_window, backends))
+        return Shapes(tokens, None, _call(queries, keys))
     here = plan.is_local[own]
-    local, remote = (_call(queries[some], keys[some], plan.left_window, backends) for some in (here, ~here))
+    local, remote = (_call(queries[some], keys[some]) for some in (here, ~here))
     return Shapes(tokens, scheme, local, remote)
 
 
-def _whole(mask: AttentionMask | CPPlan, backends: tuple[str, ...]) -> Call | None:
-    return _call(mask.layout.lengths, mask.layout.lengths, mask.left_window, backends)
+def _whole(mask: AttentionMask | CPPlan) -> Call | None:
+    return _call(mask.layout.lengths, mask.layout.lengths)
 
 
-def _call(queries: Int64, keys: Int64, left_window: int | None, backends: tuple[str, ...]) -> Call | None:
+def _call(queries: Int64, keys: Int64) -> Call | None:
     """Return the call of pieces with these numbers of queries and keys; None if there are none."""
     if not len(keys):
         return None
-    return Call(int(queries.sum()), int(keys.sum()), len(keys), by_keys(int(keys.max()), left_window, backends))
+    return Call(int(queries.sum()), int(keys.sum()), len(keys))
 
 
 class _Rank:
@@ -348,7 +340,10 @@ class _Rank:
         """
         model, t, heads, s = self.model, shapes.tokens, self.heads, self.s
         again, local, remote = "core_attn" in self.again, shapes.local, shapes.remote
-        narrow = all(BACKENDS[call.backend].narrow_values for call in shapes.calls)
+        device = torch.device("cpu" if self.parallel.device == "cpu" else "cuda")
+        dtype = torch.bfloat16 if self.config.training.bf16 else torch.float32
+        backends = suited(self.parallel.attention_backend, device, dtype, model.head_size, sinks=model.has_sinks)
+        narrow = BACKENDS[next(iter(backends), "reference")].narrow_values
         key, out = heads * model.head_size, heads * model.v_head_dim
         value = heads * (model.qk_head_dim + model.v_head_dim) if narrow else key
         row = model.kv_lora_rank + model.qk_pos_emb_head_dim
@@ -479,12 +474,8 @@ class _Rank:
             taken += shapes.tokens * self.heads * (self.e * model.head_size + 4)
         shares = self.parallel.context_parallel_size if shapes.scheme is Scheme.ULYSSES else 1
         heads, key_heads = self.heads // shares, max(self.key_heads // shares, 1)
-        scratch = [
-            4 * queries * heads  # a float for each query and head
-            if backend == "triton_packed"  # others count as FlashAttention 2
-            else flash_backward_scratch(queries, keys, segments, heads, key_heads, model.head_size, self.e)
-            for queries, keys, segments, backend in shapes.calls
-        ]
+        # as of FlashAttention 2
+        scratch = (flash_backward_scratch(*call, heads, key_heads, model.head_size, self.e) for call in shapes.calls)
         return taken + max(scratch)
 
     def loss_head(self) -> float:

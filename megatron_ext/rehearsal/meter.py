@@ -30,13 +30,10 @@ from megatron_ext.rehearsal.memory import AllocationTracker, Part, Sites
 # rank order in Megatron's default: tensor-parallel ranks are adjacent, pipeline stages furthest apart
 AXES = ("TP", "CP", "DP", "PP")
 # attention operators, and their matrix products over all (query, key) pairs: the backward of flash attention recomputes
-# the scores and computes the gradients of values, probabilities, queries and keys; our kernels compute the scores and
-# their gradients twice
+# the scores and computes the gradients of values, probabilities, queries and keys
 PRODUCTS = {
     "torch_attn::_varlen_attn": 2,
     "torch_attn::_varlen_attn_backward": 5,
-    "megatron_ext::packed_attention": 2,
-    "megatron_ext::packed_attention_backward": 7,
 }
 aten = torch.ops.aten
 MOST_KNOWN = 2**26  # maximum size of an integer tensor whose values are tracked: which experts each token has
@@ -161,18 +158,13 @@ class Meter(TorchDispatchMode):
         """Count an operator of `PRODUCTS`, with the scratch memory of a backward pass; `args` by name."""
         query = args["query"]
         t, heads, head_size = query.shape
-        if "packed" in name:
-            first, last = (self.known_values(args[border]).astype(np.int64) for border in ("low_t", "high_t"))
-            pairs, scratch = int((last - first + 1).sum()), 4 * t * heads  # a float for each query and head
-        else:
-            borders, (keys, key_heads, _), left = args["cu_seq_q"], args["key"].shape, args["window_size"][0]
-            known = self.known_values(borders), self.known_values(args["cu_seq_k"])
-            pairs = segment_pairs(*known, left if left >= 0 else None)  # -1: unbounded
-            sizes = t, keys, len(borders) - 1, heads, key_heads, head_size, query.element_size()
-            scratch = flash_backward_scratch(*sizes)
+        borders, (keys, key_heads, _), left = args["cu_seq_q"], args["key"].shape, args["window_size"][0]
+        known = self.known_values(borders), self.known_values(args["cu_seq_k"])
+        pairs = segment_pairs(*known, left if left >= 0 else None)  # -1: unbounded
         self.count_attention(name, PRODUCTS[name], pairs, query)
         if name.endswith("backward"):
-            self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
+            sizes = t, keys, len(borders) - 1, heads, key_heads, head_size, query.element_size()
+            self.allocations.transient(flash_backward_scratch(*sizes), Part.OTHER, f"{name}, scratch")
 
     def count_attention(self, name: str, products: int, pairs: int, query: Tensor) -> None:
         """Count the FLOPs of matrix products over (query, key) pairs, for all heads of `query`, [t, N, H]."""

@@ -19,7 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize(
     ("arguments", "text", "neighbour"),
     [
-        (("refrence", CPU, torch.float32, 64), "got 'refrence', needs one of auto, triton_packed, ", "reference"),
+        (("refrence", CPU, torch.float32, 64), "got 'refrence', needs one of auto, flash_attn_4, ", "reference"),
         (("torch_varlen", CPU, torch.bfloat16, 64), "cuda, not on cpu; use --attention-backend reference", "auto"),
         (("torch_varlen", CUDA, torch.float32, 64), "half precision, not in float32; use --bf16", "reference"),
         (("torch_varlen", CUDA, torch.bfloat16, 512), "head sizes up to 256 that 8 divides, not 512", "reference"),
@@ -47,16 +47,12 @@ def name_of(lengths: list[tuple[int, int]], left_window: int | None, available: 
 @pytest.mark.parametrize(
     ("lengths", "left_window", "available", "wanted"),
     [
-        ([(128, 128)] * 4, None, ALL, "triton_packed"),
-        ([(128, 129)] * 4, None, ALL, "flash_attn_4"),
-        ([(4096, 4096)], 127, ALL, "triton_packed"),
-        ([(4096, 4096)], 128, ALL, "flash_attn_4"),
+        ([(128, 128)] * 4, None, ALL, "flash_attn_4"),
         ([(4096, 4096)], None, FA2, "torch_varlen"),
         ([(8, 8)] * 512, None, FA2, "torch_varlen"),
         ([(4096, 4096)], None, ("flash_attn", "te_thd"), "flash_attn"),
         ([(4096, 4096)], None, ("te_thd",), "te_thd"),
-        ([(4096, 4096)], None, ("triton_packed",), "triton_packed"),
-        ([(1, 1)] * 65_536 + [(200, 200)], None, (*FA2, "triton_packed"), "triton_packed"),
+        ([(1, 1)] * 65_536 + [(200, 200)], None, (*FA2, "te_thd"), "te_thd"),
         ([(1, 1)] * 65_536 + [(200, 200)], None, ALL, "flash_attn_4"),
     ],
 )
@@ -72,12 +68,12 @@ def test_the_choice_follows_the_lengths(
 )
 def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int) -> None:
     """Its backward has an fp32 buffer of the queries, with 128 rows more between segments and heads rounded up."""
-    attend = PerCall((*FA2, "triton_packed"))
+    attend = PerCall((*FA2, "te_thd"))
     for lengths, wanted in (
         ([rows], "torch_varlen"),
-        ([rows + 1], "triton_packed"),
+        ([rows + 1], "te_thd"),
         ([rows // 2, rows - rows // 2 - 128], "torch_varlen"),
-        ([rows // 2, rows - rows // 2], "triton_packed"),
+        ([rows // 2, rows - rows // 2], "te_thd"),
     ):
         assert attend.choose(call_of([(n, n) for n in lengths]), heads, size) == wanted
     with pytest.raises(UserError) as caught:
@@ -90,9 +86,9 @@ def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int
 
 def test_flash_attention_4_counts_what_its_deterministic_backward_allocates() -> None:
     """int32 [segments, heads, longest / 64]: half a GiB for the queries."""
-    attend = PerCall(("flash_attn_4", "triton_packed"))
+    attend = PerCall(("flash_attn_4", "te_thd"))
     few, many = ([(32_768, 32_768)] + [(1, 1)] * count for count in (8191, 8192))
-    for deterministic, wanted in ((False, "flash_attn_4"), (True, "triton_packed")):
+    for deterministic, wanted in ((False, "flash_attn_4"), (True, "te_thd")):
         torch.use_deterministic_algorithms(deterministic)
         try:
             assert attend.choose(call_of(few), 32, 128) == "flash_attn_4"

@@ -1,6 +1,5 @@
 """Attention sinks against a dense softmax with one more column (test_reference.py), output and all gradients."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from megatron_ext.attention import adapters, reference, triton_packed
+from megatron_ext.attention import adapters, reference
 from megatron_ext.attention.backends import BACKENDS, suited
 from megatron_ext.attention.interface import AttentionCall
-from megatron_ext.attention.triton_packed import Tile, Tiles
 from megatron_ext.context_parallel.exchange import QKV
 from tests.attention.kernels import assert_right, call_of, inputs_of, results
 from tests.attention.test_reference import visible
@@ -35,15 +33,6 @@ def test_the_ends() -> None:
             torch.testing.assert_close(got, factor * want)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux on x86-64")
-def test_our_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_packed, "tiles", lambda size: Tiles(*[Tile(16, 16, 4, 1)] * 3))
-    monkeypatch.setattr("megatron_ext.attention.sinks._ELEMENTS", 5 * 4 * 16)  # several blocks of queries
-    for left_window in (None, 2):
-        call = call_of(LENGTHS, left_window)
-        assert_right(triton_packed.attend, with_sinks(call), call)
-
-
 def flash(query: Tensor, key: Tensor, call: AttentionCall, scale: float) -> tuple[Tensor, Tensor]:
     """Scores [N, t, u] of the visible keys, and their log-sum-exp [N, t]."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -54,6 +43,7 @@ def flash(query: Tensor, key: Tensor, call: AttentionCall, scale: float) -> tupl
 @pytest.mark.parametrize("left_window", [None, 2])
 def test_torch_varlen(monkeypatch: pytest.MonkeyPatch, left_window: int | None) -> None:
     """With stand-ins: its kernels return the log-sum-exp, and compute from the output and the log-sum-exp given."""
+    monkeypatch.setattr("megatron_ext.attention.sinks._ELEMENTS", 5 * 4 * 16)  # several blocks of queries
     call = call_of(LENGTHS, left_window)
 
     def attend(query, key, value, *borders, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False):  # type: ignore[no-untyped-def]
@@ -112,5 +102,5 @@ def test_backends_without_the_gradient_are_refused(
     assert found is None if fits else "cannot differentiate attention sinks in torch" in found
     assert suited("flash_attn", cuda, torch.bfloat16, 64) == ("flash_attn",)
     assert suited("flash_attn", cuda, torch.bfloat16, 64, sinks=True) == ()
-    others = ("triton_packed", "flash_attn_4", "torch_varlen", "te_thd")
+    others = ("flash_attn_4", "torch_varlen", "te_thd")
     assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == others

@@ -31,7 +31,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert list(dict.fromkeys(record["part"] for record in records)) == parts
     assert not [record for record in records if record.get("ok") is False]
     skipped = {record["backend"] for record in records if "skipped" in record and "backend" in record}
-    assert skipped == {"triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn"}
+    assert skipped == {"torch_varlen", "flash_attn_4", "te_thd", "flash_attn"}
     two = {record["case"]: record for record in records if record["part"] == "two"}
     assert two.keys() == {"exchange", "ulysses", "tensor", "hang"}
     assert two["hang"]["stacks"]
@@ -44,7 +44,7 @@ def test_a_kernel_that_ends_its_process_leaves_a_record(tmp_path: Path) -> None:
     """Each case has its record, with the return code, and the cases after it run."""
     output = tmp_path / "out.jsonl"
     command = [sys.executable, HERE / "faulty_kernels.py", "parity", "--output", output, "--seconds", "40"]
-    command += ["--backends", "reference", "auto", "triton_packed"]
+    command += ["--backends", "reference", "auto", "torch_varlen"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr[-3000:]
     records = read(output)
@@ -58,7 +58,7 @@ def test_a_kernel_that_ends_its_process_leaves_a_record(tmp_path: Path) -> None:
     hung = [record for record in records if record["backend"] == "auto"][-1]
     assert hung["error"].startswith("takes more than")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:2] == "| "]
-    assert rows[0] == ["case", "reference", "auto", "triton_packed"]
+    assert rows[0] == ["case", "reference", "auto", "torch_varlen"]
     cells = {row[0]: [cell.partition(" ")[0] for cell in row[1:]] for row in rows[2:]}
     assert cells == {
         "one key head": ["died", "died", "cannot"],
@@ -67,7 +67,7 @@ def test_a_kernel_that_ends_its_process_leaves_a_record(tmp_path: Path) -> None:
         "window 8": ["wrong", "wrong", "cannot"],
         "window 32": ["right", "died", "cannot"],
     }
-    assert "- triton_packed, all: runs on cuda" in done.stdout
+    assert "- torch_varlen, all: runs on cuda" in done.stdout
     assert "- reference, one key head: was ended by SIGSEGV" in page(records)
 
 

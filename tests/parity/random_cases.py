@@ -50,7 +50,7 @@ DOCUMENTS = {  # the data sets and the lengths of their documents
 }
 WHOLE_ROWS = ("decomposition", "split_drop", "whole_document")  # packings that make none of tiny documents
 DATA_TOKENS = 9000  # of each: more than any case's rows
-CUDA_ATTENTION = ("triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd")  # this is a CPU
+CUDA_ATTENTION = ("flash_attn_4", "torch_varlen", "flash_attn", "te_thd")  # this is a CPU
 _ATTEMPTS = 2000
 
 

@@ -49,7 +49,7 @@ def shape_of(case: Case) -> str:
     sizes = case.world_size, case.vocab_size, config.data.seq_length * config.data.micro_batch_size
     model = {name: value for name, value in vars(config.model).items() if not name.startswith(_NUMBERS)}
     kernels = [
-        [(shapes.scheme, *(call.backend for call in shapes.calls)) for shapes in of_kinds]
+        [(shapes.scheme, len(shapes.calls)) for shapes in of_kinds]
         for of_kinds in attention_shapes(config, config.window_schedule().end)
     ]
     weighting = config.weighting.token_weighting, config.weighting.short_context, config.weighting.short_stride
