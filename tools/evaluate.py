@@ -58,7 +58,7 @@ def _lm_eval_flags(add: Callable[..., Any]) -> None:
     text = "names of lm-eval's tasks and groups (`lm-eval ls tasks`), or of --include-path"
     add("--tasks", nargs="+", required=True, metavar="TASK", help=text)
     add("--shots", type=integer(0), metavar="N", help="solved examples before a question [each task's own]")
-    add("--limit", type=positive, metavar="N", help="questions of each task [all]")
+    add("--limit", type=positive, metavar="N", help="questions of each task, and of each of --lengths [all]")
     add("--include-path", type=Path, metavar="DIR", help="folder with your own task files, whose code is run")
     add("--lengths", nargs="+", type=positive, metavar="L", help="lengths of RULER's texts [lm-eval's: 4096]")
     add("--max-length", type=positive, metavar="L", help="longer contexts lose their beginning [the trained length]")

@@ -500,7 +500,7 @@ class TrainingConfig(_Section):
     eval_stride: PositiveInt | None = _option(None, "evaluate in windows that slide by this (default: blocks)")
     lm_eval_interval: NonNegativeInt = _option(0, "steps between runs of lm-eval on the model in training; 0: none")
     lm_eval_tasks: tuple[str, ...] = _option((), "its tasks and groups (`lm-eval ls tasks`)", "TASK")
-    lm_eval_limit: PositiveInt | None = _option(None, "questions of each task (default: all)")
+    lm_eval_limit: PositiveInt | None = _option(None, "questions of each task and length (default: all)")
     lm_eval_lengths: tuple[PositiveInt, ...] = _option((), "lengths of RULER's texts (default: lm-eval's)")
     lm_eval_include_path: Folder | None = _option(None, "folder with your own task files, whose code is run", "DIR")
     lm_eval_batch_size: PositiveInt = _option(8, "texts at a time on each copy of the model")

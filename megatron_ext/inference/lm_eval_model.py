@@ -190,6 +190,14 @@ class Tasks(TaskManager):
         """Return the loaded tasks."""
         return self.loaded
 
+    def first(self, count: int) -> dict[str, list[int]]:
+        """Return the first `count` questions of each task, and of each length of RULER, whose lengths are in order."""
+        found: dict[str, list[int]] = {}
+        for name, task in self.loaded["tasks"].items():
+            lengths = [doc.get("max_length") if isinstance(doc, dict) else None for doc in task.eval_docs]
+            found[name] = [n for n, length in enumerate(lengths) if n - lengths.index(length) < count]
+        return found
+
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """Raise UserError for errors of the tasks' own code and data."""
@@ -232,7 +240,7 @@ def ask(
                 model=TrainedModel(requests, max_length, cut_middle=cut_middle),
                 tasks=tasks.names,
                 num_fewshot=shots,
-                limit=limit,
+                samples=None if limit is None else tasks.first(limit),
                 task_manager=tasks,
                 bootstrap_iters=0,
                 apply_chat_template=chat,
@@ -291,15 +299,14 @@ def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
     for task, own in _answers(found):
         if not own:
             continue
-        known = dict.fromkeys((*MAIN, *own[0].get("metrics", ())))
+        known = dict.fromkeys((*MAIN, *(name for answer in own for name in answer.get("metrics", ()))))
+        lengths = sorted(int(name) for name in known if name.isdigit())
         names = [name for name in known if isinstance(own[0].get(name), (int, float))]
-        lengths = [name for name in names if name.isdigit()]
-        for name in lengths or names[:1]:
-            scores = np.array([float(answer[name]) for answer in own])
-            if not lengths:
-                items[task, name, None] = scores
-            elif (scores != -1).any():
-                items[task, "score", int(name)] = scores[scores != -1]
+        for name in map(str, lengths) if lengths else names[:1]:
+            # a question of RULER has the score of its own length, perhaps -1 for others
+            scores = np.array([float(answer[name]) for answer in own if answer.get(name, -1) != -1 or not lengths])
+            if len(scores):
+                items[task, "score" if lengths else name, int(name) if lengths else None] = scores
     return items
 
 

@@ -131,6 +131,15 @@ def test_two_models_are_compared_question_by_question(alone: Commands, stories_m
     assert pair["value"] == pytest.approx(values[1] - values[0])
 
 
+def test_a_limit_is_of_each_length(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
+    """RULER's questions are in the order of their lengths, of which lm-eval's own limit takes the first alone."""
+    flags = ["--tasks", "niah_single_1", "--lengths", 512, 768, "--max-length", 768, "--limit", 2, "--output", tmp_path]
+    alone.run(TOOL, "lm-eval", stories_model, *flags)
+    lengths = [one["length"] for one in json.loads((tmp_path / "lm-eval.json").read_text())["results"]]
+    items = read_jsonl(tmp_path / "lm-eval.items.jsonl")
+    assert (lengths, len(items)) == ([512, 768], 4)
+
+
 def test_long_prompts_lose_their_middle() -> None:
     from megatron_ext.inference.lm_eval_model import TrainedModel
 
