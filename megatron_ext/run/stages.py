@@ -24,7 +24,7 @@ from megatron_ext.run.identity import checked_vocab_size
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
-from megatron_ext.run.validation import read_losses, read_scored, stop_reason
+from megatron_ext.run.validation import is_due, read_losses, read_scored, stop_reason
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,8 @@ def _has_ended(stage: Stage) -> bool:
     config, steps = stage.config, _steps(stage.config)
     # it may have been stopped between its last checkpoint and these
     validated = not config.training.eval_interval or steps in read_losses(config.checkpoint.save, steps)
-    validated &= not config.training.lm_eval_interval or steps in read_scored(config.checkpoint.save, steps)
+    scores = is_due(config.training.lm_eval_interval, steps, config.training)  # not where it stopped early
+    validated &= not scores or steps in read_scored(config.checkpoint.save, steps)
     return validated and _has_all_steps(config, steps)
 
 
