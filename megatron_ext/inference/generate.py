@@ -70,8 +70,8 @@ class Choice:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the context and its longest continuation."""
-        return len(self.tokens) + max(map(len, self.options))
+        """Number of tokens of the context and its longest continuation that the model reads: all but the last."""
+        return len(self.tokens) + max(map(len, self.options)) - 1
 
 
 @dataclass

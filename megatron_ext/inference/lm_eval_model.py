@@ -5,6 +5,7 @@ Process 0 runs lm-eval and sends its requests to the others; all processes compu
 
 import itertools
 import json
+import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import lm_eval
 import numpy as np
 import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -46,18 +48,18 @@ class Requests:
 
     def compute(self, method: str, *args: Any) -> Any:
         """Call a collective method of the generator on all processes."""
-        heartbeat.beat()
         self.failed = True  # until it returns
         self._broadcast((method, args))
-        answers = getattr(self.generator, method)(*args)
+        with heartbeat.limit(True):
+            answers = getattr(self.generator, method)(*args)
         self.failed = False
         return answers
 
     def serve(self) -> None:
         """Compute requests of process 0 until it finishes; raise its error, if any, as a UserError."""
         while isinstance(request := self._broadcast(None), tuple):
-            heartbeat.beat()
-            getattr(self.generator, request[0])(*request[1])
+            with heartbeat.limit(True):
+                getattr(self.generator, request[0])(*request[1])
         dist.destroy_process_group(self.group)
         if request is not None:
             raise UserError(request)
@@ -184,10 +186,17 @@ class Tasks(TaskManager):
                 (Path(folder) / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
                 metadata |= {"tokenizer": folder}
             super().__init__(include_path=None if include_path is None else str(include_path), metadata=metadata)
+            # RULER and others draw their texts: seeded as in `lm_eval.simple_evaluate`, they are the same each time
+            random.seed(DEFAULT_RANDOM_SEED)
+            np.random.seed(DEFAULT_OTHER_SEED)
             self.loaded = super().load(self.names)
+            self.random_states = random.getstate(), np.random.get_state()
 
     def load(self, task_list: Any) -> Any:
-        """Return the loaded tasks."""
+        """Return the loaded tasks, with the random states after they were loaded."""
+        python, numpy = self.random_states
+        random.setstate(python)
+        np.random.set_state(numpy)
         return self.loaded
 
     def first(self, count: int) -> dict[str, list[int]]:
@@ -205,13 +214,14 @@ class Tasks(TaskManager):
             yield
         except UserError:
             raise
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(
                 f"lm-eval: {', '.join(self.names)} cannot be run ({first_line(error)[:200]}); `lm-eval ls tasks` "
-                "lists the tasks; offline, their data must be in Hugging Face's cache or in files of --include-path"
+                "lists the tasks; offline, their data must be in Hugging Face's cache or in files of the include path"
             ) from None
 
 
+@heartbeat.limit(False)  # lm-eval prepares and scores texts of all requests at once, while other processes wait
 def ask(
     generator: Generator,
     load: Callable[[], Tasks],

@@ -32,7 +32,10 @@ _FIXED: dict[str, dict[str, Any]] = {
     },
     "data": {"split": "100,0,0", "micro_batch_size": 1, "global_batch_size": ROWS, "valid_data_path": ()},
     "optimizer": {"lr": 2e-3, "adam_eps": 1e-6},
-    "training": {"bf16": False, "loss_block_tokens": 1024, "eval_interval": 0, "eval_lengths": (), "eval_stride": None},
+    "training": {"bf16": False, "loss_block_tokens": 1024, "eval_interval": 0, "eval_lengths": (), "eval_stride": None,
+        "lm_eval_interval": 0, "lm_eval_tasks": (), "lm_eval_limit": None, "lm_eval_lengths": (),
+        "lm_eval_include_path": None, "lm_eval_batch_size": 8,
+    },
 }  # fmt: skip
 # sizes of a model's features; only of those that the recipe has
 _SIZES = {

@@ -19,7 +19,6 @@ from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
-from megatron_ext.launch import is_first
 from megatron_ext.run.identity import bos_of, checked_vocab_size, open_scores
 from megatron_ext.token_weighting.store import ScoreStore
 
@@ -48,10 +47,6 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
     """
     checkpoint = find_checkpoint(config)
     vocab_size = checked_vocab_size(config)
-    if config.training.lm_eval_interval and is_first():  # now, because their data may have to be downloaded
-        from megatron_ext.run.lm_eval import load_tasks  # imports Megatron
-
-        load_tasks(config)
     return Inputs(
         checkpoint=checkpoint,
         vocab_size=vocab_size,

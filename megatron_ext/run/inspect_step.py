@@ -46,7 +46,7 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     config = replace(
         config,
         checkpoint=CheckpointConfig(init_from=str(weights) if weights is not None else config.checkpoint.init_from),
-        training=replace(config.training, eval_interval=0, lm_eval_interval=0),
+        training=replace(config.training, eval_interval=0),
         logging=LoggingConfig(tensorboard=False),
         parallel=ParallelConfig(device=config.parallel.device),
     )

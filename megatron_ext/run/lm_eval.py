@@ -82,7 +82,8 @@ class LmEval:
         sync_params(self.stepper.model)
         for chunk in self.chunks:
             chunk.eval()
-        with _random_states_kept(self.stepper.platform.device):
+        # texts have any length: compiled layers would be compiled anew, and training's as well
+        with _random_states_kept(self.stepper.platform.device), torch.compiler.set_stance("force_eager"):
             found = ask(
                 generator, partial(load_tasks, self.config), self.config.data.seq_length, limit=training.lm_eval_limit
             )

@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_ext.files.lock import lock
 from megatron_ext.launch import report_to_torchrun
 from megatron_ext.run.identity import checked_vocab_size
 from megatron_ext.run.inputs import open_inputs
+from megatron_ext.run.lm_eval import load_tasks
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
 from megatron_ext.run.validation import is_due, read_losses, read_scored, stop_reason
@@ -52,6 +54,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
 
         if run is not None:
             agreement.run_on_rank0(partial(claim, run), run)
+        _load_tasks(stages, choose_platform(options.device).device)
         ending = Ending(0, 0, None)
         for number, stage in enumerate(stages):
             if _has_ended(stage):
@@ -93,6 +96,26 @@ def _check_all(stages: Sequence[Stage]) -> None:
             coming = Pretrained(Path(before.checkpoint.save or ""), model)
             coming.check_shapes(stage.config.model, checked_vocab_size(stage.config))
         open_inputs(stage.config, pretrained=stage.before is None)
+
+
+def _load_tasks(stages: Sequence[Stage], device: torch.device) -> None:
+    """Load the tasks of lm-eval on process 0 before the first stage starts, however long it takes. Collective.
+
+    Raises:
+        UserError: a task cannot be loaded.
+    """
+    wanted = [stage.config for stage in stages if stage.config.training.lm_eval_interval and not _has_ended(stage)]
+    if not wanted:
+        return
+
+    def load() -> None:
+        for config in wanted if dist.get_rank() == 0 else ():
+            load_tasks(config)
+
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(load)
+        agreement.wait_for_threads(loading, device)
+    agreement.together(loading.result)
 
 
 def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
@@ -139,9 +162,10 @@ def _has_ended(stage: Stage) -> bool:
         return False
     config, steps = stage.config, _steps(stage.config)
     # it may have been stopped between its last checkpoint and these
-    validated = not config.training.eval_interval or steps in read_losses(config.checkpoint.save, steps)
-    scores = is_due(config.training.lm_eval_interval, steps, config.training)  # not where it stopped early
-    validated &= not scores or steps in read_scored(config.checkpoint.save, steps)
+    training, save = config.training, config.checkpoint.save
+    validated = not training.eval_interval or steps in read_losses(save, steps)
+    # none is due if the run stopped early between two of them
+    validated &= not is_due(training.lm_eval_interval, steps, training) or steps in read_scored(save, steps)
     return validated and _has_all_steps(config, steps)
 
 

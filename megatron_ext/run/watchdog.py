@@ -51,7 +51,7 @@ class Watchdog:
             now = time.monotonic()
             quiet_s += min(now - before, 2 * interval_s)  # a longer gap: the whole process was suspended
             before = now
-            if heartbeat.beats != beats:
+            if heartbeat.beats != beats or not heartbeat.limited:
                 beats, quiet_s = heartbeat.beats, 0.0
             elif quiet_s > self.timeout_s:
                 self._hangs = True

@@ -25,7 +25,7 @@ def read_a_disk_that_does_not_answer() -> None:
 
 
 def hang(folder: Path, steps: int) -> None:
-    """Do some steps and hang; stderr is a file of `folder`, or closed if there is no step."""
+    """Do some steps, then what takes longer, and hang; stderr is a file of `folder`, or closed if there is no step."""
     sys.stderr = (folder / "stderr").open("w")
     if not steps:
         sys.stderr.close()
@@ -33,6 +33,9 @@ def hang(folder: Path, steps: int) -> None:
         for step in range(steps):
             heartbeat.beat(f"step {step}")
             time.sleep(0.3)
+        with heartbeat.limit(False):
+            time.sleep(2)
+        heartbeat.beat("step 7")
         read_a_disk_that_does_not_answer()
 
 
@@ -48,7 +51,7 @@ def test_a_process_that_hangs(tmp_path: Path) -> None:
     assert exit_status(tmp_path, 7) == HUNG
     said, stacks = (tmp_path / "stderr").read_text(), tmp_path / "stacks" / "rank0.txt"
     assert said.startswith("error: rank 0 made no progress for ")
-    assert f"in step 6 (--watchdog-timeout 1.5); the stacks of its threads are in {stacks}\n" in said
+    assert f"in step 7 (--watchdog-timeout 1.5); the stacks of its threads are in {stacks}\n" in said
     assert "in read_a_disk_that_does_not_answer" in stacks.read_text()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "stacks").write_text("no folder")

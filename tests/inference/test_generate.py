@@ -76,7 +76,7 @@ def plain_likelihoods(model: Path, choice: Choice) -> list[tuple[float, bool]]:
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = []
     for option in choice.options:
-        logits = plain(torch.tensor([[*choice.tokens, *option]])).logits[0, len(choice.tokens) - 1 : -1]
+        logits = plain(torch.tensor([[*choice.tokens, *option[:-1]]])).logits[0, len(choice.tokens) - 1 :]
         labels = torch.tensor(option)
         score = logits.log_softmax(-1).gather(1, labels[:, None]).sum().item()
         found.append((score, bool((logits.argmax(-1) == labels).all())))
@@ -106,3 +106,19 @@ def test_texts_and_likelihoods_are_those_of_transformers_in_small_passes(tmp_pat
         for choice, found in zip(CHOICES, likelihoods, strict=True):
             for ours, (score, greedy) in zip(found, plain_likelihoods(model, choice), strict=True):
                 assert ours == (pytest.approx(score, abs=1e-3), greedy)
+
+
+LONGEST = Choice(tokens(30, 1), [tokens(3, 2)])  # the model reads 32 tokens
+
+
+def scored_up_to_the_original_length(rank: int, model: Path) -> list[list[Likelihood]]:
+    text = SimpleNamespace(pretrained=Pretrained.find(model))
+    with open_generator(text, ParallelConfig(), 32, dtype="auto", slots=1) as generator:
+        return generator.likelihoods([LONGEST])
+
+
+def test_angles_that_follow_the_text_score_texts_up_to_their_length(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama-dynamic", max_position_embeddings=32)
+    (((ours,),),) = call(scored_up_to_the_original_length, 1, model, group=False)
+    ((score, greedy),) = plain_likelihoods(model, LONGEST)
+    assert ours == (pytest.approx(score, abs=1e-3), greedy)

@@ -1,6 +1,7 @@
 """Every recipe's twin: it says what the recipe says, and a CPU runs it to its end."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,13 @@ def check_shape(stages: list[Stage]) -> None:
                 for one in (stage.config, small)
             ]
             assert windows[1] == pytest.approx(windows[0], abs=0.12)
+
+
+def test_a_twin_runs_no_lm_eval() -> None:
+    config = known()[FAST].stages()[0].config
+    longest = config.data.seq_length
+    asked = {"lm_eval_interval": 1000, "lm_eval_tasks": ("ruler",), "lm_eval_lengths": (longest,)}
+    check_shape([Stage(None, replace(config, training=replace(config.training, **asked)))])
 
 
 def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, alone: Commands) -> None:

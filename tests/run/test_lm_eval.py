@@ -67,8 +67,10 @@ def test_a_resumed_run_runs_what_was_interrupted(small_data: SmallData, alone: C
         assert file.read_text().splitlines(keepends=True) == lines
 
 
-def test_an_unknown_task_is_refused_before_training(small_data: SmallData, alone: Commands, tmp_path: Path) -> None:
+def test_an_unknown_task_is_refused_before_training(small_data: SmallData, tmp_path: Path) -> None:
+    """By every process, so that a launcher does not take the others' end for a crash."""
     flags = ["--lm-eval-interval", 2, "--lm-eval-tasks", "no_such_task", "--save", tmp_path / "run"]
-    (done,) = alone.attempt(TRAINER, *CONFIG, *small_data.flags, *flags)
-    assert "no_such_task cannot be run" in refusal(done)
+    first, second = Commands(2).attempt(TRAINER, *CONFIG, *small_data.flags, *flags)
+    assert "no_such_task cannot be run" in refusal(first)
+    assert second.status == 2
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

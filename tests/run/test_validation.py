@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
-from megatron_ext.config import Config, TrainingConfig
+import pytest
+
+from megatron_ext.config import CheckpointConfig, Config, TrainingConfig
+from megatron_ext.config.stages import Stage
+from megatron_ext.run import stages
 from megatron_ext.run.validation import Validation, read_losses, stop_reason
 
 
@@ -34,6 +38,18 @@ def test_early_stopping_by_the_example_of_the_docstring() -> None:
     assert stops_at([3.0] * 5, 2, 0.0) == 2  # an equal loss is not an improvement
     assert stops_at([3.0, None, None, 3.0, 2.0], 1, 0.0) == 3  # validations without trained tokens are not counted
     assert stops_at([3.0] * 50, 0, 0.0) is None
+
+
+def test_a_stage_that_stopped_early_between_two_runs_of_lm_eval_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = TrainingConfig(train_iters=9, eval_interval=2, early_stopping_patience=1, lm_eval_interval=3)
+    stage = Stage("first", Config(training=training, checkpoint=CheckpointConfig(save=str(tmp_path))))
+    lines = [f'{{"step": {step}, "valid_loss": 2.0}}\n' for step in (0, 2, 4, 6)]
+    for steps, ended in (2, True), (6, False):  # lm-eval is due after 6
+        (tmp_path / "evaluation.jsonl").write_text("".join(lines[: steps // 2 + 1]))
+        monkeypatch.setattr(stages, "_steps", lambda _, steps=steps: steps)
+        assert stages._has_ended(stage) == ended
 
 
 def test_a_resumed_run_reads_the_validations_up_to_its_step(tmp_path: Path) -> None:

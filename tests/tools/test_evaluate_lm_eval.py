@@ -4,6 +4,7 @@ import gzip
 import json
 import runpy
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+from megatron_ext.run.watchdog import Watchdog
 from tests.checkpoint.models import write_model
-from tests.launcher import Commands
-from tests.runs import read_jsonl
+from tests.launcher import Commands, call
+from tests.runs import read_jsonl, refusal
 
 pytestmark = pytest.mark.slow  # `make test-eval` runs them
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
@@ -163,6 +167,62 @@ def test_an_unknown_task_is_refused(stories_model: Path) -> None:
     assert (first.status, second.status) == (2, 2)
     (line,) = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
     assert "lm-eval: no_such_task cannot be run" in line
+
+
+def test_a_task_without_its_package_is_refused(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text("import no_such_package\n")
+    (tmp_path / "task.yaml").write_text("task: needy\noutput_type: generate_until\ndoc_to_text: !function score.text\n")
+    (done,) = alone.attempt(TOOL, "lm-eval", stories_model, "--tasks", "needy", "--include-path", tmp_path)
+    assert "lm-eval: needy cannot be run (No module named 'no_such_package')" in refusal(done)
+
+
+def test_texts_that_a_task_draws_are_those_of_lm_evals_own_run(stories_model: Path, tmp_path: Path) -> None:
+    """RULER draws them as it loads, other tasks also as they are asked."""
+    from lm_eval.tasks import TaskManager
+
+    from megatron_ext.inference.lm_eval_model import Tasks
+
+    (tmp_path / "draw.py").write_text(
+        "import random\nimport datasets\n\n"
+        "def texts(**unused):\n"
+        "    return {'test': datasets.Dataset.from_list([{'text': str(random.random())} for _ in range(3)])}\n\n"
+        "def text(doc):\n    return doc['text'] + str(random.random())\n"
+    )
+    (tmp_path / "task.yaml").write_text(
+        "task: drawn\noutput_type: generate_until\ncustom_dataset: !function draw.texts\ntest_split: test\n"
+        "doc_to_text: !function draw.text\ndoc_to_target: '{{text}}'\n"
+        "generation_kwargs: {until: ['.'], max_gen_toks: 1}\n"
+    )
+
+    def asked(tasks: TaskManager) -> list[object]:
+        found = lm_eval.simple_evaluate(model="dummy", tasks=["drawn"], task_manager=tasks, bootstrap_iters=0)
+        return [sample["arguments"] for sample in found["samples"]["drawn"]]
+
+    own = asked(TaskManager(include_path=str(tmp_path)))
+    for _ in range(2):
+        tasks = Tasks(["drawn"], Tokenizer(stories_model), None, tmp_path)
+        for _ in range(2):
+            assert asked(tasks) == own
+
+
+def wait_for_slow_tasks(rank: int) -> str:
+    from megatron_ext.inference.lm_eval_model import Tasks, ask
+
+    def load() -> Tasks:
+        time.sleep(3)
+        raise UserError("loaded slowly")
+
+    generator: Any = SimpleNamespace(model=SimpleNamespace(ranks=SimpleNamespace(world=rank)))
+    try:
+        with Watchdog(rank, None, 1.0):
+            ask(generator, load, 10)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_the_watchdog_waits_for_what_lm_eval_prepares() -> None:
+    assert call(wait_for_slow_tasks, 2) == ["loaded slowly"] * 2
 
 
 def test_mdqa_looks_for_an_answer_in_the_first_line() -> None:
