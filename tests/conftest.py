@@ -7,15 +7,17 @@ Tests run on the CPU, whether or not there is a GPU. Those marked `gpu` can run 
 import json
 import os
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
 from tests.launcher import Commands
 from tests.runs import Launched
 
@@ -54,6 +56,14 @@ class SmallData:
 def slow_but(quick: Collection[object], values: Iterable[object]) -> list[object]:
     """Return the values as parameters of a test; all but the quick ones are slow."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def refused(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """The line with which a call refuses its input."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 @pytest.fixture(scope="session")

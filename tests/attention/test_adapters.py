@@ -1,11 +1,9 @@
 """The adapters of CUDA kernels, against stand-ins that have the real ones' signatures and traps."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +15,7 @@ from megatron_ext.attention import adapters, backends, reference
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel.exchange import QKV
 from tests.attention.kernels import assert_right, call_of, inputs_of
+from tests.engine.fake_modules import fake
 
 CUDA = torch.device("cuda")
 
@@ -133,11 +132,8 @@ class Dense(torch.nn.Module):
 
 @pytest.fixture(params=TE_VERSIONS)
 def dense_te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    module = ModuleType("transformer_engine.pytorch")
-    module.DotProductAttention = Dense  # type: ignore[attr-defined]
+    fake(monkeypatch, "transformer_engine.pytorch", DotProductAttention=Dense)
     monkeypatch.setattr(Dense, "later", TE_VERSIONS[request.param])
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
     adapters._te_attention.cache_clear()
     yield
     adapters._te_attention.cache_clear()
@@ -216,10 +212,7 @@ def flash_attn_varlen_func_of_4(
 @pytest.mark.parametrize("left_window", [None, 2])
 def test_flash_attn_4_is_called_by_names(monkeypatch: pytest.MonkeyPatch, left_window: int | None) -> None:
     """It differentiates sinks itself."""
-    module = ModuleType("flash_attn.cute")
-    module.flash_attn_varlen_func = flash_attn_varlen_func_of_4  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    fake(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=flash_attn_varlen_func_of_4)
     call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
     for sinks in ([], [torch.tensor([-9.0, -0.5, 0.7, 6.0])]):
         assert_right(adapters.flash_attn_4, [*inputs_of(call), *sinks], call)
@@ -252,7 +245,6 @@ NEEDS = {
     [
         ((), {}, False, "is not installed"),
         (FA4, NEEDS | QUACK | DSL, False, None),
-        (FA2, {}, True, "is not installed"),
         ((*FA2, *FA4), NEEDS | QUACK | DSL, True, None),
         ((*FA2, *FA4), {}, True, "is not installed"),
         (FA4[:1], NEEDS | QUACK | DSL, False, "is not installed"),
@@ -264,9 +256,7 @@ NEEDS = {
         (FA4, {"flash-attn-4-4.0.0b5": ""}, False, "needs flash-attn-4 4.0.0b36, this is 4.0.0b5; pip"),
     ],
 )
-def test_which_flash_attention_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Sequence[str], needs: Any, fa2: bool, fa4: str | None
-) -> None:
+def test_which_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files, needs, fa2: bool, fa4) -> None:
     if adapters.installed_version("flash-attn-4") is not None:
         pytest.skip("FlashAttention 4 is installed")
     install(tmp_path, files, needs)

@@ -3,8 +3,6 @@
 Legend: t queries, u keys, N query heads, G key heads (groups), H head size.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -17,15 +15,6 @@ from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
 from megatron_ext.context_parallel.exchange import QKV
 from tests.attention.kernels import call_of, inputs_of, results
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These tensors are tiny: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def visible(call: AttentionCall) -> Tensor:

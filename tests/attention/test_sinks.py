@@ -87,18 +87,14 @@ OF_2_13 += "float? scale=None, SymInt[]? window_size=None"
         (None, False),
     ],
 )
-def test_backends_without_the_gradient_are_refused(
-    monkeypatch: pytest.MonkeyPatch, arguments: str | None, fits: bool
-) -> None:
+def test_backends_without_the_gradient_are_refused(monkeypatch: pytest.MonkeyPatch, arguments, fits: bool) -> None:
     """As is another backward of torch_varlen, which is private to torch; calls without sinks do not need it."""
     schema = torch._C.parse_schema(f"f({arguments}) -> Tensor") if arguments else None
     operator = SimpleNamespace(default=SimpleNamespace(_schema=schema)) if arguments else None
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", operator)
-    cuda = torch.device("cuda")
-    plain, found = (
-        BACKENDS["torch_varlen"].objection(cuda, torch.bfloat16, 64, sinks=sinks) for sinks in (False, True)
-    )
-    assert plain is None
+    cuda, varlen_of_torch = torch.device("cuda"), BACKENDS["torch_varlen"]
+    assert varlen_of_torch.objection(cuda, torch.bfloat16, 64) is None
+    found = varlen_of_torch.objection(cuda, torch.bfloat16, 64, sinks=True)
     assert found is None if fits else "cannot differentiate attention sinks in torch" in found
     assert suited("flash_attn", cuda, torch.bfloat16, 64) == ("flash_attn",)
     assert suited("flash_attn", cuda, torch.bfloat16, 64, sinks=True) == ()

@@ -94,12 +94,7 @@ EACH = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in DISTINC
 
 
 def write_model(
-    folder: Path,
-    architecture: str,
-    dtype: torch.dtype = torch.float32,
-    shard: str = "5GB",
-    std: float = 0.3,
-    **changed: Any,
+    folder: Path, architecture: str, dtype: torch.dtype = torch.float32, shard="5GB", std=0.3, **changed: Any
 ) -> Path:
     """A model whose every parameter is random, norms and biases too."""
     values = deepcopy(SIZES | ARCHITECTURES[architecture] | changed)  # transformers adds entries to inner ones

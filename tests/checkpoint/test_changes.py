@@ -11,6 +11,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, parse, to_dict
 from megatron_ext.config.checks import mistakes
 from megatron_ext.errors import UserError
+from tests.conftest import refused
 
 BASE = "--data-path x --vocab-size 64 --window-schedule linear --window-rate 1 --train-iters 100"
 BALANCED = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss"  # in a micro-batch
@@ -34,14 +35,9 @@ def changed(flags: str, step: int = 10, base: str = BASE) -> list[str]:
 )
 def test_with_a_word(flags: str, name: str, more: str) -> None:
     field, base = name.split()[0], f"{BASE} {more}"
-    with pytest.raises(UserError) as caught:
-        changed(flags, base=base)
-    assert str(caught.value) == (
-        f"load: X was made with other options: {name}; "
-        f"restore them, or add --override {field} to go on with the new ones"
-    )
-    with pytest.raises(UserError):
-        changed(f"{flags} --override adam_eps", base=base)
+    for more_flags in ("", " --override adam_eps"):
+        told = refused(changed, flags + more_flags, base=base)
+        assert f"load: X was made with other options: {name}; restore them, or add --override {field} " in told
     assert field in changed(f"{flags} --override {field}", base=base)
 
 
@@ -51,8 +47,7 @@ def test_with_a_word(flags: str, name: str, more: str) -> None:
 def test_weights_of_one_ratio_are_one_mixture(before: str, after: str) -> None:
     base = BASE.replace("--data-path x", f"--data-path {before}")
     assert changed(f"--data-path {after}", base=base) == []
-    with pytest.raises(UserError, match=r"data_path \['"):
-        changed("--data-path 2 a 1 b", base=base)
+    assert "data_path ['" in refused(changed, "--data-path 2 a 1 b", base=base)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +60,7 @@ def test_weights_of_one_ratio_are_one_mixture(before: str, after: str) -> None:
     ],
 )
 def test_impossible_with_any_word(flags: str, field: str, more: str) -> None:
-    with pytest.raises(UserError, match=f"^{field}: got .*, X needs "):
-        changed(f"{flags} --override {field}", base=f"{BASE} {more}")
+    assert refused(changed, f"{flags} --override {field}", base=f"{BASE} {more}").startswith(f"{field}: got ")
 
 
 def test_options_of_other_versions() -> None:
@@ -76,10 +70,9 @@ def test_options_of_other_versions() -> None:
     saved["data"]["of_yesterday"] = 3
     assert check(saved, parse(BASE.split()), 10, "X") == []
     assert from_dict(saved) == parse(BASE.split())
-    with pytest.raises(UserError, match=r"z_loss 0\.0 -> 0\.1; restore"):
-        check(saved, parse([*BASE.split(), "--z-loss", "0.1"]), 10, "X")
-    with pytest.raises(UserError, match="add_qkv_bias: got True, X needs False"):
-        check(saved, parse([*BASE.split(), "--add-qkv-bias"]), 10, "X")
+    assert "z_loss 0.0 -> 0.1; restore" in refused(check, saved, parse([*BASE.split(), "--z-loss", "0.1"]), 10, "X")
+    biased = parse([*BASE.split(), "--add-qkv-bias"])
+    assert "add_qkv_bias: got True, X needs False" in refused(check, saved, biased, 10, "X")
 
 
 LINEAR = "--window-schedule linear"

@@ -10,8 +10,8 @@ import pytest
 from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.folders import POINTER
 from megatron_ext.checkpoint.manifest import facts_of
-from megatron_ext.errors import UserError
 from tests.checkpoint.test_manifest import manifest
+from tests.conftest import refused
 from tests.launcher import ROOT
 
 
@@ -47,15 +47,14 @@ def test_a_published_checkpoint_is_the_latest(tmp_path: Path) -> None:
     [
         (b"\xff4", f"{POINTER} holds "),
         (b"-4", f"{POINTER} holds '-4', needs the number of a step"),
-        (b"5", "iter_0000005/manifest.json .*iter_0000003"),
+        (b"5", "iter_0000005/manifest.json "),
     ],
 )
 def test_a_pointer_that_leads_nowhere_is_named(tmp_path: Path, content: bytes, text: str) -> None:
     write(tmp_path, 3)
     pointer = tmp_path / "checkpoints" / POINTER
     pointer.write_bytes(content)
-    with pytest.raises(UserError, match=rf"^load: {pointer.parent}/{text}"):
-        located(tmp_path)
+    assert refused(located, tmp_path).startswith(f"load: {pointer.parent}/{text}")
 
 
 def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,21 +85,18 @@ def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path, monkeypatch: py
 def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
     older, other = write(tmp_path, 3), tmp_path / "checkpoints" / "iter_0000009"
     shutil.copytree(older, other)
-    with pytest.raises(UserError, match=f"{other} holds the checkpoint of step 3; give it that name; {older} is"):
-        located(other)
+    assert f"{other} holds the checkpoint of step 3; give it that name; {older} is" in refused(located, other)
 
 
 def test_past_the_damaged_to_the_newest_complete(tmp_path: Path) -> None:
     complete, damaged, newest = (write(tmp_path, step) for step in (3, 6, 9))
     (newest / "manifest.json").unlink()
     (damaged / "file").write_bytes(b"")
-    with pytest.raises(UserError, match=rf"{newest}/manifest.json cannot be read .*{complete} is complete: name"):
-        located(tmp_path)
+    assert f"{complete} is complete: name" in refused(located, tmp_path)
     assert located(tmp_path, past_damaged=True) == complete
     assert located(newest, past_damaged=True) == complete
     (complete / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"take another checkpoint$"):
-        located(tmp_path, past_damaged=True)
+    assert refused(located, tmp_path, past_damaged=True).endswith("take another checkpoint")
 
 
 @pytest.mark.parametrize(

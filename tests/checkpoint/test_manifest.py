@@ -11,20 +11,12 @@ from hypothesis import strategies as st
 from megatron_ext.checkpoint.manifest import MANIFEST, FileFacts, Manifest, code_identity, facts_of
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
-from megatron_ext.errors import UserError
+from tests.conftest import refused
 
 
 def manifest(files: dict[str, FileFacts]) -> Manifest:
-    return Manifest(
-        step=40,
-        consumed_samples=320,
-        layout={"tensor": 1, "device": "cpu"},
-        config=to_dict(Config()),
-        optimizer={"step": 39},
-        code=code_identity(),
-        files=files,
-        seconds=0.25,
-    )
+    facts = {"step": 40, "consumed_samples": 320, "layout": {"tensor": 1, "device": "cpu"}, "optimizer": {"step": 39}}
+    return Manifest(**facts, config=to_dict(Config()), code=code_identity(), files=files, seconds=0.25)
 
 
 @pytest.fixture
@@ -58,20 +50,17 @@ def test_no_byte_of_it_can_change_unseen(tmp_path_factory: pytest.TempPathFactor
     if same:
         assert Manifest.read(folder).step == 40
     else:
-        with pytest.raises(UserError, match=f"load: {folder / MANIFEST} is damaged: "):
-            Manifest.read(folder)
+        assert f"load: {folder / MANIFEST} is damaged: " in refused(Manifest.read, folder)
 
 
 def test_another_format_is_refused(folder: Path) -> None:
     old = Manifest.read(folder)
     Manifest(**{name: getattr(old, name) for name in vars(old)} | {"format": 7}).write(folder)
-    with pytest.raises(UserError, match="has format 7, this version reads 2"):
-        Manifest.read(folder)
+    assert "has format 7, this version reads 2" in refused(Manifest.read, folder)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", ""])
 def test_a_name_outside_the_folder_is_refused(folder: Path, name: str) -> None:
     """A manifest with the right checksum, as anyone can write it."""
     replace(Manifest.read(folder), files={name: FileFacts(5, "0" * 64)}).write(folder)
-    with pytest.raises(UserError, match=r"manifest\.json names '.*', which is outside its folder, needs files in "):
-        Manifest.read(folder)
+    assert "which is outside its folder, needs files in " in refused(Manifest.read, folder)

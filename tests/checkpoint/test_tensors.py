@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.manifest import MANIFEST, FileFacts, Manifest, facts_of
 from megatron_ext.checkpoint.tensors import INDEX, Shard, Stored, write, write_index
-from megatron_ext.errors import UserError
 from tests.checkpoint.test_manifest import manifest
+from tests.conftest import refused
 
 MATRIX = torch.arange(28, dtype=torch.float32).reshape(4, 7)
 VECTOR = torch.arange(10, dtype=torch.bfloat16)
@@ -95,8 +95,7 @@ def test_another_padding_where_it_may_be(folder: Path) -> None:
     longer, shorter = (torch.zeros(rows, 7) for rows in (5, 3))
     for whole in (longer, shorter):
         shard = Shard.of("matrix", whole, tuple(whole.shape), (0, 0))
-        with pytest.raises(UserError, match=rf"^matrix: got \({len(whole)}, 7\), "):
-            Stored(folder).fill([shard])
+        assert refused(Stored(folder).fill, [shard]).startswith(f"matrix: got ({len(whole)}, 7), ")
         Stored(folder).fill([shard], padded=True)
     assert torch.equal(longer[:4], MATRIX)
     assert not longer[4].any()
@@ -105,26 +104,20 @@ def test_another_padding_where_it_may_be(folder: Path) -> None:
 
 def test_what_is_missing_or_damaged_is_named(folder: Path) -> None:
     stored, content = Stored(folder), folder / "tensors_00001.safetensors"
-    with pytest.raises(UserError, match="has no tensor norm"):
-        stored.fill([part("norm", VECTOR)])
+    assert "has no tensor norm" in refused(stored.fill, [part("norm", VECTOR)])
     content.write_bytes(content.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"tensors_00001\.safetensors does not hold what tensors\.json says"):
-        stored.read("matrix")
+    assert "tensors_00001.safetensors does not hold what tensors.json says" in refused(stored.read, "matrix")
     content.unlink()
-    with pytest.raises(UserError, match=r"tensors_00001\.safetensors cannot be read"):
-        stored.read("matrix")
+    assert "tensors_00001.safetensors cannot be read" in refused(stored.read, "matrix")
     index = json.loads((folder / INDEX).read_text())
     index["matrix"]["blocks"].pop()
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match="lacks part of matrix"):
-        Stored(folder)
+    assert "lacks part of matrix" in refused(Stored, folder)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, "tensors_00000.safetensors"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_passing_error_is_not_bad_input(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, verify: bool
-) -> None:
+def test_a_passing_error_is_not_bad_input(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, verify) -> None:
     """Bad input ends a job for good; after a crash it is started again."""
     original = Path.open
     manifest({path.name: facts_of(path) for path in folder.iterdir()}).write(folder)
@@ -158,6 +151,4 @@ def test_a_damaged_index_is_refused(folder: Path, old: str, new: str, text: str)
     index = (folder / INDEX).read_text()
     assert old in index
     (folder / INDEX).write_text(index.replace(old, new))
-    with pytest.raises(UserError, match=rf"^load: {folder}/tensors\.json ") as caught:
-        Stored(folder)
-    assert text in str(caught.value)
+    assert text in refused(Stored, folder)

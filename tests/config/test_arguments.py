@@ -21,6 +21,7 @@ from megatron_ext.config.checks import check
 from megatron_ext.config.schema import FIELDS, json_schema
 from megatron_ext.errors import UserError
 from megatron_ext.schedule import ScheduleKind
+from tests.conftest import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCHES = [flag(name) for name, field in FIELDS.items() if field.is_switch]
@@ -50,14 +51,6 @@ def test_none_on_the_command_line_resets_a_file_value(config_file: Any) -> None:
     assert parse([*config_file("training: {eval_lengths: [8]}"), "--eval-lengths", "none"]) == Config()
 
 
-def refusal(argv: list[str]) -> str:
-    with pytest.raises(UserError) as caught:
-        parse(argv)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
-
-
 def test_every_field_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     short = help_of("--help", capsys)
     assert len(short.splitlines()) < 100
@@ -68,13 +61,6 @@ def test_every_field_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     for name in (name for name, field in FIELDS.items() if field.is_switch):
         for word, value in ((flag(name), True), (flag(name).replace("--", "--no-", 1), False)):
             assert [vars(one)[name] for one in vars(parse([word])).values() if name in vars(one)] == [value]
-
-
-def test_switches_that_the_platform_decides_accept_null(config_file: Any) -> None:
-    for word, value in (("true", True), ("false", False), ("null", None)):
-        config = parse(config_file(f"parallel: {{use_distributed_optimizer: {word}}}"))
-        assert config.parallel.use_distributed_optimizer is value
-        assert round_trip(config) == config
 
 
 def test_preset_then_yaml_then_flags(config_file: Any) -> None:
@@ -115,7 +101,7 @@ def test_values_are_converted() -> None:
     ],
 )
 def test_bad_flags(argv: list[str], text: str) -> None:
-    assert refusal(argv).startswith(text)
+    assert refused(parse, argv).startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +123,7 @@ def test_bad_flags(argv: list[str], text: str) -> None:
 )
 def test_bad_names_and_values_in_yaml(content: str, text: str, config_file: Any) -> None:
     file = config_file(content)
-    assert refusal(file).startswith(f"{file[1]}: {text}")
+    assert refused(parse, file).startswith(f"{file[1]}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +141,7 @@ def test_bad_names_and_values_in_yaml(content: str, text: str, config_file: Any)
 )
 def test_bad_files(content: str | bytes, text: str, config_file: Any) -> None:
     file = config_file(content)
-    assert refusal(file).startswith(f"--config: got {file[1]}, {text}")
+    assert refused(parse, file).startswith(f"--config: got {file[1]}, {text}")
 
 
 def test_a_transient_system_error_is_not_bad_input(monkeypatch: pytest.MonkeyPatch, config_file: Any) -> None:
@@ -204,6 +190,7 @@ def section(name: str, **values: Any) -> st.SearchStrategy[Any]:
         add_qkv_bias=st.booleans(),
     ),
     data=section("data", data_path=st.lists(texts, max_size=3).map(tuple), tokenizer_model=texts),
+    parallel=section("parallel", use_distributed_optimizer=st.none() | st.booleans()),  # by the platform, if none
     window=section("window", window_schedule=st.sampled_from(ScheduleKind), window_rate=st.none() | numbers),
     weighting=section("weighting", weight_strength=st.none() | numbers, score_store=st.none() | texts),
     training=section("training", eval_lengths=st.lists(counts, max_size=3).map(tuple)),
@@ -238,16 +225,15 @@ def test_a_file_extends_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        *(({"extends": base}, r"extends: got .*, needs the name of another file") for base in ("a.yaml", "b.yaml", 3)),
-        ({"extends": "gone.yaml"}, r"--config: got .*gone\.yaml, needs a readable YAML file"),
-        ({"extends": "c.yaml"}, r"c\.yaml: data\.seq_len: no such option; did you mean seq_length"),
+        *(({"extends": base}, ", needs the name of another file") for base in ("a.yaml", "b.yaml", 3)),
+        ({"extends": "gone.yaml"}, "gone.yaml, needs a readable YAML file"),
+        ({"extends": "c.yaml"}, "c.yaml: data.seq_len: no such option; did you mean seq_length"),
     ],
 )
 def test_a_mistake_in_an_extended_file_names_it(tmp_path: Path, sections: Any, text: str) -> None:
     written(tmp_path, "b.yaml", extends="a.yaml")
     written(tmp_path, "c.yaml", data={"seq_len": 64})
-    with pytest.raises(UserError, match=text):
-        parse(["--config", written(tmp_path, "a.yaml", **sections)])
+    assert text in refused(parse, ["--config", written(tmp_path, "a.yaml", **sections)])
 
 
 def test_flags_are_quoted_for_a_shell() -> None:

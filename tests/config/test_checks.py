@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """The rules across options: each refuses its mistake in a line that begins with the option, and accepts a neighbour."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,6 @@ BASE = "--data-path x --vocab-size 64"
 CASES = """
 --hidden-size 130 | hidden_size | --hidden-size 136
 --hidden-size 132 | kv_channels | --hidden-size 136
---kv-channels 31 | kv_channels | --kv-channels 32
 --moe-router-topk 3 | moe_router_topk | --num-experts 4 --moe-router-topk 3
 --early-stopping-patience 3 | early_stopping_patience | --early-stopping-patience 3 --eval-interval 5
 --on-spike skip --spike-window 0 | on_spike | --on-spike skip
@@ -64,7 +61,7 @@ CASES = """
 --token-weighting dataset --packing best_fit | packing | --token-weighting dataset
 --packing decomposition | packing | --packing decomposition --document-mask
 --score-store s | score_store | --token-weighting frozen --score-store s
---weight-shift 0.5 | weight_shift | --weight-shift 2
+--weight-shift 0.99 | weight_shift | --weight-shift 1
 --short-context 9 | short_context | --token-weighting unfrozen --short-context 9
 --token-weighting frozen --score-store s --weight-score focal | weight_score | --token-weighting unfrozen --weight-score focal
 --token-weighting frozen | score_store | --token-weighting frozen --score-store s
@@ -77,7 +74,6 @@ CASES = """
 --num-layers 10001 | num_layers | --num-layers 10000
 --weight-decay=-0.1 | weight_decay | --weight-decay 0
 --lr nan | lr | --lr 1e-3
---seq-length 16 --window-schedule linear | window_start | --seq-length 16
 --adam-beta1 1 | adam_beta1 | --adam-beta1 0
 --seq-length 524288 --micro-batch-size 4096 --global-batch-size 4096 | micro_batch_size | --seq-length 524288 --micro-batch-size 4095 --global-batch-size 4095
 --save= | save | --save s
@@ -163,7 +159,6 @@ CASES = """
 --weight-post dense --weight-strength -0.01 | weight_strength | --weight-post dense --weight-strength 0
 --weight-post sparse --weight-strength 0 | weight_strength | --weight-post sparse --weight-strength 1e-9
 --weight-shift 2 | weight_shift | --weight-shift 2 --weight-score ppmi
---weight-score npmi --weight-shift 0.99 | weight_shift | --weight-score npmi --weight-shift 1
 ## --token-weighting unfrozen --weight-score exposure --weight-post none
 --weight-post dense | weight_post | --loss-denominator weights
 --short-context 9 | short_context | --exposure-tau 256
@@ -258,8 +253,3 @@ def test_warnings(bad: str, text: str, good: str) -> None:
     (line,) = broken(WARNINGS, parse(flags.split()))
     assert text in line
     assert list(broken(WARNINGS, parse(f"{flags} {good}".split()))) == []
-
-
-def test_the_checks_import_neither_torch_nor_megatron() -> None:
-    code = "import sys, megatron_ext.config.checks; sys.exit(bool({'torch', 'megatron'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

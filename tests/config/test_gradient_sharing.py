@@ -2,22 +2,17 @@
 
 import pytest
 
-from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.options import GradientSharing
 
 NOTHING, EVERYTHING = GradientSharing(False, False, False), GradientSharing(True, True, True)
 
 
-def test_unasked_several_ranks_on_cuda_share_everything_and_a_cpu_nothing() -> None:
-    found = [Config().gradient_sharing(on_cuda, replicas) for on_cuda in (False, True) for replicas in (1, 64)]
-    assert found == [NOTHING, NOTHING, NOTHING, EVERYTHING]
-
-
 @pytest.mark.parametrize("on_cuda", [False, True])
 @pytest.mark.parametrize(
     ("given", "cpu", "cuda"),
     [
+        ("", (False, False, False), (True, True, True)),
         ("--use-distributed-optimizer", (True, False, False), (True, True, True)),
         ("--overlap-grad-reduce", (False, True, False), (True, True, True)),
         ("--no-use-distributed-optimizer", (False, False, False), (False, True, False)),
@@ -26,9 +21,7 @@ def test_unasked_several_ranks_on_cuda_share_everything_and_a_cpu_nothing() -> N
         ("--bf16 --use-precision-aware-optimizer", (True, False, False), (True, True, True)),
     ],
 )
-def test_what_is_given_holds_and_the_rest_follows(
-    given: str, cpu: tuple[bool, bool, bool], cuda: tuple[bool, bool, bool], on_cuda: bool
-) -> None:
+def test_what_is_given_holds_and_the_rest_follows(given: str, cpu, cuda, on_cuda: bool) -> None:
     """A gather overlaps only where there is a distributed optimizer that reduces early: Megatron asks for both."""
     config = parse(given.split())
     assert config.gradient_sharing(on_cuda, 4) == GradientSharing(*(cuda if on_cuda else cpu))
@@ -37,6 +30,7 @@ def test_what_is_given_holds_and_the_rest_follows(
 @pytest.mark.parametrize(
     ("sizes", "world", "sharing"),
     [
+        ("", 1, NOTHING),
         ("--tensor-model-parallel-size 8", 8, NOTHING),
         ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 8, NOTHING),
         ("--tensor-model-parallel-size 4", 8, EVERYTHING),

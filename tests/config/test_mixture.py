@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_ext.config.arguments import dump_yaml, parse
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.mixture import MixturePart, parts_of_data_path, split_documents
-from megatron_ext.errors import UserError
+from tests.conftest import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +24,7 @@ def write(folder: Path, name: str, parts: object) -> Path:
     return path
 
 
-def test_a_mixture_is_a_file_or_a_list_and_a_part_may_be_a_file_of_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_and_a_part_of_it_may_be_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "deep/short.yaml", [{"prefix": "wiki", "weight": 1}, {"prefix": "web", "weight": 3}])
     parts: list[Any] = [{"prefix": "books", "weight": 60, "packing": "bm25", "packing_options": ["first_tokens=8"]}]
     parts += [{"weight": 40, "mixture": "deep/short.yaml", "length": 16}]
@@ -58,10 +56,7 @@ def test_a_mixture_is_a_file_or_a_list_and_a_part_may_be_a_file_of_parts(
 )
 def test_mistakes_in_a_file(tmp_path: Path, parts: object, said: str) -> None:
     path = write(tmp_path, "mixture.yaml", parts)
-    with pytest.raises(UserError) as caught:
-        parse(["--mixture", str(path)])
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert said in refused(parse, ["--mixture", str(path)])
 
 
 @pytest.mark.parametrize(
@@ -92,8 +87,7 @@ def test_weights_and_prefixes_of_data_path() -> None:
     packed = {"packing": "upsample_long", "packing_options": ("factor=2",)}
     assert parts_of_data_path(["A"], **packed) == (MixturePart("A", 1.0, **packed),)
     for wrong in ([], ["A", "B"], ["1", "A", "B"], ["A", "1"]):
-        with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
-            parts_of_data_path(wrong)
+        assert "--data-path 0.3 A 0.7 B" in refused(parts_of_data_path, wrong)
 
 
 @given(
@@ -114,7 +108,5 @@ def test_split_examples_and_bad_splits() -> None:
     assert split_documents(5, "99,1") == (range(4), range(4, 5), range(5, 5))
     assert split_documents(3, "1,1000,1") == (range(1), range(1, 2), range(2, 3))
     for split in ("", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1", "1e999999999,1"):
-        with pytest.raises(UserError, match="one to three shares"):
-            split_documents(10, split)
-    with pytest.raises(UserError, match=r"asks for 2 parts, but the data set has 1 documents"):
-        split_documents(1, "98,2,0")
+        assert "one to three shares" in refused(split_documents, 10, split)
+    assert "asks for 2 parts, but the data set has 1 documents" in refused(split_documents, 1, "98,2,0")

@@ -11,6 +11,7 @@ from megatron_ext.config.arguments import dump_yaml, parse, parse_stages
 from megatron_ext.config.checks import check_stages
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
+from tests.conftest import refused
 
 SHORT = {"name": "short", "data": {"seq_length": 64}, "training": {"train_iters": 10}}
 LONG = {"name": "long", "data": {"seq_length": 256}, "training": {"train_iters": 5}, "optimizer": {"lr": 2e-5}}
@@ -71,11 +72,10 @@ def test_a_learning_rate_that_is_kept_goes_on_where_it_was(tmp_path: Path) -> No
     short = SHORT | {"optimizer": {"lr_decay_iters": 40}}  # the second has its own steps alone to decay in
     for flags in ((), ("--stage", "long")):
         stages = parse_stages([*written(tmp_path, short, KEEPS), "--save", "a", *flags])
-        with pytest.raises(UserError, match=r"but the schedule of short would continue at 1.707e-05, and"):
-            check_stages(stages, 1)
+        assert "but the schedule of short would continue at 1.707e-05, and" in refused(check_stages, stages, 1)
     over = ("--save", "a", "--lr-decay-iters", 10)  # the decay: trains only above 0
-    with pytest.raises(UserError, match=r"stage long: lr_decay_iters: got 10, but the run begins at step 10 of the"):
-        check_stages(stages_of(tmp_path, *over, long=KEEPS), 1)
+    decayed = stages_of(tmp_path, *over, long=KEEPS)
+    assert "stage long: lr_decay_iters: got 10, but the run begins at step 10" in refused(check_stages, decayed, 1)
     check_stages(stages_of(tmp_path, *over, "--min-lr", 1e-6, long=KEEPS), 1)
     check_stages(stages_of(tmp_path, *over, "--lr-decay-style", "constant", long=KEEPS), 1)
 
@@ -131,33 +131,24 @@ def test_one_stage_alone_and_its_written_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_in_stages(tmp_path: Path, stages: list[Any], flags: list[str], said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_stages([*written(tmp_path, *stages), *flags])
-    assert said in str(caught.value).replace(f"{tmp_path}/", "")
-    assert "\n" not in str(caught.value)
+    assert said in refused(parse_stages, [*written(tmp_path, *stages), *flags]).replace(f"{tmp_path}/", "")
 
 
 def test_tools_need_to_know_which_stage(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="stage: got none of short, long; add --stage NAME"):
-        parse(written(tmp_path, SHORT, LONG))
-    with pytest.raises(UserError, match="stage: got short, but the run has no stages"):
-        parse(["--stage", "short"])
+    assert "stage: got none of short, long; add --stage NAME" in refused(parse, written(tmp_path, SHORT, LONG))
+    assert "stage: got short, but the run has no stages" in refused(parse, ["--stage", "short"])
 
 
 def test_every_stage_is_checked_before_the_first_begins(tmp_path: Path) -> None:
     stages = stages_of(tmp_path, long=LONG | {"optimizer": {"min_lr": 2}})
-    with pytest.raises(
-        UserError, match=r"stage long: min_lr: got 2.0, needs at most lr 0.001\nstage long: save: got nothing"
-    ):
+    with pytest.raises(UserError, match=r"stage long: min_lr: .*\nstage long: save: got nothing"):
         check_stages(stages, 1)
 
 
 def test_the_processes_join_once_for_all_stages(tmp_path: Path) -> None:
     stages = stages_of(tmp_path, "--save", "a", long=LONG | {"parallel": {"distributed_timeout_minutes": 90}})
-    with pytest.raises(UserError, match="stages: distributed_timeout_minutes: got 10 in short, 90 in long; give one"):
-        check_stages(stages, 1)
+    assert "distributed_timeout_minutes: got 10 in short, 90 in long; give one" in refused(check_stages, stages, 1)
     own = LONG | {"parallel": {"distributed_timeout_minutes": 90}, "checkpoint": {"init_from": "other"}}
-    with pytest.raises(UserError, match="stages: distributed_timeout_minutes"):
-        check_stages(stages_of(tmp_path, "--save", "a", long=own), 1)
+    assert "distributed_timeout_minutes" in refused(check_stages, stages_of(tmp_path, "--save", "a", long=own), 1)
     check_stages(stages_of(tmp_path, "--save", "a", "--stage", "long", long=own), 1)
     check_stages(stages_of(tmp_path, "--save", "a", "--distributed-timeout-minutes", 90), 1)

@@ -1,18 +1,18 @@
 """Our reader and writer of Megatron's format against Megatron's own builder."""
 
+import itertools
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_ext.data.indexed import IndexedSource, document_lengths, dtype_of, join_arrays, write_dataset
-from megatron_ext.data.rows.dataset import RowDataset
-from megatron_ext.errors import UserError
+from tests.conftest import refused
 from tests.theirs import write_theirs
 
 DOCUMENTS = [np.arange(start, start + length) for start, length in ((1, 5), (50, 1), (7, 30), (90, 9))]
@@ -39,28 +39,11 @@ def test_we_read_what_megatron_writes(tmp_path: Path, vocab_size: int) -> None:
             assert part.dtype == np.int64
 
 
-def test_documents_of_several_sequences(tmp_path: Path) -> None:
-    """What Megatron's own tools may write: sentences as sequences, and a document without any."""
-    path = str(tmp_path / "data")
-    builder = IndexedDatasetBuilder(path + ".bin", dtype=np.uint16)
-    for document in ([[1, 2, 3], [4]], [], [[5, 6], [7], [8, 9]]):
-        for sequence in document:
-            builder.add_item(torch.tensor(sequence))
-        builder.end_document()
-    builder.finalize(path + ".idx")
-    source = IndexedSource(path)
-    assert source.document_lengths.tolist() == [4, 0, 5]
-    assert source.read(0, 0, 4).tolist() == [1, 2, 3, 4]
-    assert source.read(2, 1, 4).tolist() == [6, 7, 8, 9]
-    tokens = RowDataset(source, range(3), 9, seed=0).row(0).tokens[:9]
-    assert sorted(tokens.tolist()) == list(range(1, 10))
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_missing_file_is_named(prefix: str, suffix: str) -> None:
-    os.unlink(prefix + suffix)
-    with pytest.raises(UserError, match=rf"data\{suffix} does not exist.*tools/preprocess_data\.py"):
-        IndexedSource(prefix)
+def test_a_missing_file_is_named(prefix: str) -> None:
+    for suffix in (".idx", ".bin"):
+        os.rename(prefix + suffix, f"{prefix}.elsewhere")
+        assert f"data{suffix} does not exist" in refused(IndexedSource, prefix)
+        os.rename(f"{prefix}.elsewhere", prefix + suffix)
 
 
 def test_damaged_indices_are_refused(prefix: str) -> None:
@@ -80,26 +63,22 @@ def test_damaged_indices_are_refused(prefix: str) -> None:
     ]
     for content in (b"", whole[:20], whole[:-1], *changed):
         idx.write_bytes(content)
-        with pytest.raises(UserError, match="is not a Megatron index of integer tokens, or is damaged"):
-            IndexedSource(prefix)
+        assert "is not a Megatron index of integer tokens, or is damaged" in refused(IndexedSource, prefix)
 
 
 def test_a_bin_that_does_not_fit_its_index_is_refused(prefix: str) -> None:
     content = Path(prefix + ".bin").read_bytes()
     for wrong in (content[:-2], content + b"\0\0"):
         Path(prefix + ".bin").write_bytes(wrong)
-        with pytest.raises(UserError, match=rf"\.bin has {len(wrong)} bytes, but .*\.idx describes 90"):
-            IndexedSource(prefix)
+        assert f".bin has {len(wrong)} bytes, but " in refused(IndexedSource, prefix)
     os.truncate(prefix + ".bin", 0)
-    with pytest.raises(UserError, match="is damaged or empty"):
-        IndexedSource(prefix)
+    assert "is damaged or empty" in refused(IndexedSource, prefix)
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(prefix: str) -> None:
     source = IndexedSource(prefix, vocab_size=98)
     assert source.read(3, 0, 8).max() == 97
-    with pytest.raises(UserError, match=r"document 3 holds token id 98 at position 8, but vocab_size is 98"):
-        source.read(3, 2, 7)
+    assert "document 3 holds token id 98 at position 8, but vocab_size is 98" in refused(source.read, 3, 2, 7)
 
 
 def test_weights_and_masks_are_read_with_the_tokens(prefix: str) -> None:
@@ -124,27 +103,22 @@ def test_weights_out_of_range_are_refused(prefix: str, bad: float) -> None:
     np.save(f"{prefix}.weights.npy", weights)
     source = IndexedSource(prefix, 100, weighted=True)
     assert source.read_weights(2, 0, 2) is not None
-    with pytest.raises(UserError, match=r"document 2 has weight .* at token 2, needs finite numbers >= 0"):
-        source.read_weights(2, 1, 5)
+    assert " at token 2, needs finite numbers >= 0" in refused(source.read_weights, 2, 1, 5)
 
 
 def test_files_of_another_shape_or_dtype_are_refused(prefix: str) -> None:
-    with pytest.raises(UserError, match=r"weights\.npy does not exist"):
-        IndexedSource(prefix, 100, weighted=True)
+    assert "weights.npy does not exist" in refused(IndexedSource, prefix, 100, weighted=True)
     for wrong in (np.ones(44, dtype=np.float32), np.ones(45)):
         np.save(f"{prefix}.weights.npy", wrong)
-        with pytest.raises(UserError, match=r"needs float32 \(45,\)"):
-            IndexedSource(prefix, 100, weighted=True)
+        assert "needs float32 (45,)" in refused(IndexedSource, prefix, 100, weighted=True)
     np.save(f"{prefix}.weights.npy", np.array([{}] * 45, dtype=object), allow_pickle=True)
-    with pytest.raises(UserError, match=r"weights\.npy cannot be read"):
-        IndexedSource(prefix, 100, weighted=True)
+    assert "weights.npy cannot be read" in refused(IndexedSource, prefix, 100, weighted=True)
     np.save(f"{prefix}.mask.npy", np.ones(45))
-    with pytest.raises(UserError, match=r"mask\.npy holds .* needs uint8 \(45,\)"):
-        IndexedSource(prefix)
+    assert "needs uint8 (45,)" in refused(IndexedSource, prefix)
 
 
 Document = list[list[int]]
-some_documents = st.lists(st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=4), min_size=1, max_size=3))
+some_documents = st.lists(st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=4), max_size=3))
 
 
 def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> Path:
@@ -157,10 +131,10 @@ def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> 
     return part
 
 
-@given(parts=st.lists(some_documents, min_size=1, max_size=4), vocab_size=st.sampled_from([60_001, 70_000]))
-@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(some_documents, max_size=4), vocab_size=st.sampled_from([60_001, 70_000]))
 def test_the_same_bytes_as_megatrons_builder(tmp_path_factory: pytest.TempPathFactory, parts, vocab_size) -> None:
-    folder = tmp_path_factory.mktemp("indexed")
+    """Of documents of several sequences, and without any; they are read as they were given."""
+    folder, parts = tmp_path_factory.mktemp("indexed"), [*parts, [[[1, 2], [3]]]]
     dtype, metadata = dtype_of(vocab_size), {"vocab_size": vocab_size, "chat_template": None, "source_field": None}
     written = [put(folder, f"{number}", documents, dtype) for number, documents in enumerate(parts)]
     arrays, _ = join_arrays(written)
@@ -174,5 +148,8 @@ def test_the_same_bytes_as_megatrons_builder(tmp_path_factory: pytest.TempPathFa
     builder.finalize(str(folder / "theirs.idx"))
     for suffix in (".bin", ".idx"):
         assert (folder / f"ours{suffix}").read_bytes() == (folder / f"theirs{suffix}").read_bytes()
-    lengths = document_lengths(arrays["lengths"], arrays["counts"])
-    assert lengths.tolist() == [sum(map(len, document)) for document in documents]
+    source, texts = IndexedSource(folder / "theirs"), [list(itertools.chain(*document)) for document in documents]
+    for lengths in (document_lengths(arrays["lengths"], arrays["counts"]), source.document_lengths):
+        assert lengths.tolist() == [len(text) for text in texts]
+    for number, text in enumerate(texts):
+        assert not text or source.read(number, 0, len(text)).tolist() == text

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow
@@ -25,8 +26,9 @@ from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.preprocess.shards import cut
 from megatron_ext.data.text.documents import Fields, FileRange, find_files, stop
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
-from megatron_ext.errors import UserError
 from megatron_ext.run.identity import bos_of
+from tests.conftest import refused
+from tests.data.text.test_documents import zstd
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"{'word ' * (i % 7)}number {i}, naïve 😀 <|endoftext|>\n" for i in range(300)]
@@ -49,10 +51,6 @@ def options(tmp_path: Path, tokenizer: Path) -> PreprocessOptions:
 
 def lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text, "repo": i % 5}) + "\n" for i, text in enumerate(texts)).encode()
-
-
-def zstd(raw: bytes) -> bytes:
-    return bytes(pyarrow.compress(raw, "zstd", asbytes=True))
 
 
 def contents(prefix: str) -> dict[str, bytes]:
@@ -79,18 +77,10 @@ def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
     paths = [Path(options.inputs[0]) / name for name in ("a.jsonl", "b.txt")]
     about = metadata(options)
     assert sum(row["tokens"] for row in about["lengths"]) == report.tokens
-    assert (
-        about.items()
-        >= {
-            "tokenizer_fingerprint": Tokenizer(tokenizer).fingerprint,
-            "vocab_size": 300,
-            "eod_id": 0,
-            "documents": len(TEXTS),
-            "tokens": report.tokens,
-            "skipped": 0,
-            "sources": [{"path": str(path), "bytes": path.stat().st_size} for path in paths],
-        }.items()
-    )
+    wanted = {"vocab_size": 300, "eod_id": 0, "documents": len(TEXTS), "tokens": report.tokens, "skipped": 0}
+    wanted |= {"tokenizer_fingerprint": Tokenizer(tokenizer).fingerprint}
+    wanted |= {"sources": [{"path": str(path), "bytes": path.stat().st_size} for path in paths]}
+    assert wanted.items() <= about.items()
 
 
 def test_neither_workers_nor_shards_change_a_byte(options: PreprocessOptions) -> None:
@@ -130,10 +120,8 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
     assert (source.document_lengths == plain.document_lengths + 1).all()
     for number, length in enumerate(plain.document_lengths.tolist()):
         assert source.read(number, 0, length + 1).tolist() == [bos, *plain.read(number, 0, length).tolist()]
-    with pytest.raises(UserError, match=r"bos_token: .* names none and has none of .*; pass --bos-token"):
-        preprocess(replace(begun, bos_token=None, overwrite=True))
-    with pytest.raises(UserError, match=r"bos_token: got '!' without prepend_bos"):
-        preprocess(replace(options, bos_token="!", overwrite=True))
+    assert "; pass --bos-token" in refused(preprocess, replace(begun, bos_token=None, overwrite=True))
+    assert "bos_token: got '!' without" in refused(preprocess, replace(options, bos_token="!", overwrite=True))
 
 
 def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path) -> None:
@@ -146,8 +134,7 @@ def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path)
         assert [names[number] for number in source.document_sources] == [str(i % 5) for i in range(299)]
     preprocess(replace(kept, source_field=None))  # the old sources are not those of the new data
     assert IndexedSource(kept.output_prefix).document_sources is None
-    with pytest.raises(UserError, match="source_field: is for texts, not for the conversations of messages_field"):
-        preprocess(replace(kept, messages_field="messages"))
+    assert "source_field: is for texts" in refused(preprocess, replace(kept, messages_field="messages"))
 
 
 def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Path) -> None:
@@ -161,8 +148,8 @@ def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Pa
     names, source = metadata(books)["document_sources"], IndexedSource(books.output_prefix)
     for number, book in enumerate(sorted(subjects, key=lambda book: hashlib.sha256(book.encode()).digest())):
         assert names[source.document_sources[number]] == subjects[book]
-    with pytest.raises(UserError, match=r"subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases'"):
-        preprocess(replace(books, concat_by="subject", source_field="book", overwrite=True))
+    other = replace(books, concat_by="subject", source_field="book", overwrite=True)
+    assert "subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases'" in refused(preprocess, other)
 
 
 def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
@@ -176,15 +163,12 @@ def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
     counted = ((lengths < low).sum(), (lengths > high).sum())
     assert (metadata(options)["too_short"], metadata(options)["too_long"]) == counted
     assert (report.too_short, report.too_long) == counted
-    with pytest.raises(UserError, match=r"nothing is left to write \(0 bad documents, 0 empty ones, 300 with too few"):
-        preprocess(replace(options, min_tokens=10**6, overwrite=True))
+    assert "300 with too few" in refused(preprocess, replace(options, min_tokens=10**6, overwrite=True))
 
 
 @pytest.mark.parametrize("concat_by", [None, "repo"])
-def test_empty_documents_are_left_out_and_counted(
-    options: PreprocessOptions, tmp_path: Path, tokenizer: Path, concat_by: str | None
-) -> None:
-    """Of every kind of input; white space is text."""
+def test_empty_documents_are_left_out(options: PreprocessOptions, tmp_path: Path, tokenizer: Path, concat_by) -> None:
+    """And counted, of every kind of input; white space is text."""
     texts, folder = ["", "one", "", " \n", ""], tmp_path / "empty"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(lines(texts))
@@ -209,19 +193,18 @@ def test_concatenating_by_a_field(options: PreprocessOptions, tmp_path: Path, to
     preprocess(replace(by_repo, shard_bytes=1 << 20, workers=1, overwrite=True))
     assert contents(options.output_prefix) == first
     again = replace(by_repo, output_prefix=f"{options.output_prefix}-again")
-    with pytest.raises(UserError, match=r"repo = '\d', 60 texts: longer than --max-document-bytes 1000; .*--resume"):
-        preprocess(replace(again, max_document_bytes=1000))
+    too_long = refused(preprocess, replace(again, max_document_bytes=1000))
+    assert "60 texts: longer than --max-document-bytes 1000; " in too_long
     assert preprocess(replace(again, resume=True)).reused > 1
     for suffix in (".bin", ".idx", ".json"):
         assert Path(again.output_prefix + suffix).read_bytes() == first[f"data{suffix}"]
 
 
 def test_workers_import_neither_torch_nor_megatron() -> None:
-    program = (
-        "import sys, megatron_ext.data.preprocess.pipeline;"
-        "import megatron_ext.data.rows.dataset;"
-        "assert not {'torch', 'megatron', 'pyarrow', 'nltk', 'sentencepiece', 'tiktoken'} & set(sys.modules)"
-    )
+    """Nor do the checks of a configuration."""
+    program = "import sys, megatron_ext.config.checks, megatron_ext.data.preprocess.pipeline;"
+    program += "import megatron_ext.data.rows.dataset;"
+    program += "assert not {'torch', 'megatron', 'pyarrow', 'nltk', 'sentencepiece', 'tiktoken'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -229,8 +212,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (shard,) = cut([FileRange.of(tmp_path / "a.jsonl")], Fields(), 500)
     (tmp_path / "a.jsonl").write_text('{"text": "another"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl changed while it was read"):
-        list(shard.read(Fields(), stop))
+    assert "a.jsonl changed while it was read" in refused(list, shard.read(Fields(), stop))
 
 
 def test_existing_output_is_refused(options: PreprocessOptions) -> None:
@@ -238,8 +220,7 @@ def test_existing_output_is_refused(options: PreprocessOptions) -> None:
     for suffix in (".bin", ".idx", ".json", ".mask.npy", ".sources.npy"):
         old = Path(options.output_prefix + suffix)
         old.write_text("old")
-        with pytest.raises(UserError, match=rf"data\{suffix} exists; pass --overwrite"):
-            preprocess(options)
+        assert f"data{suffix} exists; pass --overwrite" in refused(preprocess, options)
         old.unlink()
 
 
@@ -299,16 +280,6 @@ def test_a_document_longer_than_memory_is_named_and_never_read_whole(tmp_path: P
     assert read == [b"first", b"last"]
 
 
-SAVE = """
-import sys
-from pathlib import Path
-from nltk.tokenize.punkt import PunktParameters, save_punkt_params
-parameters = PunktParameters()
-parameters.abbrev_types.add("dr")
-save_punkt_params(parameters, sys.argv[1])
-"""
-
-
 @pytest.fixture(scope="module")
 def punkt(tmp_path_factory: pytest.TempPathFactory):
     """Punkt data made here: nltk's folder with a language of one abbreviation, "Dr.", called english."""
@@ -317,9 +288,12 @@ def punkt(tmp_path_factory: pytest.TempPathFactory):
     language.parent.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NLTK_DATA", str(root))
-        subprocess.run([sys.executable, "-c", SAVE, str(language)], check=True)
         import nltk.data
+        from nltk.tokenize.punkt import PunktParameters, save_punkt_params
 
+        parameters = PunktParameters()
+        parameters.abbrev_types.add("dr")
+        save_punkt_params(parameters, str(language))
         patch.setattr(nltk.data, "path", [str(root)])
         yield root
 
@@ -357,16 +331,7 @@ def test_other_ids_of_gigatoken_end_the_run(options: PreprocessOptions, monkeypa
     shard = cut([FileRange.of(path) for path in find_files(options.inputs)], own.fields, 1 << 20)[0]
     own.write_tokens(shard.read(own.fields, stop), io.BytesIO(), Report())
     assert own.tokenizer.fast is not None
-    monkeypatch.setattr(own.tokenizer, "fast", StandIn())
-    with pytest.raises(UserError, match=r"\[7\] and tokenizers \[.*a\.jsonl; pass --encoder tokenizers"):
-        own.write_tokens(shard.read(own.fields, stop), io.BytesIO(), Report())
-
-
-class StandIn:
-    """A gigatoken with an error."""
-
-    def serves(self, text: str) -> bool:
-        return True
-
-    def __call__(self, text: str) -> np.ndarray:
-        return np.array([7], np.uint32)
+    wrong = MagicMock(return_value=np.array([7], np.uint32))
+    monkeypatch.setattr(own.tokenizer, "fast", wrong)
+    told = refused(own.write_tokens, shard.read(own.fields, stop), io.BytesIO(), Report())
+    assert "a.jsonl; pass --encoder tokenizers" in told

@@ -15,9 +15,7 @@ GEMMA = "--block gemma3 --local-window 4 --window-attn-skip-freq 2 --rotary-base
 
 @pytest.mark.parametrize(("layers", "group", "on_host"), [(4, 1, 3), (6, 2, 2), (1, 1, 0)])
 @pytest.mark.parametrize("block", ["", GEMMA])
-def test_training_is_the_same_bit_for_bit(
-    layers: int, group: int, on_host: int, block: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_the_same_bit_for_bit(layers, group, on_host, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches in flight, as in a pipeline, and two steps."""
     copied: list[torch.Tensor] = []
     to_host = HostCopies.to_host

@@ -45,9 +45,7 @@ def test_processes_with_other_tokens_or_layers_drop_other_values(axis: str) -> N
         pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
     ],
 )
-def test_recomputed_layers_drop_the_same_values_again(
-    processes: int, layout: str, small_data: SmallData, tmp_path: Path
-) -> None:
+def test_recomputed_layers_drop_the_same(processes: int, layout: str, small_data: SmallData, tmp_path: Path) -> None:
     flags = [*small_data.flags, *DROPOUT.split(), *layout.split()]
     kept, full, none = (
         launch([*flags, *more.split()], processes, tmp_path / name).series("lm_loss")

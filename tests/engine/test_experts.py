@@ -67,16 +67,12 @@ def stepper_of(ranks: parallel.Ranks, config: Config) -> Stepper:
 
 def batches_of(config: Config, trained: float = 1.0, seed: int = 3) -> StepBatches:
     """A global batch of four random rows."""
-    chance = np.random.default_rng(seed)
-    ends = np.array([LENGTH])
-    rows = [
-        TokenRow(chance.integers(0, VOCABULARY, LENGTH + 1), ends, chance.random(LENGTH) < trained) for _ in range(4)
-    ]
-    size = config.data.micro_batch_size
+    chance, ends, size = np.random.default_rng(seed), np.array([LENGTH]), config.data.micro_batch_size
     batches = []
-    for first in range(0, 4, size):
-        some = rows[first : first + size]
-        masks = config.mask_options().at(LENGTH, [row.document_ends for row in some], LENGTH)
+    for _ in range(0, 4, size):
+        drawn = [(chance.integers(0, VOCABULARY, LENGTH + 1), chance.random(LENGTH) < trained) for _ in range(size)]
+        some = [TokenRow(tokens, ends, counts) for tokens, counts in drawn]
+        masks = config.mask_options().at(LENGTH, [ends] * size, LENGTH)
         batches.append(assemble(lay_end_to_end(some), masks, None, number_rows=True))
     return StepBatches(batches)
 
@@ -125,9 +121,7 @@ BIASED = f"--moe-ffn-hidden-size 24 {ROUTING} --moe-router-score-function sigmoi
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @pytest.mark.parametrize(("recompute", "bf16"), [(None, False), ("full", False), (None, True)])
-def test_the_bias_follows_the_counts_of_accepted_steps(
-    alone: parallel.Ranks, micro_batch_size: int, recompute: str | None, bf16: bool
-) -> None:
+def test_the_bias_follows_accepted_steps(alone: parallel.Ranks, micro_batch_size: int, recompute, bf16: bool) -> None:
     """Evaluations, refused steps and steps without a trained token leave it unchanged, and are not counted later.
 
     In bf16 too it is float32, as are the counts: there may be more tokens than bf16 can count.

@@ -5,7 +5,7 @@ the copies to the host, the updates there, the copies back and all numbers are r
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,24 +21,6 @@ from tests.engine.test_optimizer_state import VOCABULARY, built, one_step, state
 from tests.one_process import one_process
 
 
-class Stream:
-    """Stands for a stream and an event: all is done as it is called."""
-
-    def wait_stream(self, other: Any = None) -> None:
-        """Do nothing."""
-
-    wait = synchronize = wait_stream
-
-    def record_event(self) -> "Stream":
-        return self
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
 class Pretended:
     """Says of all memory but what was copied to the host that it is on CUDA."""
 
@@ -49,7 +31,7 @@ class Pretended:
         for name in ("clone", "float"):
             monkeypatch.setattr(Tensor, name, self._staying(getattr(Tensor, name)))
         for name in ("Stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda *device: Stream())
+            monkeypatch.setattr(torch.cuda, name, MagicMock())  # nothing to wait for: all is done as it is called
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
 
     def on_host(self, x: Tensor) -> bool:

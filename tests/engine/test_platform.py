@@ -12,8 +12,7 @@ from torch.utils._device import _device_constructors
 
 from megatron_ext.config import Config
 from megatron_ext.engine import environment, platform
-from megatron_ext.errors import UserError
-from tests.conftest import SmallData
+from tests.conftest import SmallData, refused
 from tests.engine.fake_modules import empty
 from tests.engine.needed import needed
 from tests.runs import attempt
@@ -25,14 +24,8 @@ FLAGS = ["--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64", "
 NO_CUDA = "Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
 PIPELINE = ["--pipeline-model-parallel-size", "2", "--no-untie-embeddings-and-output-weights"]
 # how one step fails without each patch; the distributed optimizer and a pipeline with tied embeddings meet all of them
-FAILURES = {
-    "current_device": NO_CUDA,
-    "current_stream": NO_CUDA,
-    "factories": NO_CUDA,
-    "move_to_cuda": NO_CUDA,
-    "type_names": "Wrapped parameters must be one of torch.cuda.FloatTensor",
-    "random_state": NO_CUDA,
-}
+FAILURES = dict.fromkeys(("current_device", "current_stream", "factories", "move_to_cuda", "random_state"), NO_CUDA)
+FAILURES["type_names"] = "Wrapped parameters must be one of torch.cuda.FloatTensor"
 
 
 @pytest.mark.slow
@@ -69,13 +62,10 @@ def test_only_what_goes_to_cuda_comes_to_the_cpu() -> None:
 
 
 def test_a_missing_device_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^device: got cuda, needs a CUDA device .*; use --device cpu$"):
-        platform.choose("cuda")
+    assert refused(platform.choose, "cuda").endswith("; use --device cpu")
 
 
-def test_the_report_shows_an_unsupported_megatron(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_shows_an_old_megatron(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr("megatron.core.__version__", "0.15.3")
     assert tool.main(["--device", "auto"]) == 2
     out, err = capsys.readouterr()
@@ -102,5 +92,4 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused(monkeypatch: py
     monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as if it were not installed
     assert not platform.find("cuda").transformer_engine
     monkeypatch.setitem(sys.modules, "transformer_engine", empty("transformer_engine"))  # without its part for torch
-    with pytest.raises(UserError, match="transformer-engine"):
-        platform.find("cuda")
+    assert "transformer-engine" in refused(platform.find, "cuda")

@@ -98,9 +98,7 @@ def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None
     torch.testing.assert_close(process.weights(), after, rtol=0, atol=1e-4)
 
 
-def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
-    process: OneProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_measured_as_the_backend_gets_it(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """All queries of the first of two micro-batches, compared with the tensors that the backend gets."""
     given: list[tuple[torch.Tensor, ...]] = []
     for layer in next(unwrap(process.model)).decoder.layers:
@@ -126,9 +124,7 @@ def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
         assert health.s_max_scaled[layer] == pytest.approx(scores.max().item(), rel=1e-5)
 
 
-def test_a_refused_step_and_one_without_a_trained_token_change_neither_weights_nor_optimizer(
-    process: OneProcess,
-) -> None:
+def test_a_refused_step_and_one_without_a_trained_token_change_nothing(process: OneProcess) -> None:
     """As weight decay and the moments of earlier steps would. Values of a refused step are still reported."""
     process.stepper.launch(StepBatches([batch(row(0))])).result()
     norms: list[float] = []
@@ -156,15 +152,10 @@ def test_a_refused_step_and_one_without_a_trained_token_change_neither_weights_n
     assert torch.equal(process.weights(), after)
 
 
-def test_divergence_names_the_value(process: OneProcess) -> None:
-    """Including a weighted loss that is not finite although the loss is."""
+def test_a_weighted_loss_may_diverge_alone(process: OneProcess) -> None:
+    """Although the loss is finite; one that is not ends tests/faults/test_divergence.py's runs."""
     result = process.stepper.launch(StepBatches([batch(row(0), weights_t=torch.full((LENGTH,), torch.inf))])).result()
     assert "the weighted loss is inf" in str(result.divergence())
-    process.reset()
-    (chunk,) = unwrap(process.model)
-    with torch.no_grad():
-        chunk.decoder.final_layernorm.weight.fill_(torch.nan)
-    assert "the loss is nan" in str(process.stepper.launch(StepBatches([batch(row(0))])).result().divergence())
 
 
 def test_validation_does_not_change_training(process: OneProcess) -> None:
@@ -255,9 +246,7 @@ def test_a_step_does_not_synchronize_with_the_device(process: OneProcess, monkey
 
 
 @pytest.mark.parametrize("weighting", [("abs", "dense"), ("ppmi", "sparse"), ("longce", "none")])
-def test_a_step_whose_weights_depend_on_losses_does_not_synchronize_either(
-    process: OneProcess, monkeypatch: pytest.MonkeyPatch, weighting: tuple[str, str]
-) -> None:
+def test_weights_by_losses_do_not_synchronize(process: OneProcess, monkeypatch: pytest.MonkeyPatch, weighting) -> None:
     options = WeightingConfig("frozen", weight_score=weighting[0], weight_post=weighting[1], short_context=8)
     process.stepper.weighting = options
     process.stepper.weigher = Weigher(options, LENGTH, process.stepper.weigher.context)

@@ -21,8 +21,8 @@ from megatron_ext.engine import parallel
 from megatron_ext.engine import transformer as choice
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.transformer import fusions_here, rotation_limit, transformer_config
-from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions
+from tests.conftest import refused
 from tests.engine.fake_modules import fake
 from tests.one_process import build_models, one_process
 
@@ -39,9 +39,7 @@ CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
         (["triton", "te"], "phi", (False, False, True)),
     ],
 )
-def test_everything_that_is_available_is_fused(
-    monkeypatch: pytest.MonkeyPatch, installed: list[str], block: str, fused: tuple[bool, bool, bool]
-) -> None:
+def test_everything_that_is_available_is_fused(monkeypatch: pytest.MonkeyPatch, installed, block: str, fused) -> None:
     monkeypatch.setattr(choice, "find_spec", lambda name: object() if name in installed else None)
     config = Config(model=ModelConfig(block=block))  # type: ignore[arg-type]
     on_cuda = Platform(torch.device("cuda"), "nccl", transformer_engine="te" in installed)
@@ -74,11 +72,8 @@ def test_the_fused_rotation_gets_an_angle_per_token(monkeypatch: pytest.MonkeyPa
     transformer.apply_rope_fusion = True
     apply_rotary_pos_emb(query_t1NH, angles, config=transformer, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
     ((query, passed, interleaved),) = given
-    assert query is query_t1NH
-    assert passed is angles
-    assert not interleaved
-    assert angles.dtype == torch.float32
-    assert angles.shape == (6, 1, 1, 8)
+    assert (query is query_t1NH, passed is angles, interleaved) == (True, True, False)
+    assert (angles.dtype, angles.shape) == (torch.float32, (6, 1, 1, 8))
     half = torch.cat([-query_t1NH[..., 4:], query_t1NH[..., :4]], dim=-1)  # what the kernel computes of them
     torch.testing.assert_close(rotated, query_t1NH * angles.cos() + half * angles.sin())
 
@@ -106,10 +101,10 @@ def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch
 
 def test_options_with_and_without_transformer_engine_are_refused() -> None:
     for name in ("tp_comm_overlap", "use_precision_aware_optimizer"):
-        with pytest.raises(UserError, match=f"^{name}: got true, needs CUDA with Transformer Engine; install it or "):
-            transformer_config(parse([f"--{name.replace('_', '-')}"]), CPU)
-    with pytest.raises(UserError, match=r"^compile: got true with Transformer Engine's layers, "):
-        transformer_config(parse(["--compile"]), Platform(torch.device("cuda", 0), "nccl", transformer_engine=True))
+        told = refused(transformer_config, parse([f"--{name.replace('_', '-')}"]), CPU)
+        assert told.startswith(f"{name}: got true, needs CUDA with Transformer Engine; install it or ")
+    gpu = Platform(torch.device("cuda", 0), "nccl", transformer_engine=True)
+    assert refused(transformer_config, parse(["--compile"]), gpu).startswith("compile: got true with Transformer ")
 
 
 @pytest.mark.parametrize(("fp8", "mode"), [("", "NONE"), ("--fp8-format hybrid", "FP8")])
@@ -124,13 +119,8 @@ def test_the_overlaps_buffers_hold_a_micro_batch(monkeypatch: pytest.MonkeyPatch
     parallel.start_tensor_overlap(parse(flags.split()), ranks)
     assert calls == []  # not asked for
     parallel.start_tensor_overlap(parse(f"{flags} --tp-comm-overlap {fp8}".split()), ranks)
-    assert calls[0] == "destroyed"  # a stage's before this one
-    assert calls[1] == {
-        "shape": [2 * 512 // 4, 64],
-        "tp_size": 8,
-        "quantization_modes": [mode],
-        "bootstrap_backend": "nccl",
-    }
+    wanted = {"shape": [2 * 512 // 4, 64], "tp_size": 8, "quantization_modes": [mode], "bootstrap_backend": "nccl"}
+    assert calls == ["destroyed", wanted]  # a stage's before this one
 
 
 def test_layers_without_rope_have_no_yarn_factor() -> None:

@@ -29,23 +29,17 @@ def row_at(sample: int) -> TokenRow:
 
 
 def config(weighting: WeightingConfig, *, document_mask: bool = True, **data: Any) -> Config:
-    return Config(
-        data=DataConfig(seq_length=LENGTH, global_batch_size=ROWS, **data),
-        window=WindowConfig(document_mask=document_mask),
-        weighting=weighting,
-    )
+    sizes, window = {"seq_length": LENGTH, "global_batch_size": ROWS}, WindowConfig(document_mask=document_mask)
+    return Config(data=DataConfig(**sizes, **data), window=window, weighting=weighting)
 
 
 def by_hand(samples: Sequence[int], weighting: WeightingConfig, *, document_mask: bool = True) -> np.ndarray:
     """float64 [R, L]."""
     rows = [row_at(sample) for sample in samples]
-    return exposure_weights(
-        [row.document_ends if document_mask else [] for row in rows],
-        np.stack([row.trained for row in rows]),
-        tau=LENGTH // 4 if weighting.exposure_tau is None else weighting.exposure_tau,
-        alpha=weighting.exposure_alpha,
-        gamma=weighting.exposure_gamma,
-    )
+    ends = [row.document_ends if document_mask else [] for row in rows]
+    options = {"alpha": weighting.exposure_alpha, "gamma": weighting.exposure_gamma}
+    options["tau"] = LENGTH // 4 if weighting.exposure_tau is None else weighting.exposure_tau
+    return exposure_weights(ends, np.stack([row.trained for row in rows]), **options)
 
 
 @pytest.mark.parametrize("document_mask", [True, False])

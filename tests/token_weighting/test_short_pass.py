@@ -1,16 +1,16 @@
-"""The short-context pass, token by token against chunks unfolded by hand, on one process and on each of several."""
+"""The short-context pass, token by token against chunks unfolded by hand.
+
+Where losses land, on several processes too, is compared in tests/parity/test_oracle.py and test_layouts.py.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.batch import PackedBatch, Tokens
-from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.context_parallel.exchange import Scheme
-from megatron_ext.context_parallel.group import ContextGroup
+from megatron_ext.batch import Tokens
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.short_context import ShortContext
@@ -42,8 +42,8 @@ class Case:
     def total(self) -> int:
         return sum(mask.widest.tokens for mask in self.masks)
 
-    def run(self, division: Division, context: ContextOptions | None = None) -> ShortPass:
-        return short_pass(self.tokens, self.masks, self.short, division, context)
+    def run(self, division: Division) -> ShortPass:
+        return short_pass(self.tokens, self.masks, self.short, division, None)
 
     def first_seen(self, token: int, kind: str) -> int:
         """The first token of the segment of `token` in the long context of a kind of layers."""
@@ -98,18 +98,13 @@ divisions = st.builds(
 )
 
 
-def wanted_places(batch: PackedBatch) -> np.ndarray:
-    return batch.wanted.numpy()
-
-
 @given(cases(), divisions)
-@settings(deadline=None)
 def test_every_scored_token_sees_its_short_context_and_no_more(case: Case, division: Division) -> None:
     found = case.run(division)
     kinds = ["scheduled", "local"] if case.masks[0].local is not None else ["scheduled"]
     for batch in found.batches:
         tokens = batch.tokens_t.numpy()
-        for place in wanted_places(batch):
+        for place in batch.wanted.numpy():
             token = int(tokens[place])
             for kind in kinds:
                 mask = batch.masks.local if kind == "local" else batch.masks.scheduled
@@ -123,7 +118,6 @@ def test_every_scored_token_sees_its_short_context_and_no_more(case: Case, divis
 
 
 @given(cases(), divisions)
-@settings(deadline=None)
 def test_batches_are_equally_long_and_request_only_scored_tokens(case: Case, division: Division) -> None:
     found = case.run(division)
     np.testing.assert_array_equal(found.scored, [case.is_scored(token) for token in range(case.total)])
@@ -136,57 +130,10 @@ def test_batches_are_equally_long_and_request_only_scored_tokens(case: Case, div
         assert length % division.unit == 0
         assert length < division.capacity + case.short.length + division.unit
         assert not batch.trained_t.any()
-        places = wanted_places(batch)
+        places = batch.wanted.numpy()
         np.testing.assert_array_equal(batch.labels_t.numpy()[places], LABEL + batch.tokens_t.numpy()[places])
     filled = max((int(np.count_nonzero(batch.labels_t.numpy())) for batch in found.batches), default=0)
     assert all(len(batch.tokens_t) - filled < division.unit for batch in found.batches)  # labels of padding are 0
-
-
-def everyone(case: Case, division: Division, size: int, policy: str, scheme: Scheme | None) -> list[ShortPass]:
-    groups = [ContextGroup(rank, size, None) for rank in range(size)]
-    return [case.run(division, ContextOptions(group, policy, scheme, heads=6, key_heads=6)) for group in groups]
-
-
-def filled_in(passes: list[ShortPass], total: int) -> np.ndarray:
-    """Gather all ranks' losses (here: the number of the token) and put them in place."""
-    landed = np.zeros(total, dtype=np.int64)
-    losses = np.full(total, -1)
-    for batches in zip(*(one.batches for one in passes), strict=True):
-        places = batches[0].places
-        assert places.counts == tuple(len(wanted_places(batch)) for batch in batches)
-        gathered = np.concatenate([batch.tokens_t.numpy()[wanted_places(batch)] for batch in batches])
-        for batch in batches:
-            np.testing.assert_array_equal(batch.places.order, places.order)
-        losses[places.order.numpy()] = gathered
-        np.add.at(landed, places.order.numpy(), 1)
-    np.testing.assert_array_equal(landed, passes[0].scored)
-    return losses
-
-
-@given(
-    case=cases(),
-    capacity=st.integers(1, 60),
-    size=st.integers(1, 3),
-    policy=st.sampled_from(["contiguous", "zigzag", "balanced", "auto"]),
-    scheme=st.sampled_from([None, *Scheme]),
-)
-@settings(deadline=None)
-def test_context_parallel_ranks_share_the_same_batches(
-    case: Case, capacity: int, size: int, policy: str, scheme: Scheme | None
-) -> None:
-    division = Division(capacity, unit=2 * size)
-    alone, passes = case.run(division), everyone(case, division, size, policy, scheme)
-    found = np.where(alone.scored, np.arange(case.total), -1)
-    np.testing.assert_array_equal(filled_in(passes, case.total), found)  # each loss once, at its own place
-    for whole, *shares in zip(alone.batches, *(one.batches for one in passes), strict=True):
-        for name in ("tokens_t", "labels_t"):
-            together = np.concatenate([getattr(share, name).numpy() for share in shares])
-            np.testing.assert_array_equal(np.sort(together), np.sort(getattr(whole, name).numpy()))
-        for share in shares:
-            np.testing.assert_array_equal(share.layout.cu_seqlens, whole.layout.cu_seqlens)
-            assert len(share.tokens_t) == len(whole.tokens_t) // size
-            places = wanted_places(share)
-            np.testing.assert_array_equal(share.labels_t.numpy()[places], LABEL + share.tokens_t.numpy()[places])
 
 
 BOS = 999

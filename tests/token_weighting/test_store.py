@@ -14,22 +14,12 @@ import numpy as np
 import pytest
 import zarr
 
-from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from tests.conftest import refused
 
-IDENTITY = StoreIdentity(
-    rows=7,
-    row_length=64,
-    short_context=16,
-    short_stride=12,
-    seed=5,
-    vocab_size=1000,
-    data=fingerprint("data"),
-    packing=fingerprint("packing"),
-    tokenizer=fingerprint("tokenizer"),
-    model=fingerprint("model"),
-)
+SIZES = {"rows": 7, "row_length": 64, "short_context": 16, "short_stride": 12, "seed": 5, "vocab_size": 1000}
+IDENTITY = StoreIdentity(**SIZES, **{name: fingerprint(name) for name in ("data", "packing", "tokenizer", "model")})
 OTHERS = {
     field.name: fingerprint("another") if field.type is str else getattr(IDENTITY, field.name) + 1
     for field in fields(StoreIdentity)
@@ -69,10 +59,9 @@ def test_the_format_is_plain_zarr_with_one_file_per_row(tmp_path: Path) -> None:
 def test_another_identity_is_refused_by_field(tmp_path: Path, name: str) -> None:
     filled(tmp_path / "store")
     assert ScoreStore.open(tmp_path / "store", **asdict(IDENTITY)).identity == IDENTITY
-    with pytest.raises(UserError, match=f"its {name} is .*, but these rows have .*; give another folder"):
-        ScoreStore.create_or_resume(tmp_path / "store", replace(IDENTITY, **{name: OTHERS[name]}))
-    with pytest.raises(UserError, match=f"its {name} is .*, but this run needs .*; name the store"):
-        ScoreStore.open(tmp_path / "store", **{name: OTHERS[name]})
+    other = replace(IDENTITY, **{name: OTHERS[name]})
+    assert f"its {name} is " in refused(ScoreStore.create_or_resume, tmp_path / "store", other)
+    assert f"its {name} is " in refused(ScoreStore.open, tmp_path / "store", **{name: OTHERS[name]})
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -80,20 +69,14 @@ def test_a_damaged_row_is_refused_and_can_be_rewritten(tmp_path: Path, damage: s
     store = filled(tmp_path / "store", without=(1,))
     file = tmp_path / "store" / "c.4.0"
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
-    with pytest.raises(
-        UserError, match=r"/store: row 4 is missing or damaged \(.*\); delete c\.4\.0 there, then run the"
-    ) as refused:
-        store.read(4)
-    assert "\n" not in str(refused.value)
+    assert "; delete c.4.0 there, then run the" in refused(store.read, 4)
     file.unlink()
     assert store.missing([6, 4, 3, 1]) == [4, 1]
     for bad in (np.nan, np.inf):
-        with pytest.raises(UserError, match="row 4 has a loss that is not finite, at token 17;"):
-            store.write(4, np.where(np.isin(np.arange(IDENTITY.row_length), (17, 40)), bad, losses_of(4)))
-    with pytest.raises(UserError, match=r"2 of the 7 rows .* missing, row 1 the first; run the scoring command again"):
-        ScoreStore.open(tmp_path / "store")  # as training does
-    with pytest.raises(UserError, match="1 of the 2 rows"):
-        ScoreStore.open(tmp_path / "store", first=3, rows=5)
+        losses = np.where(np.isin(np.arange(IDENTITY.row_length), (17, 40)), bad, losses_of(4))
+        assert "row 4 has a loss that is not finite, at token 17;" in refused(store.write, 4, losses)
+    assert "row 1 the first; run the scoring command" in refused(ScoreStore.open, tmp_path / "store")
+    assert "1 of the 2 rows" in refused(ScoreStore.open, tmp_path / "store", first=3, rows=5)
     store.write(4, losses_of(4))
     assert ScoreStore.open(tmp_path / "store", first=2).missing(range(7)) == [1]
 
@@ -104,11 +87,9 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "folder" / "note").write_text("mine")
     zarr.create_array(tmp_path / "array", shape=(7, 64), dtype="float32")
     for name in ("file", "folder", "array"):
-        with pytest.raises(UserError, match=r"no store|cannot be read"):
-            ScoreStore.create_or_resume(tmp_path / name, IDENTITY)
+        assert refused(ScoreStore.create_or_resume, tmp_path / name, IDENTITY)
     for name, text in (("file", "no store"), ("nothing", "no store"), ("array", "cannot be read")):
-        with pytest.raises(UserError, match=text):
-            ScoreStore.open(tmp_path / name)
+        assert text in refused(ScoreStore.open, tmp_path / name)
     assert (tmp_path / "folder" / "note").read_text() == (tmp_path / "file").read_text() == "mine"
 
 

@@ -43,9 +43,7 @@ def call(options: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("refused", "text", "accepted"), REFUSED)
-def test_refusals_and_their_nearest_accepted_neighbours(
-    refused: dict[str, Any], text: str, accepted: dict[str, Any]
-) -> None:
+def test_refusals_and_accepted_neighbours(refused: dict[str, Any], text: str, accepted: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         call(refused)
     assert np.isfinite(call(accepted)).all()

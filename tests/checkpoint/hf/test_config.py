@@ -1,7 +1,6 @@
 """Which transformers architecture says our model, and what transformers assumes where config.json is silent."""
 
-import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from megatron_ext.checkpoint.hf.config import FAMILIES, hugging_face_config, model_config
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import UserError
 from tests.checkpoint.models import ARCHITECTURES, SIZES
+from tests.conftest import refused
 
 LATENT = {"multi_latent_attention": True, "num_query_groups": 4, "kv_lora_rank": 20, "v_head_dim": 24}
 EXPERTS = {
@@ -58,17 +57,6 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
     assert [ours.has_rope(layer) for layer in range(1, ours.num_layers + 1)] == [bool(one) for one in no_rope]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_architecture_that_computes_the_same(architecture: str) -> None:
-    model = model_config(SIZES | ARCHITECTURES[architecture])
-    entries = hugging_face_config(model, 300, 128)
-    family = "llama" if architecture == "mistral" else ARCHITECTURES[architecture]["model_type"]  # without its window
-    assert entries["architectures"] == [FAMILIES[family].architecture]
-    found = model_config(entries)
-    assert (found.head_size, replace(found, kv_channels=model.kv_channels)) == (model.head_size, model)
-    AutoConfig.for_model(**entries)  # which checks it
-
-
 @pytest.mark.parametrize(
     ("changed", "family"),
     [
@@ -101,8 +89,7 @@ def test_the_architecture_of_a_model_of_ours(changed: dict[str, Any], family: st
     ids=str,
 )
 def test_a_model_that_no_architecture_computes(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError, match=f"{text}.*cannot be converted"):
-        hugging_face_config(ModelConfig(**options), 300, 128)
+    assert text in refused(hugging_face_config, ModelConfig(**options), 300, 128)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +123,7 @@ def test_entries_that_change_the_model_are_refused(architecture: str, changed: d
     content = SIZES | ARCHITECTURES[architecture]
     absent = {name: content.get(name) for name, value in changed.items() if value}
     model_config(content | absent | {"pretraining_tp": 2})
-    with pytest.raises(UserError, match=re.escape(text)):
-        model_config(content | changed)
+    assert text in refused(model_config, content | changed)
 
 
 def test_entries_that_only_concern_generation_change_nothing() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.errors import UserError, echo
+from megatron_ext.errors import echo
 from tests.checkpoint.models import SIZES, write_model
+from tests.conftest import refused
 
 
 def written(folder: Path, content: dict[str, Any]) -> Path:
@@ -37,12 +37,6 @@ def test_an_old_file_reads_the_same(tmp_path: Path, family: type[PreTrainedConfi
     assert comparable(read_model_config(written(tmp_path / "old", content))) == comparable(new)
 
 
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    return str(caught.value)
-
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -53,14 +47,14 @@ def with_index(folder: Path, **files: str) -> Path:
 
 def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
-    assert "holds no model.safetensors; convert" in refusal(lambda: HuggingFaceTensors(tmp_path))
+    assert "holds no model.safetensors; convert" in refused(HuggingFaceTensors, tmp_path)
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
     for other in ("2.safetensors", "2" * 5000):  # longer than a file system allows
         with_index(tmp_path, a="1.safetensors", b=other)
-        assert f"lacks {echo(other)}" in refusal(lambda: HuggingFaceTensors(tmp_path))
+        assert f"lacks {echo(other)}" in refused(HuggingFaceTensors, tmp_path)
     tensors = HuggingFaceTensors(with_index(tmp_path, a="1.safetensors"))
     assert tensors.names == {"a"}
-    assert "has no tensor b" in refusal(lambda: tensors.open("b"))
+    assert "has no tensor b" in refused(tensors.open, "b")
 
 
 @pytest.mark.parametrize("name", ["../private.safetensors", "{}/private.safetensors", "a/../../private.safetensors", 3])
@@ -69,20 +63,20 @@ def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: Any) -> None:
     (folder / "a").mkdir(parents=True)
     save_file({"a": torch.ones(2)}, tmp_path / "private.safetensors")
     named = name.format(tmp_path) if isinstance(name, str) else name
-    message = refusal(lambda: HuggingFaceTensors(with_index(folder, a=named)))
+    message = refused(HuggingFaceTensors, with_index(folder, a=named))
     assert f"{folder / INDEX} names '{named}', which is outside its folder, needs files in {folder};" in message
 
 
 def test_torn_files_are_named(tmp_path: Path) -> None:
     for content in ("{", "{}", "[]", '{"weight_map": []}', '{"weight_map": {}}'):
         (tmp_path / INDEX).write_text(content)
-        assert f"{INDEX} is damaged" in refusal(lambda: HuggingFaceTensors(tmp_path))
+        assert f"{INDEX} is damaged" in refused(HuggingFaceTensors, tmp_path)
     for file in ("1.safetensors", SINGLE):
         save_file({"a": torch.ones(2)}, with_index(tmp_path, a="1.safetensors") / file)
         whole = (tmp_path / file).read_bytes()
         for torn in (whole[:3], whole[:-1]):
             (tmp_path / file).write_bytes(torn)
-            assert f"{file} is damaged" in refusal(lambda: HuggingFaceTensors(tmp_path))
+            assert f"{file} is damaged" in refused(HuggingFaceTensors, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +89,7 @@ def test_torn_files_are_named(tmp_path: Path) -> None:
 def test_an_index_fits_its_files(tmp_path: Path, first: str, second: str, text: str) -> None:
     for number, names in enumerate((first, second), start=1):
         save_file({name: torch.ones(2) for name in names}, tmp_path / f"{number}.safetensors")
-    assert text in refusal(lambda: HuggingFaceTensors(with_index(tmp_path, a="1.safetensors", b="2.safetensors")))
+    assert text in refused(HuggingFaceTensors, with_index(tmp_path, a="1.safetensors", b="2.safetensors"))
 
 
 @pytest.mark.parametrize("case", ["sharded", "whole beside shards", "short index", "other file"])
@@ -122,11 +116,11 @@ def test_adapters_and_distributed_checkpoints_are_refused(tmp_path: Path) -> Non
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
     for _ in range(2):
         for read in (read_model_config, Pretrained.find):
-            assert "adapter_config.json; merge the adapter" in refusal(lambda read=read: read(tmp_path))
+            assert "adapter_config.json; merge the adapter" in refused(read, tmp_path)
         written(tmp_path, LlamaConfig(**SIZES).to_dict())
     for name in (SINGLE, "shard-00001-model-00001-of-00001.safetensors"):
         save_file({"a": torch.ones(2)}, tmp_path / name)
-    assert "holds a distributed checkpoint" in refusal(lambda: HuggingFaceTensors(tmp_path))
+    assert "holds a distributed checkpoint" in refused(HuggingFaceTensors, tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["qweight", "weight_packed", "weight"])
@@ -136,7 +130,6 @@ def test_quantized_tensors_have_their_own_remedy(tmp_path: Path, suffix: str) ->
     tensors = load_file(model / SINGLE)
     tensors[f"model.layers.0.self_attn.q_proj.{suffix}"] = torch.zeros(32, 32, dtype=torch.int32)
     save_file(tensors, model / SINGLE, {"format": "pt"})
-    config = read_model_config(model)
-    message = refusal(lambda: HuggingFaceTensors(model).check(config, 300))
+    message = refused(HuggingFaceTensors(model).check, read_model_config(model), 300)
     assert "has type I32" in message
     assert message.endswith("use the model before its quantization")

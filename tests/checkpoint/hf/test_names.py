@@ -78,23 +78,14 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.block)
 @given(sizes=st.tuples(*[st.integers(1, 3)] * 4), own_head=st.booleans(), ffn=st.integers(1, 40))
 @settings(max_examples=8, deadline=None)
-def test_names_and_shapes_are_transformers(
-    untied: bool, kind: ModelConfig, sizes: tuple[int, int, int, int], own_head: bool, ffn: int
-) -> None:
+def test_names_and_shapes_are_transformers(untied: bool, kind: ModelConfig, sizes, own_head: bool, ffn: int) -> None:
     layers, groups, share, quarter_head = sizes
     heads, head = groups * (1 if kind.multi_latent_attention else share), 4 * quarter_head
     own_head = own_head and not kind.multi_latent_attention
-    model = replace(
-        kind,
-        num_layers=layers,
-        hidden_size=heads * (head + 3 if own_head else head),  # transformers wants a multiple of the heads
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=head if own_head else None,
-        untie_embeddings_and_output_weights=untied,
-    )
-    assert_same_parameters(model, vocab_size=57)
+    width = heads * (head + 3 if own_head else head)  # transformers wants a multiple of the heads
+    kind = replace(kind, num_layers=layers, ffn_hidden_size=ffn, untie_embeddings_and_output_weights=untied)
+    kind = replace(kind, hidden_size=width, num_attention_heads=heads, num_query_groups=groups)
+    assert_same_parameters(replace(kind, kv_channels=head if own_head else None), vocab_size=57)
 
 
 PUBLISHED = """120M 121129728  360M 367563776  1B 1100048384  3B 3015355392  Llama-3-8B 8030261248

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing.policies import Bm25, Corpus
@@ -56,7 +56,6 @@ def check_walk(documents: list[list[int]], order: list[int], shuffled: list[int]
 
 
 @given(documents=some_documents, block=st.integers(1, 10), first=st.sampled_from([1, 4, 512]), data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_the_next_is_the_nearest(documents: list[list[int]], block: int, first: int, data: st.DataObject) -> None:
     shuffled = data.draw(st.permutations(range(len(documents))))
     source = WrittenSource(documents)

@@ -64,10 +64,7 @@ def expected_row(plan: PackingPlan, row: int, lengths: list[int], mask_eod: bool
 
 @pytest.mark.parametrize("kind", [ListedSource, MaskedSource])
 @given(policy=SOME_POLICIES, lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_rows_token_by_token(
-    kind: type[ListedSource], policy: str, lengths: list[int], row_length: int, seed: int, mask_eod: bool
-) -> None:
+def test_rows_token_by_token(kind, policy: str, lengths: list[int], row_length: int, seed: int, mask_eod: bool) -> None:
     """A mask takes labels away and adds none."""
     plan = build(policy, lengths, row_length, seed)
     rows = PackedRows(kind(lengths), plan, seed, mask_eod=mask_eod, pad_id=PAD)
@@ -79,7 +76,6 @@ def test_rows_token_by_token(
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
-@settings(max_examples=80, deadline=None)
 def test_carry_over_gives_the_rows_of_random(lengths: list[int], row_length: int, seed: int, mask_eod: bool) -> None:
     """Before the first epoch's end both are one stream of the same order; only a label across rows is not trained."""
     plan = build("carry_over", lengths, row_length, seed)
@@ -94,7 +90,6 @@ def test_carry_over_gives_the_rows_of_random(lengths: list[int], row_length: int
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
-@settings(max_examples=80, deadline=None)
 def test_each_epoch_has_every_row_once(lengths: list[int], row_length: int, seed: int) -> None:
     plan = build("best_fit", lengths, row_length)
     rows = PackedRows(ListedSource(lengths), plan, seed)

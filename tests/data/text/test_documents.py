@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.data.text.documents import Fields, FileRange, find_files, read_documents, read_range
-from megatron_ext.errors import UserError
+from tests.conftest import refused
 
 
 def zstd(raw: bytes) -> bytes:
@@ -41,7 +41,6 @@ BAD_LINES = [
     (b'{"text": "\xff"}', r"invalid UTF-8 \(0xff\) at byte 11"),
     (b'{"body": "x"}', "no field 'text' .*'body'.*--json-key"),
     (b'{"text": 3}', "field 'text' is a int"),
-    (b'{"text": null}', "field 'text' is a NoneType"),
     (b'["text"]', "JSON list"),
     (b'{"text": "\\ud800"}', "half a surrogate pair"),
     (b"[" * 100_000, "invalid JSON"),
@@ -64,13 +63,12 @@ def test_bad_lines_are_named(tmp_path: Path) -> None:
     assert found[::2] == ["good"] * len(BAD_LINES)
     for number, (problem, (_, text)) in enumerate(zip(found[1::2], BAD_LINES, strict=True), start=1):
         assert re.match(rf".*a\.jsonl:{2 * number}: .*{text}", problem)
-    with pytest.raises(UserError, match=r"a\.jsonl:2: invalid JSON .*; correct it, or pass --skip-bad-lines"):
-        list(read_documents([tmp_path / "a.jsonl"]))
+    assert "correct it, or pass --skip-bad-lines" in refused(list, read_documents([tmp_path / "a.jsonl"]))
 
 
 def test_bad_text_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.txt: invalid UTF-8 \(0xe9\) at byte 8"):
-        list(read_documents([put(tmp_path / "a.txt", b"one\ncaf\xe9")]))
+    latin = put(tmp_path / "a.txt", b"one\ncaf\xe9")
+    assert "a.txt: invalid UTF-8 (0xe9) at byte 8" in refused(list, read_documents([latin]))
     for name, content, found in (
         ("b.txt", "x" * 81, f"{tmp_path}/b.txt: longer than --max-document-bytes 80"),
         ("b.txt", "x" * 80, "x" * 80),
@@ -96,23 +94,20 @@ def test_damaged_compression_is_named(tmp_path: Path) -> None:
     for name, whole in (("a.jsonl.gz", gzip.compress(raw)), ("a.jsonl.zst", zstd(raw))):
         assert len(list(read_documents([put(tmp_path / name, whole)]))) == 400
         for damaged in (whole[:-9], b"nonsense", whole + b"nonsense"):
-            with pytest.raises(UserError, match=rf"{name}: damaged or cut off .*; make it again"):
-                list(read_documents([put(tmp_path / name, damaged)]))
+            assert f"{name}: damaged or cut off" in refused(list, read_documents([put(tmp_path / name, damaged)]))
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
     latin = pyarrow.array([b"ok", b"caf\xe9"]).view(pyarrow.string())
     for columns, problem in (
         ({"text": ["a", "b", "c", None]}, "a.parquet:4: field 'text' is a NoneType, needs a string"),
-        ({"text": latin}, r"a\.parquet: damaged, or .* \(.*byte 0xe9"),
-        ({"body": ["x"], "n": [1]}, r"a\.parquet: has no column 'text' \(it has 'body', 'n'; see --json-key\)"),
+        ({"text": latin}, "byte 0xe9"),
+        ({"body": ["x"], "n": [1]}, "a.parquet: has no column 'text' (it has 'body', 'n'; see --json-key)"),
     ):
         file = put_parquet(tmp_path / "a.parquet", columns)
-        with pytest.raises(UserError, match=problem):
-            list(read_documents([file]))
+        assert problem in refused(list, read_documents([file]))
     for damaged in (file.read_bytes()[:-10], b""):
-        with pytest.raises(UserError, match=r"a\.parquet: damaged, or no \.parquet file"):
-            list(read_documents([put(file, damaged)]))
+        assert "a.parquet: damaged, or no .parquet file" in refused(list, read_documents([put(file, damaged)]))
 
 
 @given(
@@ -120,7 +115,6 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     cuts=st.sets(st.integers(0, 400), max_size=6),
     end=st.sampled_from([b"", b"\n"]),
 )
-@settings(max_examples=150, deadline=None)
 def test_ranges_hold_each_line_once(tmp_path_factory: pytest.TempPathFactory, texts, cuts, end) -> None:
     """However a file is cut into byte ranges, its documents and its problems, also long lines, stay the same."""
     raw = b"\n".join(b"" if text is None else json.dumps({"text": text}).encode() for text in texts) + end
@@ -181,8 +175,7 @@ def test_json_that_holds_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     values = {"f.json": f"[{line}]", "g.json": json.dumps({"text": "x"}, indent=1), "h.json": "", "i.csv": "x"}
     for name, content in values.items():
         put(tmp_path / "more" / name, content)
-        with pytest.raises(UserError, match=rf"got .*{name}, needs a .*with an object a line"):
-            find_files([tmp_path / "more" / name])
+        assert f"{name}, needs a " in refused(find_files, [tmp_path / "more" / name])
     assert not caplog.records
     for path in (tmp_path, tmp_path / "**"):
         assert len(list(read_documents([path]))) == 6
@@ -204,10 +197,7 @@ def test_links_are_followed_and_each_file_is_taken_once(folder: Path, tmp_path_f
 
 def test_bad_paths_are_named(folder: Path) -> None:
     (folder / "empty").mkdir()
-    with pytest.raises(UserError, match=r"missing\.jsonl does not exist"):
-        find_files([folder / "missing.jsonl"])
+    assert "missing.jsonl does not exist" in refused(find_files, [folder / "missing.jsonl"])
     for path in ("empty", "*.csv", "notes.md"):
-        with pytest.raises(UserError, match=rf"got .*{re.escape(path)}, needs a \.jsonl"):
-            find_files([folder / path])
-    with pytest.raises(UserError, match=r"b\.txt twice"):
-        find_files([folder / "b.txt", "a", folder / "a/../b.txt"])
+        assert f"{path}, needs a .jsonl" in refused(find_files, [folder / path])
+    assert "b.txt twice" in refused(find_files, [folder / "b.txt", "a", folder / "a/../b.txt"])

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from megatron_ext.data.text import fast
 from megatron_ext.data.text.tokenizer import HF_FILE, Tokenizer, train_bpe
-from megatron_ext.errors import UserError
+from tests.conftest import refused
 
 pytest.importorskip("gigatoken", reason="the extra fast is not installed")
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,8 +34,8 @@ def test_ids_are_those_of_tokenizers() -> None:
 def test_special_tokens_of_a_text_are_ordinary(folder: Path) -> None:
     ids = Tokenizer(folder, encoder="gigatoken").encode_array("fox<|endoftext|>fox").tolist()
     assert ids == Tokenizer(folder).encode("fox<|endoftext|>fox")
-    with pytest.raises(UserError, match="would hold the special token"):
-        Tokenizer(folder, eod_token="f", encoder="auto").encode_array("fox f")
+    ended = Tokenizer(folder, eod_token="f", encoder="auto")
+    assert "would hold the special token" in refused(ended.encode_array, "fox f")
 
 
 def test_texts_with_unknown_characters_are_left_to_tokenizers(folder: Path) -> None:
@@ -89,12 +89,10 @@ def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path) -> No
         assert (opened.fast is not None) is served, part
         assert opened.encode_array("a <call>  b").tolist() == opened.encode("a <call>  b")
         if not served:
-            with pytest.raises(UserError, match="gigatoken cannot serve"):
-                Tokenizer(tmp_path, encoder="gigatoken")
+            assert "gigatoken cannot serve" in refused(Tokenizer, tmp_path, encoder="gigatoken")
 
 
 def test_without_the_package_tokenizers_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "installed_version", lambda _: None)
     assert Tokenizer(folder, encoder="auto").fast is None
-    with pytest.raises(UserError, match="pip install gigatoken"):
-        Tokenizer(folder, encoder="gigatoken")
+    assert "pip install gigatoken" in refused(Tokenizer, folder, encoder="gigatoken")

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_ext.data.text.chat import ChatTemplate
 from megatron_ext.data.text.tokenizer import END_OF_TEXT, TextStream, Tokenizer, token_texts, train_bpe
 from megatron_ext.errors import UserError
+from tests.conftest import refused
 
 TEXTS = [f"def function_{i}(value):\n    return value + {i}\n" for i in range(200)] + ["naïve 😀"]
 
@@ -30,7 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 @given(text=st.text() | st.just("a<|endoftext|>b"))
-@settings(max_examples=150, deadline=None)
 def test_round_trip(folder: Path, name: str, text: str) -> None:
     """A special token in a text is text."""
     tokenizer = Tokenizer(folder if name == "bpe" else name)
@@ -42,8 +43,6 @@ def test_round_trip(folder: Path, name: str, text: str) -> None:
 
 
 def test_transformers_loads_it(folder: Path) -> None:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     ours = Tokenizer(folder)
     for kind in (AutoTokenizer, PreTrainedTokenizerFast):
         theirs = kind.from_pretrained(folder, local_files_only=True)
@@ -76,11 +75,7 @@ MAP = {"eos_token": token("<|e|>"), "pad_token": "<pad>", "additional_special_to
         (None, {"special_tokens_map": MAP}),
     ],
 )
-def test_tokens_beside_the_file_are_those_of_transformers(
-    folder: Path, tmp_path: Path, config: dict[str, Any] | None, others: dict[str, Any]
-) -> None:
-    from transformers import AutoTokenizer
-
+def test_tokens_beside_the_file_are_transformers(folder: Path, tmp_path: Path, config, others: dict[str, Any]) -> None:
     shutil.copyfile(folder / "tokenizer.json", tmp_path / "tokenizer.json")
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ pad_token }}{{ image_token }}")
     plain = Tokenizer(tmp_path)
@@ -103,8 +98,7 @@ def test_tokens_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path) ->
     shutil.copyfile(folder / "tokenizer.json", tmp_path / "tokenizer.json")
     for tokens in ({"1": "<a>"}, {"x": token("a")}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
-        with pytest.raises(UserError, match="correct its tokenizer_config"):
-            Tokenizer(tmp_path)
+        assert "correct its tokenizer_config" in refused(Tokenizer, tmp_path)
 
 
 CHARACTERS = "▁ abcdefghijklmnopqrstuvwxyz<>/\n"
@@ -174,8 +168,7 @@ def test_a_given_end_token_is_no_text_either(tmp_path: Path) -> None:
     for path, text in ((tmp_path, "one\ntwo"), ("bytes", "one\ntwo")):
         tokenizer = Tokenizer(path, eod_token="\n")
         assert tokenizer.eod_id not in tokenizer.encode("one")
-        with pytest.raises(UserError, match=r"special token '\\n'.*pass another --eod-token"):
-            tokenizer.encode(text)
+        assert "pass another --eod-token" in refused(tokenizer.encode, text)
     added = made("fallback").from_str(made("fallback").to_str())
     added.add_tokens([AddedToken("<end>", normalized=False)])  # searched for in texts, because it is not special
     added.save(str(tmp_path / "tokenizer.json"))
@@ -186,8 +179,7 @@ def test_a_given_end_token_is_no_text_either(tmp_path: Path) -> None:
 def test_a_normalizer_makes_no_special_token_in_a_chat(tmp_path: Path) -> None:
     tokenizer = Tokenizer(put("unigram", tmp_path))
     assert tokenizer.encode_spelled("a</s>b")[0] == [PIECES["a"], PIECES["</s>"], PIECES["b"]]
-    with pytest.raises(UserError, match="special token '</s>'"):
-        tokenizer.encode_spelled("a\uff1c/s\uff1eb")
+    assert "special token '</s>'" in refused(tokenizer.encode_spelled, "a\uff1c/s\uff1eb")
     assert tokenizer.decode(tokenizer.encode("a\uff1c/s\uff1eb")) == "a</s>b"
 
 
@@ -219,24 +211,19 @@ def test_end_tokens(tmp_path: Path) -> None:
     word_level(tmp_path, {"a": 0, "</s>": 1}, {"eos_token": "<new>"})
     assert (Tokenizer(tmp_path).eod_id, Tokenizer(tmp_path).vocab_size) == (2, 3)  # as transformers adds it
     word_level(tmp_path, {"a": 0}, {})
-    with pytest.raises(UserError, match="pass --eod-token"):
-        _ = Tokenizer(tmp_path).eod_id
-    with pytest.raises(UserError, match="'<eos>' is not in the vocabulary"):
-        Tokenizer(tmp_path, eod_token="<eos>")
+    assert "pass --eod-token" in refused(lambda: Tokenizer(tmp_path).eod_id)
+    assert "'<eos>' is not in the vocabulary" in refused(Tokenizer, tmp_path, eod_token="<eos>")
     word_level(tmp_path, {"a": 0}, ["eos_token"])
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not a JSON object"):
-        _ = Tokenizer(tmp_path).eod_id
+    assert "tokenizer_config.json is not a JSON object" in refused(lambda: Tokenizer(tmp_path).eod_id)
     tokenizers.Tokenizer(WordLevel(known, "<unk>")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="cannot encode a text"):
-        Tokenizer(tmp_path).encode("</s>")
+    assert "cannot encode a text" in refused(Tokenizer(tmp_path).encode, "</s>")
 
 
 def test_other_files_are_refused_with_the_command_that_converts_them(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"AA== 0\n")
     for path in (tmp_path, tmp_path / "tokenizer.model", tmp_path / "missing"):
-        with pytest.raises(UserError, match=rf"{path} has no tokenizer\.json; .*convert_tokenizer\.py makes one"):
-            Tokenizer(path)
+        assert "convert_tokenizer.py makes one" in refused(Tokenizer, path)
 
 
 def test_training_refusals(folder: Path, tmp_path: Path) -> None:
@@ -244,15 +231,12 @@ def test_training_refusals(folder: Path, tmp_path: Path) -> None:
         yield "text"
         raise UserError("file:3: bad")
 
-    for texts, message in (([], "no document"), (failing(), r"^file:3: bad$")):
-        with pytest.raises(UserError, match=message):
-            train_bpe(texts, 400, tmp_path / "new")
+    for texts, message in (([], "no document"), (failing(), "file:3: bad")):
+        assert message in refused(train_bpe, texts, 400, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    with pytest.raises(UserError, match="vocab_size: got 256, needs at least 257"):
-        train_bpe(TEXTS, 256, tmp_path)
+    assert "vocab_size: got 256, needs at least 257" in refused(train_bpe, TEXTS, 256, tmp_path)
     assert train_bpe(TEXTS, 257, tmp_path).vocab_size == 257
-    with pytest.raises(UserError, match="exists; pass --overwrite"):
-        train_bpe(TEXTS, 400, tmp_path)
+    assert "exists; pass --overwrite" in refused(train_bpe, TEXTS, 400, tmp_path)
     assert train_bpe(TEXTS, 400, tmp_path, overwrite=True).fingerprint == Tokenizer(folder).fingerprint
 
 
