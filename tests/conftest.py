@@ -55,7 +55,8 @@ class SmallData:
 
 def slow_but(quick: Collection[object], values: Iterable[object]) -> list[object]:
     """Return the values as parameters of a test; all but the quick ones are slow."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    slow = {"marks": pytest.mark.slow}
+    return [one if one in quick else pytest.param(*(one if type(one) is tuple else [one]), **slow) for one in values]
 
 
 def refused(call: Callable[..., object], *arguments: Any, **options: Any) -> str:

@@ -9,7 +9,6 @@ is a process like any other: it can be killed or signalled, and what it changes 
 """
 
 import gc
-import importlib
 import importlib.util
 import inspect
 import json

@@ -159,44 +159,28 @@ class Commands:
 def call(
     function: Callable[..., Any], processes: int, *args: Any, timeout_s: float = 120, group: bool = True
 ) -> list[Any]:
-    """Call `function(rank, *args)` in several processes that share a gloo group.
+    """Call `function(rank, *args)` in several processes; return what each rank returned, in the order of ranks.
 
-    Args:
-        function: a module's top-level function; what it takes and returns must pickle.
-        processes: how many; RANK, LOCAL_RANK, WORLD_SIZE and the rest are set as torchrun sets them.
-        timeout_s: after this many seconds the processes are killed and the call fails.
-        group: False where the function joins the processes itself.
-
-    Returns:
-        What each rank returned, in the order of ranks.
+    The function is a module's top-level one, and what it takes and returns must pickle. RANK, WORLD_SIZE and the rest
+    are set as torchrun sets them. The processes share a gloo group; `group` is False where the function makes it.
 
     Raises:
         RuntimeError: a rank raised; its traceback is in the text.
         TimeoutError: a rank was still running after `timeout_s`.
     """
-    file = _outputs() / f"{next(_NUMBERS)}.call"
+    file = _OUTPUTS / f"{next(_NUMBERS)}.call"
     file.write_bytes(pickle.dumps((function, args)))
     job = {"call": str(file), "path": sys.path, "group": group, "timeout_s": timeout_s, "folder": os.getcwd()}
     running = _start(job, processes, {}, launched=True)
-    try:
-        running.finish(timeout_s)
-    except TimeoutError as error:
-        raise TimeoutError(f"{function.__name__}: {error}") from None
+    running.finish(timeout_s)
     if running.statuses != [0] * processes:
         raise RuntimeError(f"{function.__name__}: {running.words()}")
     return [pickle.loads(Path(f"{said}.answer").read_bytes()) for said in running._said]
 
 
 _NUMBERS = itertools.count()
-
-
 _FOLDER = tempfile.TemporaryDirectory(prefix="launcher-")
-
-
-def _outputs() -> Path:
-    return Path(_FOLDER.name)
-
-
+_OUTPUTS = Path(_FOLDER.name)
 _SERVERS: list[subprocess.Popen[str]] = []  # by rank; each ends when this process does, and its stdin with it
 
 
@@ -211,7 +195,7 @@ def _start(job: dict[str, Any], processes: int, environment: Mapping[str, str], 
         command = [sys.executable, "-m", "tests.fork_server"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         _SERVERS.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes))  # type: ignore[call-overload]
-    said = [_outputs() / f"{number}.{rank}" for number in [next(_NUMBERS)] for rank in range(processes)]
+    said = [_OUTPUTS / f"{number}.{rank}" for number in [next(_NUMBERS)] for rank in range(processes)]
     meeting = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank, server in enumerate(_SERVERS[:processes]):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | meeting if processes > 1 or launched else {}
@@ -245,7 +229,7 @@ def _status(said: Path) -> int | None:
 
 def torchrun(processes: int, script: str | Path, *flags: object) -> "Agent":
     """Begin `script` as a user does, by torchrun or plain Python, in a session of its own; return while it runs."""
-    said = _outputs() / f"{next(_NUMBERS)}"
+    said = _OUTPUTS / f"{next(_NUMBERS)}"
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]

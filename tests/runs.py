@@ -111,6 +111,16 @@ def refusal(done: Done) -> str:
     return line.removeprefix("error: ")
 
 
+def refused(commands: Commands, script: str, *flags: object) -> str:
+    """The one line with which a command of one process refused its input."""
+    return refusal(commands.attempt(script, *flags)[0])
+
+
+def series(run: Path, key: str) -> list[Any]:
+    """A metric of each step."""
+    return [record[key] for record in read_jsonl(run / "metrics.jsonl")]
+
+
 def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must not differ between two runs of the same."""
     return [{key: value for key, value in record.items() if not TIMES.fullmatch(key)} for record in records]

@@ -1,7 +1,7 @@
 """Rows laid end to end, and shared out: literal arrays, and every token on exactly one rank."""
 
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,7 @@ def test_literal_rows() -> None:
     assert (batch.wanted, batch.places, batch.scores, batch.local_attention) == (None,) * 4
     restarts = pack(ROWS, 3, MaskOptions(document_mask=False)).layout  # the window, at each row
     assert restarts.cu_seqlens.tolist() == [0, 3, 4, 7, 8]
-    rows = [
-        TokenRow(row.tokens, row.document_ends, row.trained, np.float32([1, 2, 3, n])) for n, row in enumerate(ROWS)
-    ]
+    rows = [replace(row, weights=np.float32([1, 2, 3, n])) for n, row in enumerate(ROWS)]
     assert lay_end_to_end(rows).weights.tolist() == [1, 2, 3, 0, 1, 2, 3, 1]
     places = Places((2, 0, 3), torch.tensor([4, 1, 0, 2, 3]))
     assert [places.of_rank(rank).tolist() for rank in range(3)] == [[4, 1], [], [0, 2, 3]]
@@ -42,12 +40,8 @@ def test_literal_rows() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> None:
     tokens, masks = lay_end_to_end(ROWS), MaskOptions(document_mask=True).at(4, [row.document_ends for row in ROWS], 4)
-    scores = RowScores(
-        trained_T=torch.from_numpy(tokens.trained),
-        labels_T=torch.from_numpy(tokens.labels),
-        samples=(0, 1),
-        seeds=(0, 1),
-    )
+    trained, labels = torch.from_numpy(tokens.trained), torch.from_numpy(tokens.labels)
+    scores = RowScores(trained_T=trained, labels_T=labels, samples=(0, 1), seeds=(0, 1))
     held = []
     for rank in range(size):
         group = ContextGroup(rank, size, None)

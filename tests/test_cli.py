@@ -1,12 +1,9 @@
 """How commands end, how flags are refused, and the console command."""
 
-import argparse
 import ast
 import errno
-import os
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +12,8 @@ from megatron_ext import cli
 from megatron_ext.cli import COMMANDS, MAX_CHARACTERS, Parser, command, program
 from megatron_ext.errors import UserError, echo, first_line, printable
 from megatron_ext.launch import LaunchError
+from tests.launcher import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -58,25 +55,6 @@ def test_any_other_error_is_a_traceback_on_stderr(error: Exception, capsys: pyte
     assert "in main" in text
 
 
-def test_an_output_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A broken pipe, and a closed standard output, in whose place Python has None."""
-    read, write = os.pipe()
-    with os.fdopen(write, "w") as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        os.close(read)
-        output.write("lines")
-        assert end(BrokenPipeError(), capsys) == (141, "")
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-
-    @command
-    def main(argv: list[str]) -> int:
-        print("lines")
-        return 3
-
-    assert main([]) == 3
-
-
 def test_which_processes_print(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -100,7 +78,6 @@ def test_flags_are_refused_in_one_line(words: list[str], text: str) -> None:
     parser = Parser(prog="p")
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--loud", action=argparse.BooleanOptionalAction)
     with pytest.raises(UserError) as caught:
         parser.parse_args(words)
     assert str(caught.value).startswith(text)

@@ -28,13 +28,6 @@ OTHERS = """
 """
 
 
-def missing_paths(page: Path, text: str) -> list[str]:
-    """The paths and links of a page that lead nowhere."""
-    named = {ROOT / path for path in PATH.findall(text)}
-    linked = {page.parent / link for link in LINK.findall(text)}
-    return sorted(str(path.relative_to(ROOT)) for path in named | linked if not path.exists())
-
-
 @functools.cache
 def known_flags() -> set[str]:
     patterns = ("tools/*.py", "benchmarks/**/*.py", "docs/experiments/*.py", "megatron_ext/cli.py")
@@ -49,7 +42,8 @@ def known_flags() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_and_flag_of_a_page_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert missing_paths(page, text) == []
+    paths = {ROOT / path for path in PATH.findall(text)} | {page.parent / link for link in LINK.findall(text)}
+    assert [path for path in paths if not path.exists()] == []
     named = set(FLAG.findall(text)) - known_flags()
     if page.stem == "from-megatron-lm":
         named -= {"--append-eod"} | {name for name in named if megatron_lm.equivalent(name, "")}

@@ -17,7 +17,7 @@ from tests.launcher import call
 from tests.runs import relative, weight_error
 
 VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6
-STEPS = 2
+STEPS, SERIES = 2, ("lm_loss", "train_loss", "grad_norm", "denominator")  # what each step gives
 VALIDATION = 1000  # the first sample index of the validation rows
 TIMEOUT_S = 1000
 
@@ -69,24 +69,15 @@ class Case:
         overlaps = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         local = f"--local-window {self.local_window} --window-attn-skip-freq {LAYERS}" if self.local_window else ""
         config = parse(f"{FLAGS} {local} --seq-length {self.length} --z-loss {self.z_loss}".split())
+        shared = {"cp_policy": self.policy, "cp_scheme": self.scheme, "cp_overlap_parts": self.parts}
+        shared |= {"recompute_granularity": self.recompute, "distributed_timeout_minutes": 3}
+        window = {"window_start": min(self.window, self.length), "window_mask": self.window_mask}
+        window |= {"local_window_fixed": self.local_window_fixed, "document_mask": self.document_mask}
         return replace(
             config,
-            parallel=ParallelConfig(
-                **parallel | dict.fromkeys(overlaps, self.overlaps),
-                cp_policy=self.policy,  # type: ignore[arg-type]
-                cp_scheme=self.scheme,  # type: ignore[arg-type]
-                cp_overlap_parts=self.parts,
-                recompute_granularity=self.recompute,  # type: ignore[arg-type]
-                distributed_timeout_minutes=3,
-            ),
+            parallel=ParallelConfig(**parallel | dict.fromkeys(overlaps, self.overlaps) | shared),
             data=replace(config.data, micro_batch_size=self.micro_batch, global_batch_size=self.rows),
-            window=replace(
-                config.window,
-                local_window_fixed=self.local_window_fixed,
-                window_start=min(self.window, self.length),
-                document_mask=self.document_mask,
-                window_mask=self.window_mask,
-            ),
+            window=replace(config.window, **window),
             training=replace(config.training, bf16=self.bf16),
             weighting=self.weighting,
         )
@@ -209,6 +200,7 @@ CP2, CP4 = Layout("cp2", 2, 2), Layout("cp4", 4, 4)
 CP2_TP2 = Layout("cp2 tp2 sp", 4, 2, (_TP2, _SEQUENCE))
 CP2_PP2 = Layout("cp2 pp2", 4, 2, (_PP2,))
 CP2_DP2 = Layout("cp2 dp2", 4, 2)
+LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
 
 
 class Runs:
@@ -243,10 +235,7 @@ def _run(parallel: Parallel, processes: int, some: Sequence[Case | Probe]) -> di
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    found = {
-        name: relative(getattr(ours, name), getattr(theirs, name))
-        for name in ("lm_loss", "train_loss", "grad_norm", "denominator")
-    }
+    found = {name: relative(getattr(ours, name), getattr(theirs, name)) for name in SERIES}
     found["valid_loss"] = relative([ours.valid_loss], [theirs.valid_loss])
     found["weights"] = weight_error(ours.weights, theirs.weights)[0]
     return found

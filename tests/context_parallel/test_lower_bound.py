@@ -1,13 +1,10 @@
-"""The lower bound on rows moved: no assignment of all beats it, and no plan does."""
+"""The lower bound on rows moved: no assignment of all beats it."""
 
 from itertools import combinations
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from benchmarks.lower_bound import fewest_rows
-from megatron_ext.context_parallel import plan
 from megatron_ext.layout import PackedLayout, build_layout
 
 
@@ -27,13 +24,11 @@ def rows_and_balance(layout: PackedLayout, first: tuple[int, ...]) -> tuple[int,
 
 
 @pytest.mark.parametrize("ends", [(), (2,), (5,), (9,), (1, 2, 3), (3, 6), (4, 5)])
-@pytest.mark.parametrize("tolerance", [1.0, 1.1, 1.4])
-def test_no_assignment_of_ten_tokens_to_two_ranks_moves_fewer_rows(ends: tuple[int, ...], tolerance: float) -> None:
+def test_no_assignment_of_ten_tokens_to_two_ranks_moves_fewer_rows(ends: tuple[int, ...]) -> None:
+    """Of its balance, which is rounded."""
     layout = build_layout(10, ends, 10)
-    tried = [rows_and_balance(layout, first) for first in combinations(range(10), 5)]
-    allowed = [rows for rows, balance in tried if balance <= tolerance]
-    if allowed:
-        assert fewest_rows(layout, 2, tolerance) <= min(allowed)
+    tried = {rows_and_balance(layout, first) for first in combinations(range(10), 5)}
+    assert all(fewest_rows(layout, 2, balance) <= rows for rows, balance in tried)
 
 
 def test_it_is_reached_by_one_segment_whose_ranks_need_not_have_as_many_tokens_of_it() -> None:
@@ -41,13 +36,3 @@ def test_it_is_reached_by_one_segment_whose_ranks_need_not_have_as_many_tokens_o
     layout = build_layout(16, list(range(8, 16)), 16)
     tried = [rows_and_balance(layout, first) for first in combinations(range(16), 8)]
     assert fewest_rows(layout, 2, 1.1) == min(rows for rows, balance in tried if balance <= 1.1) > 0
-
-
-@given(st.lists(st.integers(1, 400), max_size=6), st.sampled_from([2, 4, 8]), st.integers(1, 400))
-@settings(max_examples=100, deadline=None)
-@example([], 2, 386)  # the balance is rounded
-def test_no_plan_moves_fewer_rows(ends: list[int], cp_size: int, window: int) -> None:
-    layout = build_layout(400, ends, window)
-    made = plan(layout, cp_size)
-    balance = float(made.pairs.max() / made.pairs.mean())
-    assert fewest_rows(layout, cp_size, balance) <= int(made.rows_moved.sum())

@@ -12,30 +12,14 @@ from megatron_ext.context_parallel.choice import ContextOptions
 from megatron_ext.context_parallel.exchange import Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import build_layout
-from tests.context_parallel.cases import (
-    CP2,
-    CP2_DP2,
-    CP2_PP2,
-    CP2_TP2,
-    CP4,
-    HEAD_SIZE,
-    HEADS,
-    KEY_HEADS,
-    STEPS,
-    VALIDATION,
-    Case,
-    Layout,
-    Probe,
-    Runs,
-    errors,
-)
+from tests.context_parallel import cases as shared
+from tests.context_parallel.cases import CP2, CP4, LAYOUTS, STEPS, VALIDATION, Case, Layout, Probe, Runs, errors
 
 TOLERANCE = 1e-5
 LENGTH = 132
 WINDOWS = (1, 7, 8, 64, 100, LENGTH)
 POLICIES = ("contiguous", "zigzag", "balanced", "auto")
 SCHEMES = ("exchange", "ulysses")
-LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
 ALONE = Layout("alone", 1, 1)
 
 
@@ -109,11 +93,9 @@ def groups(layout: Layout) -> dict[str, list[Case]]:
 
 LOW_PRECISION = [Case(100, True, "zigzag", scheme, bf16=True) for scheme in SCHEMES]
 # every token of a micro-batch of two rows, replaced one at a time
+PLACES = tuple(itertools.product(range(2), range(25)))
 PROBES = [
-    Probe(
-        Case(window, document_mask, policy, scheme, micro_batch=2, rows=4, length=24),
-        tuple(itertools.product(range(2), range(25))),
-    )
+    Probe(Case(window, document_mask, policy, scheme, micro_batch=2, rows=4, length=24), PLACES)
     for window, document_mask, policy, scheme in (
         (1, False, "balanced", "exchange"),
         (5, True, "contiguous", "exchange"),
@@ -163,24 +145,7 @@ def test_a_layout_trains_the_same_model(runs: Runs, layout: Layout, group: str) 
         assert len(replicas) == len({coordinates for coordinates, _ in replicas}), f"{case}: replicas differ"
         assert all(outcome.grad_norm == outcomes[0].grad_norm for outcome in outcomes), case
         assert all(outcome.lm_loss == outcomes[0].lm_loss for outcome in outcomes), case
-
-
-def test_the_loss_masks_are_what_they_are_called(runs: Runs) -> None:
-    """A rank without a trained token at every step, a step without any, and uneven shares."""
-    for case in loss_masks(CP4):
-        for step, sample in itertools.product(range(STEPS), range(0, case.rows, case.micro_batch)):
-            first = step * case.rows + sample
-            trained = np.concatenate([case.row_at(first + row).trained for row in range(case.micro_batch)])
-            ((_, made),) = case.plans(4, step)[sample // case.micro_batch]
-            counts = [int(trained[rows].sum()) for rows in made.rows]
-            if case.trained == "rank":
-                assert [rank for rank, count in enumerate(counts) if not count] == [case.masked[2]]
-            elif case.trained == "uneven":
-                assert len(set(counts)) > 1
-            else:
-                assert any(counts) == (case.trained == "micro-batch" and sample > 0)
-    (nothing,) = [case for case in loss_masks(CP2) if case.trained == "none"]
-    assert runs.of(CP2, nothing)[0].denominator == [0, 0]
+        assert case.trained != "none" or outcomes[0].denominator == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -241,12 +206,12 @@ def expected_traffic(layout: Layout, case: Case, step: int, passes: int) -> tupl
     itemsize = 2 if case.bf16 else 4
     calls = sent = 0
     for layers, share in itertools.chain.from_iterable(case.plans(layout.cp, step)):
-        exchanged = int(share.rows_moved.sum()) * 2 * KEY_HEADS
-        traded = share.layout.tokens * (layout.cp - 1) // layout.cp * 2 * (HEADS + KEY_HEADS)
+        exchanged = int(share.rows_moved.sum()) * 2 * shared.KEY_HEADS
+        traded = share.layout.tokens * (layout.cp - 1) // layout.cp * 2 * (shared.HEADS + shared.KEY_HEADS)
         scheme = case.scheme
         if scheme == "auto":
             scheme = "ulysses" if traded < exchanged else "exchange"
-        sent += (exchanged if scheme == "exchange" else traded) * HEAD_SIZE * itemsize * layers
+        sent += (exchanged if scheme == "exchange" else traded) * shared.HEAD_SIZE * itemsize * layers
         calls += (bool(exchanged) * (case.parts or 1) if scheme == "exchange" else 4) * layers
     tensor = dict(layout.others).get("tensor_model_parallel_size", 1)
     return calls * layout.cp * tensor * passes, sent * passes

@@ -10,6 +10,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, build_layout, concatenate
 
 POLICIES = ["contiguous", "zigzag", "balanced", "auto"]
+Case = tuple[PackedLayout, int, str, int | None]
 
 
 @st.composite
@@ -26,7 +27,7 @@ def layouts(draw: st.DrawFn, cp_size: int) -> PackedLayout:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[PackedLayout, int, str, int | None]:
+def cases(draw: st.DrawFn) -> Case:
     cp_size = draw(st.integers(1, 7))
     layout = draw(layouts(cp_size))
     return layout, cp_size, draw(st.sampled_from(POLICIES)), draw(st.one_of(st.none(), st.integers(0, 12)))
@@ -68,9 +69,8 @@ def check_rows(made: CPPlan) -> None:
     assert all(len(rows) == share and rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in made.rows)
     np.testing.assert_array_equal(np.sort(np.concatenate(list(made.rows))), np.arange(made.layout.tokens))
     for rank in range(made.cp_size):
-        np.testing.assert_array_equal(
-            made.pieces.rank[np.searchsorted(made.pieces.end, made.rows[rank], "right")], rank
-        )
+        pieces = np.searchsorted(made.pieces.end, made.rows[rank], "right")
+        np.testing.assert_array_equal(made.pieces.rank[pieces], rank)
 
 
 def check_exchange(made: CPPlan, ranks: list[RankPlan]) -> None:
@@ -104,7 +104,7 @@ def check_local_call(made: CPPlan, ranks: list[RankPlan]) -> None:
 @example((PackedLayout(8, np.array([0, 8], dtype=np.int32)), 8, "zigzag", None))
 @example((PackedLayout(8, np.arange(9, dtype=np.int32)), 4, "balanced", None))
 @example((PackedLayout(12, np.array([0, 7, 12], dtype=np.int32)), 4, "zigzag", 3))
-def test_the_plan_is_the_definition(case: tuple[PackedLayout, int, str, int | None]) -> None:
+def test_the_plan_is_the_definition(case: Case) -> None:
     layout, cp_size, policy, left_window = case
     made = plan(layout, cp_size, policy, left_window=left_window)
     ranks = [made.rank(rank) for rank in range(cp_size)]
@@ -142,15 +142,15 @@ def test_zigzag_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cp_size", "policy", "left_window", "message"),
+    ("cp_size", "policy", "message"),
     [
-        (3, "auto", None, r"^seq_length: got 8 tokens per micro-batch, needs a multiple of 3 \(context_par"),
-        (2, "zig-zag", None, r"^cp_policy: got 'zig-zag', needs one of auto, contiguous, zigzag, balanced$"),
+        (3, "auto", r"^seq_length: got 8 tokens per micro-batch, needs a multiple of 3 \(context_par"),
+        (2, "zig-zag", r"^cp_policy: got 'zig-zag', needs one of auto, contiguous, zigzag, balanced$"),
     ],
 )
-def test_refusals(cp_size: int, policy: str, left_window: int | None, message: str) -> None:
+def test_refusals(cp_size: int, policy: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plan(build_layout(8, [], 8), cp_size, policy, left_window=left_window)
+        plan(build_layout(8, [], 8), cp_size, policy)
 
 
 def unevenness(made: CPPlan) -> float:
@@ -176,9 +176,7 @@ def test_one_document_over_the_expansion(cp_size: int, policy: str) -> None:
 
 
 @given(case=cases(), data=st.data())
-def test_the_same_tokens_under_other_segments_or_another_window(
-    case: tuple[PackedLayout, int, str, int | None], data: st.DataObject
-) -> None:
+def test_the_same_tokens_under_other_segments_or_another_window(case: Case, data: st.DataObject) -> None:
     """`under` keeps every token's rank; its pieces and keys are those of a plan by the same ranks."""
     layout, cp_size, policy, left_window = case
     borders = data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))

@@ -8,21 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_ext.config import WeightingConfig
-from tests.context_parallel.cases import (
-    CP2,
-    CP2_DP2,
-    CP2_PP2,
-    CP2_TP2,
-    CP4,
-    Case,
-    Layout,
-    Runs,
-    errors,
-)
+from tests.context_parallel.cases import CP2, LAYOUTS, Case, Layout, Runs, errors
 
 TOLERANCE, DENSE = 1e-5, 2e-5
-LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
-
 UNFROZEN = WeightingConfig(token_weighting="unfrozen", short_context=32)
 REACH = WeightingConfig(token_weighting="unfrozen", short_context=48, short_stride=24)
 FROZEN = WeightingConfig(token_weighting="frozen", score_store="Case.short_losses")

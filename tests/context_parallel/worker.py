@@ -22,16 +22,8 @@ from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import gather, initialise
 from megatron_ext.evaluation.by_position import mean_loss
 from megatron_ext.run.batches import BatchMaker
-from tests.context_parallel.cases import (
-    STEPS,
-    VALIDATION,
-    VOCABULARY,
-    Case,
-    Outcome,
-    Parallel,
-    Probe,
-    ProbeOutcome,
-)
+from tests.context_parallel import cases
+from tests.context_parallel.cases import STEPS, VALIDATION, VOCABULARY, Case, Outcome, Parallel, Probe, ProbeOutcome
 
 SEED = 5
 
@@ -83,14 +75,11 @@ class Worker:
         """Wrapped chunks with their initial weights; built once for each kind of case."""
         entropy = case.weighting.weight_score == "mile"
         kind, config = (case.recompute, case.bf16, case.local_window, entropy), case.config(self.sizes)
-        if kind not in self.models or case.overlaps:
+        model = self.models.get(kind)
+        if model is None or case.overlaps:
             model = wrap(build_chunks(config, VOCABULARY, self.platform), config)
-            if case.overlaps:
-                return self._initialised(model, config)
+        if not case.overlaps:
             self.models[kind] = model
-        return self._initialised(self.models[kind], config)
-
-    def _initialised(self, model: Any, config: Any) -> Any:
         initialise(list(unwrap(model)), config.model, VOCABULARY, SEED, self.ranks)
         return model
 
@@ -119,10 +108,7 @@ class Worker:
         whole = gather(chunks, config.model, VOCABULARY, self.ranks)
         return Outcome(
             coordinates=(self.ranks.tensor, self.ranks.pipeline),
-            lm_loss=[result.lm_loss for result in results],
-            train_loss=[result.train_loss for result in results],
-            grad_norm=[result.grad_norm for result in results],
-            denominator=[result.denominator for result in results],
+            **{name: [getattr(result, name) for result in results] for name in cases.SERIES},
             valid_loss=valid,
             digest=_digest(chunks),
             weights=whole and {name: tensor.float().numpy() for name, tensor in whole.items()},

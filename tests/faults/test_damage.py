@@ -14,10 +14,9 @@ from megatron_ext.checkpoint.manifest import Manifest
 from pretrain_skyladder import main
 from tests.conftest import SmallData
 from tests.launcher import Commands, call
-from tests.runs import CONFIG, read_jsonl, refusal, without_times
+from tests.runs import CONFIG, TRAINER, read_jsonl, refused, without_times
 
 Spoil = Callable[[Path], None]
-SCRIPT = "pretrain_skyladder.py"
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
 NEWEST, BEFORE = "iter_0000004", "iter_0000002"
 TENSORS = "tensors_00000.safetensors"
@@ -32,7 +31,7 @@ def flags(data: SmallData, run: Path, steps: int, *more: object) -> list[object]
 def saved(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints after 2 and 4 steps."""
     run = tmp_path_factory.mktemp("damage") / "run"
-    alone.run(SCRIPT, *flags(small_data, run, 4, "--save-interval", 2))
+    alone.run(TRAINER, *flags(small_data, run, 4, "--save-interval", 2))
     return run
 
 
@@ -40,7 +39,7 @@ def saved(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.TempP
 def whole(alone: Commands, small_data: SmallData, saved: Path) -> list[dict]:
     """The metrics of 6 steps without any damage."""
     run = saved.with_name("whole")
-    alone.run(SCRIPT, *flags(small_data, run, 6))
+    alone.run(TRAINER, *flags(small_data, run, 6))
     return without_times(read_jsonl(run / "metrics.jsonl"))
 
 
@@ -80,10 +79,6 @@ def flipped_at(share: float) -> Spoil:
     return flipped
 
 
-def refused(alone: Commands, *argv: object) -> str:
-    return refusal(alone.attempt(SCRIPT, *argv)[0])
-
-
 @pytest.mark.parametrize(("name", "spoil"), [(TENSORS, Path.unlink), ("manifest.json", truncated)])
 def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run: Path, name: str, spoil: Spoil) -> None:
     """And the checkpoint before it is offered."""
@@ -95,7 +90,7 @@ def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run:
         return [(file, file.stat().st_mtime_ns) for file in found]
 
     before = files()
-    line = refused(alone, *flags(small_data, run, 6, "--load", run))
+    line = refused(alone, TRAINER, *flags(small_data, run, 6, "--load", run))
     assert line.startswith(f"load: {path} ")
     assert line.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
     assert files() == before
@@ -105,12 +100,12 @@ def test_damaged_weights(alone: Commands, small_data: SmallData, run: Path, tmp_
     """Where weights alone are taken, no flag takes the checkpoint before: it has to be named."""
     path = run / "checkpoints" / NEWEST / TENSORS
     flipped_at(0.5)(path)
-    line = refused(alone, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
+    line = refused(alone, TRAINER, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
     export = ("megatron-to-hf", "--input", run, "--output", tmp_path / "export", "--tokenizer", "none")
-    for said in (line, refusal(alone.attempt("tools/convert_checkpoint.py", *export)[0])):
+    for said in (line, refused(alone, "tools/convert_checkpoint.py", *export)):
         assert said.startswith(f"load: {path} ")
         assert said.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
-    alone.run(SCRIPT, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
+    alone.run(TRAINER, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
 
 
 @pytest.mark.parametrize(("name", "spoil"), [(TENSORS, flipped_at(0.5)), ("manifest.json", Path.unlink)])
@@ -119,20 +114,20 @@ def test_the_checkpoint_before_is_taken_if_asked(
 ) -> None:
     spoil(run / "checkpoints" / NEWEST / name)
     again = flags(small_data, run, 6, "--load", run, "--load-latest-complete", "--save-interval", 2)
-    alone.run(SCRIPT, *again)
+    alone.run(TRAINER, *again)
     assert without_times(read_jsonl(run / "metrics.jsonl")) == whole
-    alone.run(SCRIPT, *flags(small_data, run, 6, "--load", run / "checkpoints" / NEWEST))  # whole again
+    alone.run(TRAINER, *flags(small_data, run, 6, "--load", run / "checkpoints" / NEWEST))  # whole again
 
 
 def test_without_verification_sizes_are_still_checked(alone: Commands, small_data: SmallData, run: Path) -> None:
     path = run / "checkpoints" / NEWEST / TENSORS
     flipped_at(1)(path)
     argv = flags(small_data, run, 5, "--load", run, "--no-verify-load")
-    assert alone.attempt(SCRIPT, *argv)[0].status == 0  # the last byte is one of the random states
+    alone.run(TRAINER, *argv)  # the last byte is one of the random states
     truncated(path)
     shutil.rmtree(run / "checkpoints" / "iter_0000005")
     (run / "checkpoints" / POINTER).write_text("4")
-    assert refused(alone, *argv).startswith(f"load: {path} is damaged: ")
+    assert refused(alone, TRAINER, *argv).startswith(f"load: {path} is damaged: ")
 
 
 def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, small_data: SmallData, run: Path) -> None:
@@ -142,7 +137,6 @@ def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, sm
     data = manifest.config["data"] | {"tokenizer_model": "nowhere"}
     replace(manifest, config=manifest.config | {"data": data}).write(folder)
     again = flags(small_data, run, 5, "--load", run, "--override", "tokenizer_model", "--vocab-size")
-    (done,) = alone.attempt(SCRIPT, *again, 2048)
-    assert done.status == 2, done.stderr
-    assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in done.stderr
-    alone.run(SCRIPT, *again, 1024)
+    said = refused(alone, TRAINER, *again, 2048)
+    assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in said
+    alone.run(TRAINER, *again, 1024)

@@ -13,9 +13,8 @@ from tests.checkpoint.models import write_model
 from tests.conftest import SmallData
 from tests.faults.test_kills import assert_complete
 from tests.launcher import Commands
-from tests.runs import CONFIG, read_jsonl, refusal
+from tests.runs import CONFIG, TRAINER, refusal, refused, series
 
-SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 3, "--lr-warmup-iters", 1, "--save-interval", 1]
 
 
@@ -31,26 +30,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def refused(alone: Commands, *argv: object) -> str:
-    return refusal(alone.attempt(SCRIPT, *COMMON, *argv)[0])
-
-
 @pytest.mark.parametrize("saving", [(), ("--async-save",)], ids=["sync", "async"])
 def test_a_full_disk(alone: Commands, small_data: SmallData, small_disk: Path, saving: tuple[str, ...]) -> None:
     run = small_disk / "run"
-    line = refused(alone, *small_data.flags, "--save", run, *saving)
+    line = refused(alone, TRAINER, *COMMON, *small_data.flags, "--save", run, *saving)
     assert "No space left on device" in line
     assert "so the checkpoint of step 2 was not written" in line
     assert f"{run / 'checkpoints' / 'iter_0000001'} is the newest complete one; make room and start again" in line
-    assert (newest := locate(run)) is not None
-    assert newest.folder == run / "checkpoints" / "iter_0000001"
+    assert locate(run).folder == run / "checkpoints" / "iter_0000001"
     assert_complete(run)
     assert not list(run.glob("checkpoints/*.incomplete"))
     # with enough space the same command continues
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
-    alone.run(SCRIPT, *COMMON, *small_data.flags, "--save", run, "--load", run, *saving)
-    assert (newest := locate(run)) is not None
-    assert newest.folder == run / "checkpoints" / "iter_0000003"
+    alone.run(TRAINER, *COMMON, *small_data.flags, "--save", run, "--load", run, *saving)
+    assert locate(run).folder == run / "checkpoints" / "iter_0000003"
 
 
 def test_a_disk_too_full_for_metrics(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
@@ -58,15 +51,14 @@ def test_a_disk_too_full_for_metrics(alone: Commands, small_data: SmallData, sma
     run = small_disk / "run"
     common = [*COMMON, *small_data.flags, "--save", run, "--window-schedule", "constant", "--lr-decay-iters", 600]
     common += ["--eval-interval", 0, "--save-interval", 1000]
-    alone.run(SCRIPT, *common, "--train-iters", 2)
+    alone.run(TRAINER, *common, "--train-iters", 2)
     free = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize - 8_192))
-    (done,) = alone.attempt(SCRIPT, *common, "--load", run, "--train-iters", 600)
-    assert done.status == 2, done.stderr
-    assert f"{run}/metrics.jsonl: No space left on device" in done.stderr
+    said = refused(alone, TRAINER, *common, "--load", run, "--train-iters", 600)
+    assert f"{run}/metrics.jsonl: No space left on device" in said
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
-    alone.run(SCRIPT, *common, "--load", run, "--train-iters", 4)
-    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]
+    alone.run(TRAINER, *common, "--load", run, "--train-iters", 4)
+    assert series(run, "step") == [0, 1, 2, 3]
 
 
 def test_an_export_onto_a_full_disk(alone: Commands, small_disk: Path, tmp_path: Path) -> None:
@@ -74,18 +66,17 @@ def test_an_export_onto_a_full_disk(alone: Commands, small_disk: Path, tmp_path:
     wide = {"vocab_size": 8000, "hidden_size": 320, "head_dim": 8}  # 23 MB
     hf_to_megatron(write_model(tmp_path / "model", "llama", **wide), run)
     export = ("megatron-to-hf", "--input", run, "--output", output, "--tokenizer", "none")
-    (done,) = alone.attempt("tools/convert_checkpoint.py", *export)
-    assert "No space left on device" in refusal(done)
+    assert "No space left on device" in refused(alone, "tools/convert_checkpoint.py", *export)
     assert not list(small_disk.iterdir())
 
 
 def test_a_read_only_disk(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    line = refused(alone, *small_data.flags, "--save", small_disk / "run")
+    line = refused(alone, TRAINER, *COMMON, *small_data.flags, "--save", small_disk / "run")
     assert line.startswith(f"save: {small_disk / 'run'} cannot be written (Read-only file system)")
 
 
 def test_a_folder_where_a_file_belongs(small_data: SmallData, tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
-    for done in Commands(2).attempt(SCRIPT, *COMMON, *small_data.flags, "--save", tmp_path / "run"):
+    for done in Commands(2).attempt(TRAINER, *COMMON, *small_data.flags, "--save", tmp_path / "run"):
         assert "metrics.jsonl cannot be written (Is a directory); choose another folder or" in refusal(done)

@@ -7,10 +7,9 @@ import pytest
 
 from megatron_ext.checkpoint.folders import saved_steps
 from tests.launcher import Commands
-from tests.runs import CONFIG, read_jsonl, relative
+from tests.runs import CONFIG, TRAINER, read_jsonl, relative, series
 from tests.theirs import write_theirs
 
-TRAINER = "pretrain_skyladder.py"
 LENGTH, STEPS, EVERY, PATIENCE = 32, 40, 2, 3
 DP2_PP2 = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 
@@ -53,7 +52,7 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
     assert history(run)[-1]["how"] == "done"
     done = four.run(TRAINER, *patient, "--load", run)
     assert relative(losses(run), whole[: end // EVERY + 1]) < 1e-4
-    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(end))
+    assert series(run, "step") == list(range(end))
     assert saved_steps(run) == [cut, end]
     last = history(run)[-1]
     assert (last["event"], last["step"]) == ("end", end)

@@ -1,7 +1,6 @@
 """A loss spike is recorded, skipped by all processes, or ends the run; its rows can be printed afterwards."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 from megatron_ext.checkpoint.folders import folder_name
 from megatron_ext.run.signals import DIVERGED
 from tests.launcher import Commands
-from tests.runs import CONFIG, read_jsonl, relative
+from tests.runs import CONFIG, TRAINER, read_jsonl, relative, series
 from tests.theirs import write_theirs
 
-TRAINER, INSPECT = "pretrain_skyladder.py", "tools/inspect_step.py"
+INSPECT = "tools/inspect_step.py"
 LENGTH, STEPS, SPIKE = 32, 16, 7
 GARBAGE = 8  # token ids from here on are in one document alone
 DP2_PP2 = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -53,10 +52,6 @@ def with_spike(flags: list[object], alone: Commands, tmp_path_factory: pytest.Te
     return run
 
 
-def series(run: Path, name: str) -> list[float]:
-    return [record[name] for record in read_jsonl(run / "metrics.jsonl")]
-
-
 def spike_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "loss spike" in line]
 
@@ -83,10 +78,8 @@ def test_the_rows_of_the_step_are_printed(with_spike: Path, alone: Commands) -> 
     assert float(documents[0][0]) > 1.5 * float(documents[-1][0])
     heading, documents = inspected(alone, with_spike, 0)
     assert heading.endswith("the first weights of the run")
-    losses = math.fsum(float(loss) * int(count) for loss, count, *_ in documents)
-    assert losses / sum(int(count) for _, count, *_ in documents) == pytest.approx(
-        series(with_spike, "lm_loss")[0], 1e-4
-    )
+    losses, counts = zip(*((float(loss), int(count)) for loss, count, *_ in documents), strict=True)
+    assert np.average(losses, weights=counts) == pytest.approx(series(with_spike, "lm_loss")[0], 1e-4)
 
 
 def test_a_step_before_an_override_has_its_own_options(flags: list[object], alone: Commands, tmp_path: Path) -> None:

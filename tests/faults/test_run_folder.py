@@ -20,7 +20,7 @@ from megatron_ext.files.lock import lock
 from tests.conftest import SmallData
 from tests.faults.test_kills import assert_complete
 from tests.launcher import TIMEOUT_S, Commands, wait_until
-from tests.runs import CONFIG, TRAINER, read_jsonl, refusal
+from tests.runs import CONFIG, TRAINER, read_jsonl, refusal, series
 
 ENDLESS = [*CONFIG, "--seq-length", 64, "--window-schedule", "constant", "--lr-decay-iters", 9]
 ENDLESS += ["--train-iters", 100_000, "--save-interval", 2, "--keep-last", 2]
@@ -42,7 +42,7 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(small_data: SmallDa
     second.wait_for(lambda: max(saved_steps(run)) > steps + 10)
     second.signal(signal.SIGTERM)
     assert second.finish()[0].status == 85
-    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(max(saved_steps(run))))
+    assert series(run, "step") == list(range(max(saved_steps(run))))
 
 
 def hold(folder: Path, to_parent: Connection, job: str | None, seconds: float) -> None:

@@ -7,19 +7,14 @@ from megatron_ext.checkpoint.folders import saved_steps
 from tests.conftest import SmallData
 from tests.faults.test_kills import assert_complete
 from tests.launcher import Commands
-from tests.runs import CONFIG, read_jsonl
+from tests.runs import CONFIG, TRAINER, refused, series
 
-SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 8, "--window-start", 7]
-
-
-def series(run: Path, name: str) -> list[float]:
-    return [record[name] for record in read_jsonl(run / "metrics.jsonl")]
 
 
 def test_intervals_and_what_stays(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     keeping = ["--save-interval", 3, "--keep-last", 1, "--keep-every", 6]
-    alone.run(SCRIPT, *COMMON, *small_data.flags, *keeping, "--save", tmp_path)
+    alone.run(TRAINER, *COMMON, *small_data.flags, *keeping, "--save", tmp_path)
     assert saved_steps(tmp_path) == [6, 8]
     assert_complete(tmp_path)
     stalls = series(tmp_path, "save_stall_s")
@@ -28,18 +23,18 @@ def test_intervals_and_what_stays(alone: Commands, small_data: SmallData, tmp_pa
     for seconds, saved in ((1e-3, [1, 2, 3]), (1e6, [3])):
         run = tmp_path / str(seconds)
         flags = ["--train-iters", 3, "--lr-decay-iters", 8, "--save-seconds", seconds, "--save", run]
-        alone.run(SCRIPT, *COMMON, *small_data.flags, *flags)
+        alone.run(TRAINER, *COMMON, *small_data.flags, *flags)
         assert saved_steps(run) == saved
 
 
 def test_asynchronous_checkpoints(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     """Each is written while the next steps change the tensors; going on from each gives the same losses."""
     saving = ["--async-save", "--save-interval", 2]
-    alone.run(SCRIPT, *COMMON, *small_data.flags, *saving, "--save", tmp_path / "run")
+    alone.run(TRAINER, *COMMON, *small_data.flags, *saving, "--save", tmp_path / "run")
     assert saved_steps(tmp_path / "run") == [2, 4, 6, 8]
     for step in (2, 6):
         source = tmp_path / "run" / "checkpoints" / f"iter_{step:07d}"
-        alone.run(SCRIPT, *COMMON, *small_data.flags, "--load", source, "--save", tmp_path / str(step))
+        alone.run(TRAINER, *COMMON, *small_data.flags, "--load", source, "--save", tmp_path / str(step))
         assert series(tmp_path / str(step), "lm_loss") == series(tmp_path / "run", "lm_loss")[step:]
 
 
@@ -47,11 +42,11 @@ def test_going_back_by_the_pointer(alone: Commands, small_data: SmallData, tmp_p
     """As docs/health.md does it under Slurm, where --load names the run; a later start does not go back again."""
     flags = [*COMMON, *small_data.flags, "--save-interval", 2, "--save", tmp_path, "--load", tmp_path]
     flags += ["--load-if-present"]
-    alone.run(SCRIPT, *flags)
+    alone.run(TRAINER, *flags)
     whole = series(tmp_path, "lm_loss")
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4\n")
     for _ in range(2):
-        alone.run(SCRIPT, *flags, "--lr", 1e-4, "--override", "lr")
+        alone.run(TRAINER, *flags, "--lr", 1e-4, "--override", "lr")
         same = [lowered == before for lowered, before in zip(series(tmp_path, "lm_loss"), whole, strict=True)]
         assert same == [True] * 5 + [False] * 3
         assert saved_steps(tmp_path) == [2, 4, 6, 8]
@@ -64,15 +59,14 @@ def test_other_contents_under_the_same_name(alone: Commands, small_data: SmallDa
         shutil.copy(f"{small_data.prefix}{ending}", tmp_path / f"data{ending}")
     data = ["--data-path", tmp_path / "data", "--tokenizer-model", small_data.tokenizer]
     flags = [*COMMON, *data, "--save", tmp_path / "run", "--window-schedule", "constant", "--lr-decay-iters", 9]
-    alone.run(SCRIPT, *flags, "--train-iters", 6)
+    alone.run(TRAINER, *flags, "--train-iters", 6)
     on = [*flags, "--load", tmp_path / "run"]
-    alone.run(SCRIPT, *on, "--train-iters", 7)
+    alone.run(TRAINER, *on, "--train-iters", 7)
     tokens = bytearray((tmp_path / "data.bin").read_bytes())
     tokens[:2], tokens[2:4] = tokens[2:4], tokens[:2]
     (tmp_path / "data.bin").write_bytes(tokens)
-    (refused,) = alone.attempt(SCRIPT, *on, "--train-iters", 8)
-    assert refused.status == 2
-    assert f"load: {tmp_path}/data is not the data that {tmp_path}/run/checkpoints/iter_0000007" in refused.stderr
+    said = refused(alone, TRAINER, *on, "--train-iters", 8)
+    assert f"load: {tmp_path}/data is not the data that {tmp_path}/run/checkpoints/iter_0000007" in said
     assert saved_steps(tmp_path / "run") == [6, 7]
-    alone.run(SCRIPT, *on, "--train-iters", 8, "--override", "data_path")
+    alone.run(TRAINER, *on, "--train-iters", 8, "--override", "data_path")
     assert saved_steps(tmp_path / "run") == [6, 7, 8]

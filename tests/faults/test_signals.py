@@ -47,8 +47,7 @@ def test_the_last_step_is_saved_and_stopped_json_written(
     status = 130 if number == signal.SIGINT else 85
     assert stopped(running, number, rank=processes - 1) == [status] * processes
     steps = len(read_jsonl(run / "metrics.jsonl"))
-    assert (newest := locate(run)) is not None
-    assert newest.folder == run / "checkpoints" / folder_name(steps)
+    assert locate(run).folder == run / "checkpoints" / folder_name(steps)
     if status == 85:
         said = json.loads((run / "stopped.json").read_text())
         assert said == {"signal": number.name, "exit_code": 85, "step": steps, "checkpoint": said["checkpoint"]}
@@ -90,8 +89,7 @@ def test_an_interrupted_validation_is_repeated_on_resume(small_data: SmallData, 
     wait_for_steps(running, run / "metrics.jsonl", 3)
     assert stopped(running, signal.SIGUSR1) == [85]
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0]
-    assert (newest := locate(run)) is not None
-    assert newest.folder == run / "checkpoints" / folder_name(3)
+    assert locate(run).folder == run / "checkpoints" / folder_name(3)
     again, _ = Commands(2).run(TRAINER, *flags, "--eval-iters", 1, "--load", run)
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 3]
     assert "checkpoint of another layout: random states start anew" in again.stderr

@@ -17,7 +17,7 @@ from megatron_ext.run.signals import HUNG
 from megatron_ext.run.watchdog import Watchdog
 from tests.conftest import SmallData
 from tests.launcher import TIMEOUT_S, Commands, Running
-from tests.runs import CONFIG, read_jsonl
+from tests.runs import CONFIG, TRAINER, read_jsonl
 
 
 def read_a_disk_that_does_not_answer() -> None:
@@ -68,7 +68,6 @@ def test_the_dump_is_of_nccls_collectives(tmp_path: Path, monkeypatch: pytest.Mo
         assert [path.read_bytes() for path in tmp_path.glob(backend)] == wanted
 
 
-TRAINER = "pretrain_skyladder.py"
 TINY = [*CONFIG, "--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 64, "--num-attention-heads", 2]
 TINY += ["--num-query-groups", 2, "--seq-length", 64, "--window-start", 8]
 

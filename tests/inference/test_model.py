@@ -1,5 +1,6 @@
 """The configuration that a loaded model is given, and when two models count as the same."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,13 @@ SAME = Comparison(9e-4, 9e-5, 10.0, (2.0, 2.000009), ([1], [1]), "float32")
 
 def test_each_bound_counts() -> None:
     assert SAME.agrees
+    losses, greedy = (2.0, 2.000011), ([1], [2])
     for beyond in (
         {"largest": 1.1e-3},
         {"mean": 1.1e-4},
-        {"losses": (2.0, 2.000011)},
-        {"greedy": ([1], [2])},
-        {"largest": float("nan")},
+        {"losses": losses},
+        {"greedy": greedy},
+        {"largest": math.nan},
     ):
         assert not replace(SAME, **beyond).agrees, beyond  # type: ignore[arg-type]
     assert replace(SAME, greedy=([1], [2]), dtype="bfloat16").agrees  # where greedy tokens may differ

@@ -10,42 +10,26 @@ damaged files see test_fuzz.py.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-TRAINER = "pretrain_skyladder.py"
-SMALL = (
-    "--config {w}/good.yaml --data-path {w}/data --tokenizer-model bytes --seq-length 64 --train-iters 2 "
-    "--global-batch-size 2"
-)
+from tests.runs import TRAINER
+
+SMALL = "--config {w}/good.yaml --data-path {w}/data --tokenizer-model bytes --seq-length 64"
+SMALL += " --train-iters 2 --global-batch-size 2"
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong input.
-
-    Attributes:
-        script, words: the command.
-        fragment: part of the error.
-        environment: additional environment variables.
-    """
+    """A wrong input: the command, and part of the error."""
 
     script: str
     words: tuple[str, ...]
     fragment: str
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        given = [*(f"{name}={value}" for name, value in self.environment.items()), " ".join(self.words)]
-        return f"{self.script.removeprefix('tools/').removesuffix('.py')} {' '.join(given)}".replace(SMALL, "...")
-
-
-# (environment of a launcher, fragment)
-LAUNCHES = [
-    ({"WORLD_SIZE": "2"}, "RANK: got none"),
-    ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}, "global_batch_size"),
-]
+        return f"{self.script.removeprefix('tools/').removesuffix('.py')} {' '.join(self.words)}".replace(SMALL, "...")
 
 
 TABLES = {
@@ -127,7 +111,8 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 """,
     "tools/generate.py": """
 {w}/hf --prompt a --input {w}/corpus.jsonl | prompt, input: needs one of the two
-{w}/hf --prompt a --temperature 1 --top-p 2 | top_p
+{w}/hf --prompt a --temperature 1 --top-p 0 | top_p: got
+{w}/hf --prompt a --temperature nan | temperature: got
 {w}/hf --prompt a --output {w}/text.txt | text.txt exists
 {w}/hf --prompt a --system b | system: needs --chat
 {w}/hf --prompt a --lr 1 | which only training reads
@@ -148,8 +133,6 @@ lm-eval {w}/hf --tasks x --limit 0 | limit: got 0
 
 
 def all_inputs() -> Iterator[Wrong]:
-    for environment, fragment in LAUNCHES:
-        yield Wrong(TRAINER, tuple(SMALL.split()), fragment, environment)
     for script, text in TABLES.items():
         for line in text.strip("\n").splitlines():
             words, _, fragment = line.rpartition(" | ")

@@ -7,6 +7,7 @@ import signal
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,10 @@ NAMES = ["../x", "/etc/passwd", "llama3", "yarn", "none", "nan", "x" * 3000]
 NUMBERS = [10**400, -(10**400), 2**31, 2**63, 2**64, 10**12, 0, -1]
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 300), st.floats(), st.text(max_size=8))
 SCALARS |= st.sampled_from(NUMBERS) | st.sampled_from(NAMES)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
-)
-fuzzed = settings(
-    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
-)
+NAMED = partial(st.dictionaries, st.text(max_size=6), max_size=3)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | NAMED(inner), max_leaves=6)
+SLOWLY = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+fuzzed = settings(max_examples=60, suppress_health_check=SLOWLY, deadline=None)
 long = settings(fuzzed, max_examples=1500)
 
 
@@ -80,13 +77,7 @@ def limits() -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def fuzz(
-    effort: settings,
-    values: st.SearchStrategy[Any],
-    write: Callable[[Any], object],
-    read: Callable[[], object],
-    refused: Sequence[Any] = (),
-) -> None:
+def fuzz(effort: settings, values: Any, write: Any, read: Callable[[], object], refused: Sequence[Any] = ()) -> None:
     """Write each value and read it: that succeeds, or fails with a message, which cli.py shortens.
 
     Those that must be refused are not drawn.
@@ -113,8 +104,7 @@ def fuzz(
 @pytest.fixture(params=[fuzzed, pytest.param(long, marks=pytest.mark.slow)], ids=["short", "long"])
 def effort(request: pytest.FixtureRequest) -> settings:
     """Run a test quickly, and at length among the slow ones."""
-    found: settings = request.param
-    return found
+    return request.param
 
 
 def test_configurations(effort: settings, tmp_path: Path) -> None:
@@ -190,35 +180,27 @@ def test_manifests(effort: settings, tmp_path: Path) -> None:
 LLAMA = SIZES | {"model_type": "llama", "rope_theta": 10_000.0, "tie_word_embeddings": False}
 MORE = ["rope_scaling", "head_dim", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"]
 MORE += ["no_rope_layers", "no_rope_layer_interval", "partial_rotary_factor", "num_experts", "hidden_act"]
-ANGLES = st.dictionaries(
-    st.sampled_from(["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "mscale"])
-    | st.sampled_from(["original_max_position_embeddings", "attention_factor", "beta_fast", "mscale_all_dim"]),
-    SCALARS | st.sampled_from(["linear", "dynamic", "yarn", "llama3", "default"]),
-    max_size=5,
-)
+OF_ANGLES = ["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "mscale", "beta_fast"]
+OF_ANGLES += ["original_max_position_embeddings", "attention_factor", "mscale_all_dim"]
+KINDS = st.sampled_from(["linear", "dynamic", "yarn", "llama3", "default"])
+ANGLES = st.dictionaries(st.sampled_from(OF_ANGLES), SCALARS | KINDS, max_size=5)
 
 
 def test_models_of_hugging_face(effort: settings, tmp_path: Path) -> None:
     config, index = tmp_path / "config.json", tmp_path / "model.safetensors.index.json"
-    values = st.tuples(
-        st.sampled_from(sorted(FAMILIES)),
-        st.dictionaries(st.sampled_from([*LLAMA, *MORE]), VALUES | ANGLES, max_size=3),
-    )
+    entries = st.dictionaries(st.sampled_from([*LLAMA, *MORE]), VALUES | ANGLES, max_size=3)
     good = json.dumps({"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}).encode()
     maps = st.dictionaries(st.text(max_size=3), VALUES, max_size=2)
 
     def write_config(given: tuple[str, dict[str, Any]]) -> None:
         config.write_text(json.dumps(LLAMA | {"model_type": given[0]} | given[1]))
 
-    fuzz(effort, values, write_config, lambda: read_model_config(tmp_path))
+    families, read = st.sampled_from(sorted(FAMILIES)), partial(read_model_config, tmp_path)
+    fuzz(effort, st.tuples(families, entries), write_config, read)
     digits = b'{"hidden_size": ' + b"9" * 5000 + b"}"
-    fuzz(effort, st.just(digits), config.write_bytes, lambda: read_model_config(tmp_path), [digits])
-    fuzz(
-        effort,
-        spoilt(good) | maps.map(lambda weights: json.dumps({"weight_map": weights}).encode()),
-        index.write_bytes,
-        lambda: HuggingFaceTensors(tmp_path),
-    )
+    fuzz(effort, st.just(digits), config.write_bytes, read, [digits])
+    indexes = spoilt(good) | maps.map(lambda weights: json.dumps({"weight_map": weights}).encode())
+    fuzz(effort, indexes, index.write_bytes, lambda: HuggingFaceTensors(tmp_path))
 
 
 def spoilt_file(folder: Path) -> tuple[st.SearchStrategy[tuple[Path, bytes]], Callable[[tuple[Path, bytes]], None]]:

@@ -48,8 +48,7 @@ def test_wrong_input_is_a_short_error(wrong: Wrong, world: Path, tmp_path: Path)
     """Exit status 2, and from the one `error:` on at most three lines, with the row's fragment."""
     (tmp_path / "out").mkdir()
     words = [word.replace("{w}", str(world)).replace("{out}", str(tmp_path / "out")) for word in wrong.words]
-    commands = Commands(folder=tmp_path, environment=wrong.environment)  # none needs the repository's folder
-    running = commands.start(wrong.script, *words)
+    running = Commands(folder=tmp_path).start(wrong.script, *words)  # none needs the repository's folder
     for process in filter(None, running.processes):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
             limit = process.memory_info().vms + MEMORY

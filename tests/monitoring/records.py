@@ -15,66 +15,33 @@ QUIET = LoggingConfig(tensorboard=False)
 
 def step_record(step: int, **changes: Any) -> dict[str, Any]:
     loss = 2.5 + 3.0 * math.exp(-step / 20) + 0.01 * (step % 3)
-    return {
-        "step": step,
-        "consumed_samples": 4 * (step + 1),
-        "consumed_tokens": 4096 * (step + 1),
-        "lm_loss": loss,
-        "train_loss": loss,
-        "window": min(1024, 32 + 16 * step),
-        "segments": 7,
-        "effective_context": min(700.0, 30.0 + 15 * step),
-        "learning_rate": 4e-4,
-        "grad_norm": 0.5 + 4 * math.exp(-step / 5),
-        "denominator": 4096.0,
-        "step_time_s": 0.5,
-        "tokens_per_s": 8192.0,
-        "cp_bytes": 0,
-        "peak_memory_bytes": 3 * 2**30,
-        "skipped": 0,
-        "data_wait_s": 0.01,
-    } | changes
+    consumed = {"step": step, "consumed_samples": 4 * (step + 1), "consumed_tokens": 4096 * (step + 1)}
+    context = {"window": min(1024, 32 + 16 * step), "segments": 7, "effective_context": min(700.0, 30.0 + 15 * step)}
+    training = {"learning_rate": 4e-4, "grad_norm": 0.5 + 4 * math.exp(-step / 5), "denominator": 4096.0, "skipped": 0}
+    times = {"step_time_s": 0.5, "tokens_per_s": 8192.0, "data_wait_s": 0.01}
+    memory = {"cp_bytes": 0, "peak_memory_bytes": 3 * 2**30}
+    return {**consumed, "lm_loss": loss, "train_loss": loss, **context, **training, **times, **memory, **changes}
 
 
 def weighting(step: int) -> dict[str, Any]:
     """The fields of a step with token weighting, beside those of every step."""
-    return {
-        "weight_std": 0.4 + 0.2 * math.exp(-step / 30),
-        "weight_max": 8.0 + 20 * math.exp(-step / 20),
-        "zero_share": 0.25,
-        "score_mean": 0.05 + 0.3 * math.exp(-step / 40),
-        "score_time_s": 0.125,
-    }
-
-
-def passage_record(**changes: Any) -> dict[str, Any]:
-    return {
-        "step": 7,
-        "start": 4096,
-        "tokens": [11, 12, 13, 14],
-        "texts": ["the", " <b>", "\n", " & so"],
-        "weights": [0.75, 0.0, 1.5, 3.0],
-        "scores": [0.0, 0.1, 0.2, 0.4],
-    } | changes
+    weights = {"weight_std": 0.4 + 0.2 * math.exp(-step / 30), "weight_max": 8.0 + 20 * math.exp(-step / 20)}
+    return weights | {"zero_share": 0.25, "score_mean": 0.05 + 0.3 * math.exp(-step / 40), "score_time_s": 0.125}
 
 
 def write_passage_file(folder: Path, **changes: Any) -> Path:
     """The folder, with a `passage.json` as training writes it."""
     folder.mkdir(exist_ok=True)
-    (folder / "passage.json").write_text(json.dumps(passage_record(**changes)), encoding="utf-8")
+    record = {"step": 7, "start": 4096, "tokens": [11, 12, 13, 14], "texts": ["the", " <b>", "\n", " & so"]}
+    record |= {"weights": [0.75, 0.0, 1.5, 3.0], "scores": [0.0, 0.1, 0.2, 0.4]} | changes
+    (folder / "passage.json").write_text(json.dumps(record), encoding="utf-8")
     return folder
 
 
 def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "valid_loss": loss,
-        "valid_perplexity": math.exp(loss),
-        "tokens": 8192,
-        "document_mask": False,
-        "stride": None,
-        "by_length": {"1024": loss},
-    } | changes
+    settings = {"step": step, "tokens": 8192, "document_mask": False, "stride": None}
+    losses = {"valid_loss": loss, "valid_perplexity": math.exp(loss), "by_length": {"1024": loss}}
+    return settings | losses | changes
 
 
 def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0, weighted: bool = False) -> Path:

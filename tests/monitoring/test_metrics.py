@@ -43,11 +43,9 @@ def test_the_last_record_of_each_step_counts(tmp_path):
 
 
 class TestCutBack:
-    @given(steps=st.lists(STEPS), resume=STEPS, end=st.integers(min_value=0), newline=st.booleans())
+    @given(steps=st.lists(STEPS), resume=STEPS, end=st.integers(min_value=0))
     @settings(deadline=None)
-    def test_a_file_truncated_at_any_byte_keeps_the_whole_records_before_the_resume_step(
-        self, steps, resume, end, newline
-    ):
+    def test_a_file_truncated_at_any_byte_keeps_the_whole_records_before_the_resume_step(self, steps, resume, end):
         records = [{"step": step, "text": "{}\u00e4 \n" * (index % 3)} for index, step in enumerate(steps)]
         content = _lines(records)
         end = end % (len(content) + 1)
@@ -110,9 +108,8 @@ class TestMetricsWriter:
 
 class TestTensorBoard:
     def test_a_resume_hides_the_replaced_steps_and_keeps_the_evaluation_at_its_step(self, tmp_path):
-        with closing(
-            MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={"model": {"layers": 2}})
-        ) as writer:
+        options, config = LoggingConfig(), {"model": {"layers": 2}}
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=options, config=config)) as writer:
             for step in range(4):
                 writer.write("train", {"step": step, "lm_loss": 9.0 - step})
             writer.write("validation", {"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
@@ -180,9 +177,8 @@ class FakeMlflow(SimpleNamespace):
 SOURCES = {"corpus (1)": 1, "../a//b": 2, "/": 3, "books": 4, "x" * 300: 5, "π": 6}
 
 
-def test_a_resumed_run_goes_on_in_the_same_mlflow_run_with_names_that_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under names that MLflow takes."""
     mlflow = FakeMlflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     logging = LoggingConfig(tensorboard=False, mlflow_experiment="windows")

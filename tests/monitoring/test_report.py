@@ -12,19 +12,9 @@ import numpy as np
 import pytest
 
 from megatron_ext.errors import UserError
+from megatron_ext.monitoring import report as pages
 from megatron_ext.monitoring.metrics import note_history, stage_folders
-from megatron_ext.monitoring.report import (
-    MOST_POINTS,
-    charts,
-    join_stages,
-    load_run,
-    load_runs,
-    loss_difference,
-    parts,
-    stability,
-    table,
-    write_report,
-)
+from megatron_ext.monitoring.report import charts, load_run, load_runs, stability, table, write_report
 from megatron_ext.token_weighting.passage import Passage
 from tests.monitoring.records import evaluation_record, step_record, write_passage_file, write_records, write_run
 from tools import report
@@ -84,7 +74,10 @@ def test_any_name_and_configuration_is_shown_as_text(tmp_path):
     name = "a <b> & $\\a$ </script><script>alert(1)</script>"
     folders = [write_run(tmp_path / name.replace("/", "|"), 60, evaluate_every=20), write_run(tmp_path / "b", 60)]
     (folders[0] / "config.yaml").write_text('model:\n  name: "<script>alert(1)</script> & co"\n')
-    for path in (_report(folders[0]), write_report(load_runs(folders), tmp_path / "new" / "compare.html")):
+    text = _shown(_report(folders[0]))
+    places = [text.index(title) for title in ("Validation loss", "Throughput", "Completed steps", "Learning rate")]
+    assert places == sorted(places)  # the first charts are above the table
+    for path in (folders[0] / "report.html", write_report(load_runs(folders), tmp_path / "new" / "compare.html")):
         assert folders[0].name in _shown(path)
         assert "<script>alert(1)</script> & co" in _shown(path)
         page = path.read_text(encoding="utf-8")
@@ -130,7 +123,10 @@ def test_charts_show_what_was_recorded(tmp_path):
     assert [len(found[f"Attention {name}"].data) for name in ("entropy", "sinks")] == [4, 4]
     records = [step_record(step, grad_norm=900.0 if step == 1234 else 1.0) for step in range(5000)]
     extremes, means = charts([load_run(write_records(tmp_path, records))])["Gradient norm before clipping"].data
-    assert [len(extremes.y), len(means.y)] == [2 * MOST_POINTS, MOST_POINTS]  # a long curve keeps its extremes
+    assert [len(extremes.y), len(means.y)] == [
+        2 * pages.MOST_POINTS,
+        pages.MOST_POINTS,
+    ]  # a long curve keeps its extremes
     assert (max(extremes.y), max(means.y)) == (900.0, 1 + 899.0 / 25)
 
 
@@ -141,7 +137,7 @@ def test_evaluations_of_a_run(tmp_path):
     records = [evaluation_record(0, 5.0), evaluation_record(2, 4.0), later]
     run = load_run(write_records(tmp_path, records, "evaluation.jsonl"))
     assert run.validation["valid_loss"].values.tolist() == [5.0, 3.0]
-    curves = parts(run.validation, "by_length")
+    curves = pages.parts(run.validation, "by_length")
     assert [curve.tolist() for curve in curves["128"]] == [[2.0], [3.0]]
     assert [curve.tolist() for curve in curves["1024"]] == [[0.0, 2.0], [5.0, 2.5]]
     rows = [label for label in table(run) if label.startswith("Validation")]
@@ -149,10 +145,9 @@ def test_evaluations_of_a_run(tmp_path):
 
 
 def test_the_training_loss_is_smoothed_and_the_doublings_of_the_window_are_shaded(tmp_path):
-    line = [
-        step_record(step, window=64 << min(step // 40, 2), lm_loss=6 - step / 100 + step % 2) for step in range(200)
-    ]
-    found = charts([load_run(write_records(tmp_path, line))])
+    steps = [(s, 64 << min(s // 40, 2), 6 - s / 100 + s % 2) for s in range(200)]
+    records = [step_record(step, window=window, lm_loss=loss) for step, window, loss in steps]
+    found = charts([load_run(write_records(tmp_path, records))])
     assert list(found)[:3] == ["Training loss", "Context window", "Throughput"]
     raw, smoothed = found["Training loss"].data
     assert raw.opacity < 1
@@ -164,17 +159,11 @@ def test_the_training_loss_is_smoothed_and_the_doublings_of_the_window_are_shade
 
 def test_joined_stages_count_on_and_are_marked(tmp_path):
     runs = [load_run(write_run(tmp_path / name, steps, evaluate_every=10)) for name, steps in (("a", 30), ("<b>", 20))]
-    run = join_stages(runs, tmp_path)
+    run = pages.join_stages(runs, tmp_path)
     assert run.curve("lm_loss").steps.tolist() == list(range(50))
     assert run.validation["valid_loss"].steps.max() == 30 + runs[1].validation["valid_loss"].steps.max()
     marks = [note for note in charts([run])["Throughput"].layout.annotations if note.text in ("a", "&lt;b&gt;")]
     assert [mark.x for mark in marks] == [0, 30]
-
-
-def test_the_first_charts_are_above_the_table(tmp_path):
-    text = _shown(_report(write_run(tmp_path, 60, evaluate_every=20)))
-    places = [text.index(title) for title in ("Validation loss", "Throughput", "Completed steps", "Learning rate")]
-    assert places == sorted(places)
 
 
 def test_a_comparison_has_a_trace_and_a_column_for_each_run(tmp_path):
@@ -219,8 +208,7 @@ def test_the_command_reports_each_stage_by_recorded_time(tmp_path, capsys):
         os.utime(tmp_path / name / "metrics.jsonl", (100.0 - number, 100.0 - number))
     assert report.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    pages = [tmp_path / name / "report.html" for name in ("short", "long", "")]
-    assert out.splitlines()[1::2] == list(map(str, pages))
+    assert out.splitlines()[1::2] == [str(tmp_path / name / "report.html") for name in ("short", "long", "")]
     assert out.startswith("training loss 5.5000 at the start, 5.3")
     assert stage_folders(tmp_path / "short") == []
 
@@ -248,9 +236,9 @@ def test_differences_are_effect_sizes_with_their_spread_over_steps(tmp_path):
         losses = common + shift + (0.02 * noise[1] if shift else 0.0)
         runs.append(write_records(tmp_path / name, [step_record(s, lm_loss=x) for s, x in enumerate(losses)]))
     last = noise[1, 180:]
-    found = loss_difference(*load_runs(runs))
+    found = pages.loss_difference(*load_runs(runs))
     assert found == pytest.approx((-0.05 + 0.02 * last.mean(), 0.02 * last.std(ddof=1)))
-    assert loss_difference(*load_runs([runs[0], write_run(tmp_path / "short", 19)])) is None
+    assert pages.loss_difference(*load_runs([runs[0], write_run(tmp_path / "short", 19)])) is None
 
 
 def test_the_four_stability_figures():

@@ -68,22 +68,17 @@ def repeat(
     _mask_layers(model, options)
     _silence_positions(model, options["no_rope_freq"])
     optimizer, counts = _optimizer(model, options), _count_choices(model)
-    losses, trained_on, norms, token_weights, short_losses, balances = [], [], [], [], [], []
+    found = []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
         if bases and options["rope_window_bases"]:
             _set_base(model, options["rope_window_bases"], int(batch["window"]))
-        masks = [
-            dense_masks(batch, rule, options["document_mask"]) for rule in rules(options, window or batch["window"])
-        ]
+        seen = rules(options, window or batch["window"])
+        masks = [dense_masks(batch, rule, options["document_mask"]) for rule in seen]
         optimizer.zero_grad()
-        plain, weighted, used, short, balance = _backward(model, batch, masks, options, own_weights=own_weights)
-        balances.append(balance)
-        token_weights.append(used)
-        short_losses.append(short)
-        losses.append(plain)
-        trained_on.append(weighted)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"])))
+        plain, weighted, *others = _backward(model, batch, masks, options, own_weights=own_weights)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"]))
+        found.append((plain, weighted, norm, *others))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -91,7 +86,8 @@ def repeat(
             rise = options["moe_router_bias_update_rate"] * torch.sign(tokens.mean() - tokens)
             router.e_score_correction_bias += rise
             tokens.zero_()
-    return Repeated(losses, trained_on, norms, _weights(model), token_weights, short_losses, balances)
+    losses, trained_on, norms, *others = map(list, zip(*found, strict=True))
+    return Repeated(losses, trained_on, norms, _weights(model), *others)
 
 
 def rules(options: dict[str, Any], window: int) -> list[Rule]:
@@ -189,17 +185,14 @@ def _weights(model: Any) -> dict[str, np.ndarray]:
 
 def _count_choices(model: Any) -> dict[Any, torch.Tensor]:
     """The tokens of each expert of the routers that have a bias, as passes that train add them up."""
-    counts = {
-        module: torch.zeros(module.num_experts)
-        for module in model.modules()
-        if hasattr(module, "e_score_correction_bias")
-    }
+    routers = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
+    counts = {router: torch.zeros(router.num_experts) for router in routers}
 
     def count(router: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         if torch.is_grad_enabled():
             counts[router] += torch.bincount(output[2].flatten(), minlength=router.num_experts)
 
-    for router in counts:
+    for router in routers:
         router.register_forward_hook(count)
     return counts
 

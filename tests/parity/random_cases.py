@@ -15,21 +15,10 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from megatron_ext.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-    WeightingConfig,
-    WindowConfig,
-)
+from megatron_ext.config import CheckpointConfig, Config, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.mixture import MixturePart
-from megatron_ext.config.options import RecomputeModule
+from megatron_ext.config.options import ParallelConfig, RecomputeModule, TrainingConfig, WeightingConfig, WindowConfig
 from megatron_ext.data.indexed import MASK
 from megatron_ext.data.packing.plan import plan_folder, save_plan
 from megatron_ext.data.packing.policies import build_plan
@@ -125,56 +114,34 @@ def _run(chance: random.Random) -> Run:
         optimizer=_optimizer(chance),
         training=_training(chance, data.seq_length),
         checkpoint=CheckpointConfig(save="run", verify_load=chance.random() < 0.7),
-        logging=LoggingConfig(
-            tensorboard=False,
-            attention_health_interval=chance.choice((0, 1, 3)),
-            attention_health_queries=chance.choice((5, 64, 1000)),
-        ),
+        logging=_logging(chance),
     )
     return Run(config, processes)
+
+
+NEITHER = ("local_window", "window_attn_skip_freq", "rotary_base_local", "no_rope_freq", "query_pre_attn_scalar")
+PLAIN: dict[str, Any] = {"block": "llama", "rotary_percent": 1.0, "add_qkv_bias": False} | dict.fromkeys(NEITHER)
+EXPERTS: dict[str, Any] = {"num_experts": 8, "moe_router_topk": 2, "moe_router_score_function": "sigmoid"}
+EXPERTS |= {"moe_router_enable_expert_bias": True}
+LATENT: dict[str, Any] = {"q_lora_rank": (None, 12), "kv_lora_rank": (8, 24), "qk_head_dim": (4, 6)}
+LATENT |= {"qk_pos_emb_head_dim": (4, 8), "v_head_dim": (4, 6, 8)}
 
 
 def _deepseek(run: Run, chance: random.Random) -> Run:
     """Give some runs latent attention, DeepSeek's experts, or inputs on the host, if these fit the other options."""
     found, latent = run, chance.random() < 0.2
     if latent or chance.random() < 0.1:
-        plain = replace(
-            run.config.model,
-            block="llama",
-            rotary_percent=1.0,
-            add_qkv_bias=False,
-            qk_layernorm=not latent,
-            local_window=None,
-            window_attn_skip_freq=None,
-            rotary_base_local=None,
-            no_rope_freq=None,
-            query_pre_attn_scalar=None,
-        )
+        plain = replace(run.config.model, **PLAIN, qk_layernorm=not latent)
         if latent:
-            plain = replace(
-                plain,
-                multi_latent_attention=True,
-                num_query_groups=plain.num_attention_heads,
-                kv_channels=None,
-                q_lora_rank=chance.choice((None, 12)),
-                kv_lora_rank=chance.choice((8, 24)),
-                qk_head_dim=chance.choice((4, 6)),
-                qk_pos_emb_head_dim=chance.choice((4, 8)),
-                v_head_dim=chance.choice((4, 6, 8)),
-            )
+            sizes = {name: chance.choice(values) for name, values in LATENT.items()}
+            groups = plain.num_attention_heads
+            plain = replace(plain, multi_latent_attention=True, num_query_groups=groups, kv_channels=None, **sizes)
             found = _if_valid(found, model=plain)
         if not (run.config.training.bf16 or (latent and chance.random() >= 0.5)):  # in bf16 tokens change their experts
             width = chance.choice((20, 24))
-            experts = replace(
-                plain,
-                num_experts=8,
-                moe_router_topk=2,
-                moe_ffn_hidden_size=width,
-                moe_shared_expert_intermediate_size=width * chance.choice((1, 2)),
-                moe_router_score_function="sigmoid",
-                moe_router_enable_expert_bias=True,
-                moe_layer_freq=chance.choice(((), (0, *[1] * (plain.num_layers - 1)))),
-            )
+            sizes = {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": width * chance.choice((1, 2))}
+            sizes |= {"moe_layer_freq": chance.choice(((), (0, *[1] * (plain.num_layers - 1))))}
+            experts = replace(plain, **EXPERTS, **sizes)
             parallel, size = run.config.parallel, chance.choice((1, 2))
             sequence = parallel.tensor_model_parallel_size > 1
             parallel = replace(parallel, expert_model_parallel_size=size, sequence_parallel=sequence)
@@ -291,17 +258,14 @@ def _data(chance: random.Random) -> DataConfig:
     if way < 0.6:
         source |= {"data_path": (chance.choice(names),)}
     elif way < 0.8:
-        (one,) = chance.sample(names, 1)
-        source |= {"data_path": ("mixed",) if one == "mixed" else ("0.3", one, "0.7", "mixed")}
+        (name,) = chance.sample(names, 1)
+        source |= {"data_path": ("mixed",) if name == "mixed" else ("0.3", name, "0.7", "mixed")}
     else:
         other = chance.choice((None, length // 2))
-        parts = (
-            MixturePart(chance.choice(names), 0.4, "one", packing, _packing_options(packing)),
-            MixturePart(chance.choice(names), 0.6, "two", length=other),
-        )
-        if replace(parts[0], weight=0.6, name="two") == parts[1]:  # one data set, packed alike
-            parts = parts[:1]
-        source = {"mixture": parts}
+        one = MixturePart(chance.choice(names), 0.4, "one", packing, _packing_options(packing))
+        two = MixturePart(chance.choice(names), 0.6, "two", length=other)
+        alike = replace(one, weight=0.6, name="two") == two  # one data set, packed alike
+        source = {"mixture": (one,) if alike else (one, two)}
     return DataConfig(
         **source,
         split=chance.choice(("60,40,0", "70,30,0")),
@@ -316,11 +280,13 @@ def _data(chance: random.Random) -> DataConfig:
 
 def _packing_options(packing: str) -> tuple[str, ...]:
     """Those that suit documents as short as these."""
-    return {
-        "upsample_long": ("threshold=100", "factor=2"),
-        "decomposition": ("shortest=4", "cycles=2"),
-        "bm25": ("first_tokens=20",),
-    }.get(packing, ())
+    options = {"upsample_long": ("threshold=100", "factor=2"), "decomposition": ("shortest=4", "cycles=2")}
+    return options.get(packing, ("first_tokens=20",) if packing == "bm25" else ())
+
+
+def _logging(chance: random.Random) -> LoggingConfig:
+    interval, queries = chance.choice((0, 1, 3)), chance.choice((5, 64, 1000))
+    return LoggingConfig(tensorboard=False, attention_health_interval=interval, attention_health_queries=queries)
 
 
 def _window(chance: random.Random, length: int) -> WindowConfig:
@@ -350,9 +316,8 @@ def _weighting(chance: random.Random, length: int) -> WeightingConfig:
     if kind in ("none", "dataset"):
         return WeightingConfig(token_weighting=kind, loss_denominator=denominator)
     score = _any(chance, WeightingConfig, "weight_score")
-    post = {"longce": "none", "exposure": "none", "rho1": "sparse"}.get(score) or _any(
-        chance, WeightingConfig, "weight_post"
-    )
+    post = {"longce": "none", "exposure": "none", "rho1": "sparse"}.get(score)
+    post = post or _any(chance, WeightingConfig, "weight_post")
     short = kind == "unfrozen" and score not in ("focal", "mile", "exposure")
     return WeightingConfig(
         token_weighting=kind,

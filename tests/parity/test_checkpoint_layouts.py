@@ -4,35 +4,32 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.tensors import Stored
-from tests.parity.test_layouts import DOTS1, MIXTRAL
+from tests.conftest import slow_but
+from tests.parity.test_layouts import CP2, DISTRIBUTED, DOTS1, EP2, MIXTRAL, OVERLAPS, PP2, TP2, TP2_SP, VPP2
 from tests.runs import Launched, RunResult, relative
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
 COMMON = f"""--seq-length 64 --lr-warmup-iters 2 --lr-decay-iters {STEPS} --window-start 7 --window-rate 9
     --document-mask --eod-mask-loss""".split()
-TP2 = "--tensor-model-parallel-size 2"
-PP2 = "--pipeline-model-parallel-size 2"
-DISTRIBUTED = "--use-distributed-optimizer"
-EP2 = "--expert-model-parallel-size 2"
 LAYOUTS = {
     "1": (1, ""),
     "tp2": (2, TP2),
     "pp2": (2, PP2),
     "tp2 pp2": (4, f"{TP2} {PP2}"),
-    "pp2 vpp2": (2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
+    "pp2 vpp2": (2, VPP2),
     "dp2": (2, ""),
-    "dp2 distributed": (2, f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"),
-    "cp2": (2, "--context-parallel-size 2"),
+    "dp2 distributed": (2, OVERLAPS),
+    "cp2": (2, CP2),
     "1 distributed": (1, DISTRIBUTED),
-    "tp2 sp dp2 distributed": (4, f"{TP2} --sequence-parallel {DISTRIBUTED}"),
-    "pp2 vpp2 dp2 distributed": (4, f"{PP2} --num-layers-per-virtual-pipeline-stage 1 {DISTRIBUTED}"),
-    "cp2 dp2 distributed": (4, f"--context-parallel-size 2 {DISTRIBUTED}"),
+    "tp2 sp dp2 distributed": (4, f"{TP2_SP} {DISTRIBUTED}"),
+    "pp2 vpp2 dp2 distributed": (4, f"{VPP2} {DISTRIBUTED}"),
+    "cp2 dp2 distributed": (4, f"{CP2} {DISTRIBUTED}"),
     "ep2": (2, EP2),
-    "ep2 distributed": (2, f"{EP2} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"),
-    "cp2 ep2": (2, f"--context-parallel-size 2 {EP2}"),
-    "tp2 sp": (2, f"{TP2} --sequence-parallel"),
+    "ep2 distributed": (2, f"{EP2} {OVERLAPS}"),
+    "cp2 ep2": (2, f"{CP2} {EP2}"),
+    "tp2 sp": (2, TP2_SP),
     "pp2 ep2 distributed": (4, f"{PP2} {EP2} {DISTRIBUTED}"),
-    "tp2 sp ep2": (4, f"{TP2} --sequence-parallel {EP2}"),
+    "tp2 sp ep2": (4, f"{TP2_SP} {EP2}"),
 }
 # Every layout is saved under once and loaded into once, next to one that shares the state out in another way.
 RING = ["pp2 vpp2", "dp2 distributed", "tp2", "cp2 dp2 distributed", "tp2 pp2", "1", "pp2 vpp2 dp2 distributed", "dp2"]
@@ -64,7 +61,7 @@ def biases(run: RunResult) -> torch.Tensor:
 def around(ring: list[str], quick: int) -> list[object]:
     """Return each layout with the one after it; all but the first `quick` pairs are slow."""
     pairs = list(zip(ring, ring[1:] + ring[:1], strict=True))
-    return [*pairs[:quick], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs[quick:])]
+    return slow_but(pairs[:quick], pairs)
 
 
 @pytest.mark.parametrize(("source", "target"), around(RING, quick=2))
@@ -72,12 +69,9 @@ def test_the_next_losses_are_those_of_the_run_that_went_on(launched: Launched, s
     assert apart(resumed(launched, source, target), trained(launched, "1", STEPS)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [*around(RING_OF_EXPERTS, quick=1), pytest.param("1", "1", marks=pytest.mark.slow, id="alone in bf16")],
-)
+@pytest.mark.parametrize(("source", "target"), [*around(RING_OF_EXPERTS, quick=1), *slow_but([], [("1", "1")])])
 def test_experts_and_their_biases_go_on(launched: Launched, source: str, target: str) -> None:
-    """Biases bit for bit, in float32: they are sums of steps of one size."""
+    """Biases bit for bit, in float32: they are sums of steps of one size. Alone in bf16."""
     flags = (*DOTS1.split(), *(["--bf16"] if source == target else []))
     whole, run = trained(launched, "1", STEPS, *flags), resumed(launched, source, target, *flags)
     assert apart(run, whole) <= TOLERANCE
@@ -96,10 +90,8 @@ def test_experts_and_their_biases_go_on(launched: Launched, source: str, target:
         ("ep2 distributed", "ep2", "ep2", MIXTRAL),
     ],
 )
-def test_master_weights_pass_between_the_optimizers(
-    launched: Launched, source: str, target: str, plain: str, model: str
-) -> None:
-    """Without clipping, whose norm they add up in another order, both make the same updates, bit for bit."""
+def test_master_weights_pass(launched: Launched, source: str, target: str, plain: str, model: str) -> None:
+    """Between optimizers, which make the same updates bit for bit without clipping, whose norm has another order."""
     flags = (*model.split(), "--bf16", "--clip-grad", "0")
     run, whole = resumed(launched, source, target, *flags), resumed(launched, plain, plain, *flags)
     assert run.series("lm_loss") == whole.series("lm_loss")

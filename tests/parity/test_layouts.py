@@ -39,66 +39,58 @@ SIGMOID = """--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 40 --moe-
     --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 --moe-router-group-topk 2
     --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"""  # DeepSeek-V3's experts
 DOTS1 = f"{QWEN3} {SIGMOID}"
+DENSE_STAGE = f"{DOTS1} --moe-layer-freq 0 0 1 1"
 LATENT = """--multi-latent-attention --num-query-groups 4 --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 16
     --qk-pos-emb-head-dim 12 --v-head-dim 18"""
 DEEPSEEK = f"{LATENT} {SIGMOID} {YARN} --rope-mscale-all-dim 0.7"
 SINKS = "--softmax-type learnable"
 GPT_OSS = f"--block gpt_oss {MIXTRAL} --local-window 20 --window-attn-skip-freq 2"
 TP2 = "--tensor-model-parallel-size 2"
+TP2_SP = f"{TP2} --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
-EP2 = "--expert-model-parallel-size 2"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+EXCHANGE, ULYSSES = f"{CP2} --cp-scheme exchange", f"{CP2} --cp-scheme ulysses"
 VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
 WEIGHTED = "--token-weighting unfrozen --short-context 16 --weight-strength 0.5"
 OVERLAPS = DISTRIBUTED + " --overlap-grad-reduce --overlap-param-gather"
 MODULES = "--recompute-granularity selective --recompute-modules"
+FULL = "--recompute-granularity full"
 
 FAST = {
     "pp2 vpp2": Layout(VPP2, 2),
     "dp2 distributed overlaps": Layout(OVERLAPS, 2),
-    "mlp blocks recompute modules tp2 sp": Layout(
-        f"{TP2} --sequence-parallel --mlp-block-tokens 50 {MODULES} core_attn layernorm", 2
-    ),
+    "mlp blocks recompute modules tp2 sp": Layout(f"{TP2_SP} --mlp-block-tokens 50 {MODULES} core_attn layernorm", 2),
     "dp2 balanced batches": Layout("--balance-batches", 2),
-    "olmo3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, OLMO3),
-    "gpt-oss cp2 ep2": Layout(f"{CP2} {EP2} --cp-scheme exchange", 2, GPT_OSS),
-    "deepseek cp2 ep2 token weights": Layout(f"{CP2} {EP2} --cp-scheme exchange", 2, f"{DEEPSEEK} {WEIGHTED}"),
+    "olmo3 tp2 sp": Layout(TP2_SP, 2, OLMO3),
+    "gpt-oss cp2 ep2": Layout(f"{EXCHANGE} {EP2}", 2, GPT_OSS),
+    "deepseek cp2 ep2 token weights": Layout(f"{EXCHANGE} {EP2}", 2, f"{DEEPSEEK} {WEIGHTED}"),
 }
 # What test_random_combinations.py does not draw, or not together; each with as many options as one run can show.
 SLOW = {
     # the output matrix of the last stage in a bucket of its own: nothing but its own layer awaits its gather
     "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
-    "tp2 sp dp2 distributed overlaps": Layout(f"{TP2} --sequence-parallel {OVERLAPS}", 4),
-    "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
-    "mlp blocks recompute full": Layout("--mlp-block-tokens 50 --recompute-granularity full", 1),
-    "olmo3 compile tp2 sp distributed overlaps": Layout(f"{TP2} --sequence-parallel {OVERLAPS} --compile", 4, OLMO3),
-    "phi tp2 sp recompute mlp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn mlp", 2, PHI),
+    "tp2 sp dp2 distributed overlaps": Layout(f"{TP2_SP} {OVERLAPS}", 4),
+    "token weights tp2 sp pp2 vpp2": Layout(f"{TP2_SP} {VPP2}", 4, WEIGHTED),
+    "mlp blocks recompute full": Layout(f"--mlp-block-tokens 50 {FULL}", 1),
+    "olmo3 compile tp2 sp distributed overlaps": Layout(f"{TP2_SP} {OVERLAPS} --compile", 4, OLMO3),
+    "phi tp2 sp recompute mlp": Layout(f"{TP2_SP} {MODULES} core_attn mlp", 2, PHI),
     "phi mlp blocks pp2 vpp2 distributed overlaps": Layout(f"--mlp-block-tokens 50 {VPP2} {OVERLAPS}", 2, PHI),
-    "gemma3 recompute full tp2 sp cp2": Layout(
-        f"{TP2} --sequence-parallel {CP2} --recompute-granularity full", 4, GEMMA3
-    ),
-    "latent cp2 ulysses recompute modules": Layout(f"{CP2} --cp-scheme ulysses {MODULES} core_attn", 2, LATENT),
-    "latent recompute full tp2 sp cp2": Layout(
-        f"{TP2} --sequence-parallel {CP2} --cp-scheme exchange --recompute-granularity full", 4, LATENT
-    ),
+    "gemma3 recompute full tp2 sp cp2": Layout(f"{TP2_SP} {CP2} {FULL}", 4, GEMMA3),
+    "latent cp2 ulysses recompute modules": Layout(f"{ULYSSES} {MODULES} core_attn", 2, LATENT),
+    "latent recompute full tp2 sp cp2": Layout(f"{TP2_SP} {EXCHANGE} {FULL}", 4, LATENT),
     "deepseek pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, DEEPSEEK),
-    "olmo3 recompute full pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS} --recompute-granularity full", 2, OLMO3),
-    "attention sinks tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, SINKS),
+    "olmo3 recompute full pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS} {FULL}", 2, OLMO3),
+    "attention sinks tp2 sp": Layout(TP2_SP, 2, SINKS),
     "gpt-oss pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, GPT_OSS),
-    "gpt-oss cp2 ep2 ulysses recompute modules": Layout(
-        f"{CP2} {EP2} --cp-scheme ulysses {MODULES} core_attn mlp", 2, GPT_OSS
-    ),
-    "mixtral ep4 distributed overlaps micro-batch 1": Layout(
-        f"--expert-model-parallel-size 4 {OVERLAPS} --micro-batch-size 1", 4, MIXTRAL
-    ),
+    "gpt-oss cp2 ep2 ulysses recompute modules": Layout(f"{ULYSSES} {EP2} {MODULES} core_attn mlp", 2, GPT_OSS),
+    "mixtral ep4 distributed overlaps micro-batch 1": Layout(f"{EP4} {OVERLAPS} --micro-batch-size 1", 4, MIXTRAL),
     "qwen3-moe dp2 cp2 ep2 distributed": Layout(f"{CP2} {EP2} {DISTRIBUTED}", 4, QWEN3_MOE),
     "dots1 dp2 distributed micro-batch 1": Layout(f"{OVERLAPS} --micro-batch-size 1", 2, DOTS1),
     "dots1 pp2 vpp2 recompute modules": Layout(f"{VPP2} {MODULES} core_attn layernorm mlp", 2, DOTS1),
-    "dots1 pp2 ep2 recompute modules, a stage without experts": Layout(
-        f"{PP2} {EP2} {MODULES} core_attn layernorm mlp", 4, f"{DOTS1} --moe-layer-freq 0 0 1 1"
-    ),
-    "dots1 tp2 sp ep2 token weights": Layout(f"{TP2} --sequence-parallel {EP2}", 4, f"{DOTS1} {WEIGHTED}"),
+    "dots1 pp2 ep2 recompute modules": Layout(f"{PP2} {EP2} {MODULES} core_attn layernorm mlp", 4, DENSE_STAGE),
+    "dots1 tp2 sp ep2 token weights": Layout(f"{TP2_SP} {EP2}", 4, f"{DOTS1} {WEIGHTED}"),
     # ranks that share experts have different numbers of short contexts
     "qwen3-moe token weights ep2 balanced batches": Layout(f"{EP2} --balance-batches", 2, f"{QWEN3_MOE} {WEIGHTED}"),
 }
@@ -114,10 +106,8 @@ def assert_same_training(run: RunResult, reference: RunResult, layout: Layout) -
     measured = [key for key in ("lm_loss", "train_loss", "grad_norm", "moe_aux_loss") if key in reference.metrics[0]]
     errors = {key: relative(run.series(key), reference.series(key)) for key in measured}
     errors["weights"], worst = weight_error(run.weights("final"), reference.weights("final"))
-    errors["validation"] = max(
-        relative(list(ours["by_length"].values()), list(theirs["by_length"].values()))
-        for ours, theirs in zip(run.evaluations, reference.evaluations, strict=True)
-    )
+    validations = ([list(record["by_length"].values()) for record in one.evaluations] for one in (run, reference))
+    errors["validation"] = relative(*validations)
     print(", ".join(f"{key} {error:.1e}" for key, error in errors.items()), worst)
     for key in ("step", "consumed_samples", "window", "segments", "effective_context", "denominator", "learning_rate"):
         assert run.series(key) == reference.series(key), key

@@ -7,7 +7,6 @@ Megatron's default for tensor parallelism, another algorithm, changes them by 6e
 """
 
 import json
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,7 +14,8 @@ import pytest
 from megatron_ext.checkpoint.tensors import Stored
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
-from tests.parity.test_layouts import LATENT, MIXTRAL
+from tests.conftest import slow_but
+from tests.parity.test_layouts import CP2, EP2, LATENT, MIXTRAL, PP2, TIED, TP2, TP2_SP, VPP2, Layout
 from tests.runs import Launched, RunResult, relative, weight_error
 
 try:
@@ -24,33 +24,19 @@ except UserError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 STEPS, SAVED = 20, 8
-TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-CP2, EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
-SP = "--sequence-parallel"
 COMMON = f"""--optimizer muon --muon-extra-scale-factor 0.2 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 2 --clip-grad 0.5
     --lr-decay-iters {STEPS} --seq-length 64 --window-start 7 --window-rate 5 --document-mask""".split()
 FP32 = "--muon-fp32-matmul-prec highest"
-
-
-@dataclass(frozen=True)
-class Layout:
-    flags: str
-    processes: int
-    model: str = ""
-
-
 LAYOUTS = {
     "dp2": Layout("--overlap-grad-reduce", 2),
     "pp2": Layout(PP2, 2),
-    "tp2 sp": Layout(f"{TP2} {SP}", 2),
+    "tp2 sp": Layout(TP2_SP, 2),
     "cp2": Layout(CP2, 2),
-    "pp2 vpp2 tied": Layout(
-        f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2, "--no-untie-embeddings-and-output-weights"
-    ),
+    "pp2 vpp2 tied": Layout(VPP2, 2, TIED),
     "latent tp2": Layout(TP2, 2, LATENT),
-    "bf16 tp2 sp": Layout(f"{TP2} {SP}", 2, "--bf16"),
+    "bf16 tp2 sp": Layout(TP2_SP, 2, "--bf16"),
     "mixtral ep2": Layout(EP2, 2, MIXTRAL),
-    "mixtral tp2 sp ep2": Layout(f"{TP2} {SP} {EP2}", 4, MIXTRAL),
+    "mixtral tp2 sp ep2": Layout(f"{TP2_SP} {EP2}", 4, MIXTRAL),
 }
 
 
@@ -58,13 +44,10 @@ def trained(launched: Launched, flags: str, processes: int = 1, steps: int = STE
     return launched([*COMMON, *flags.split(), "--train-iters", steps], processes)
 
 
-QUICK = [("tp2 sp", FP32), ("mixtral ep2", "")]
 CASES = [*((name, FP32) for name in LAYOUTS), ("tp2 sp", ""), ("mixtral ep2", "")]
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("name", "precision"), slow_but([("tp2 sp", FP32), ("mixtral ep2", "")], CASES))
 def test_a_layout_trains_the_same_model(launched: Launched, name: str, precision: str) -> None:
     layout = LAYOUTS[name]
     reference = trained(launched, f"{layout.model} {precision}")
@@ -78,7 +61,7 @@ def test_a_layout_trains_the_same_model(launched: Launched, name: str, precision
     assert all(errors[key] <= limit for key, limit in limits.items()), (errors, worst)
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param(TP2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", slow_but([""], ["", TP2]))
 def test_the_first_update_is_orthogonal_matrix_by_matrix(launched: Launched, flags: str) -> None:
     """Of queries, keys and values apart, which Megatron holds interleaved by group, and of gate and up together."""
 
@@ -86,10 +69,8 @@ def test_the_first_update_is_orthogonal_matrix_by_matrix(launched: Launched, fla
         """The singular values of what the first step adds, over the factor of its length: all but the outer tenths."""
         options = f"--lr-warmup-iters 0 --weight-decay 0 {FP32} {flags} {more}"
         run = trained(launched, options, 2 if flags else 1, steps=1)
-        before, after = (
-            np.concatenate([run.weights(when)[f"model.layers.1.{name}.weight"] for name in names])
-            for when in ("initial", "final")
-        )
+        weights = [f"model.layers.1.{name}.weight" for name in names]
+        before, after = (np.concatenate([run.weights(when)[name] for name in weights]) for when in ("initial", "final"))
         values = np.linalg.svd(before - after, compute_uv=False) / (2e-3 * 0.2 * max(before.shape) ** 0.5)
         return list(np.percentile(values, [10, 90]))
 
@@ -103,15 +84,11 @@ def test_the_first_update_is_orthogonal_matrix_by_matrix(launched: Launched, fla
         assert added(fused, name) != pytest.approx([1, 1], abs=0.15), name
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "flags"),
-    [
-        ("tp2 sp", "pp2", FP32),
-        pytest.param("dp2", "tp2 sp", FP32, marks=pytest.mark.slow),
-        pytest.param("mixtral ep2", "mixtral tp2 sp ep2", f"{MIXTRAL} {FP32}", marks=pytest.mark.slow),
-        pytest.param("pp2", "pp2", "--bf16", marks=pytest.mark.slow),
-    ],
-)
+CONTINUED = [("tp2 sp", "pp2", FP32), ("dp2", "tp2 sp", FP32), ("pp2", "pp2", "--bf16")]
+CONTINUED += [("mixtral ep2", "mixtral tp2 sp ep2", f"{MIXTRAL} {FP32}")]
+
+
+@pytest.mark.parametrize(("source", "target", "flags"), slow_but(CONTINUED[:1], CONTINUED))
 def test_a_run_continues_under_another_layout(launched: Launched, source: str, target: str, flags: str) -> None:
     """Under the same layout bit for bit, under another one to rounding."""
     begun = trained(launched, f"{LAYOUTS[source].flags} {flags}", LAYOUTS[source].processes, SAVED)
@@ -123,7 +100,7 @@ def test_a_run_continues_under_another_layout(launched: Launched, source: str, t
         assert relative(resumed.series(key), whole.series(key)[SAVED:]) <= (0 if source == target else 1e-6), key
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param(f"{MIXTRAL} --bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", slow_but([""], ["", f"{MIXTRAL} --bf16"]))
 def test_states_are_saved_under_their_own_names(launched: Launched, flags: str) -> None:
     run = trained(launched, f"{flags} {PP2}", 2, SAVED)
     (folder,) = (run.folder / "checkpoints").glob("iter_*")

@@ -11,8 +11,9 @@ import torch
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from tests.conftest import SmallData, slow_but
+from tests.parity import test_layouts as layouts
 from tests.parity.oracle import Repeated, repeat
-from tests.parity.test_layouts import DEEPSEEK, GEMMA3, GPT_OSS, LATENT, MIXTRAL, OLMO3, PHI, QWEN3, TIED, YARN
+from tests.parity.test_layouts import CP2, DEEPSEEK, GEMMA3, GPT_OSS, LATENT, MIXTRAL, OLMO3, PP2, QWEN3, TP2, VPP2
 from tests.runs import RunResult, launch, relative, weight_error
 
 STEPS = 8
@@ -77,8 +78,10 @@ def assert_dump_is_true(run: RunResult, data: SmallData, length: int, flags: str
     assert ends_seen > 50
 
 
-LOCAL = "--local-window 20 --window-attn-skip-freq 2"
+YARN, LOCAL = layouts.YARN, "--local-window 20 --window-attn-skip-freq 2"
 UNFROZEN = "--token-weighting unfrozen --short-context 32"
+INSIDE = f"--document-mask --eod-mask-loss {UNFROZEN}"
+DECAY = "--weight-decay-all --weight-decay 0.5"
 FAST = ("token weights, z-loss", "DeepSeek-V3", "gpt-oss")
 CASES = {  # the length of rows, and flags
     "own values": (256, "--no-document-mask"),
@@ -89,23 +92,13 @@ CASES = {  # the length of rows, and flags
     "sliding window, every second layer local": (256, f"--document-mask --window-mask sliding {LOCAL}"),
     "local layers beside the window's grid": (256, "--no-document-mask --local-window 30 --window-attn-skip-freq 3"),
     "local layers that the schedule does not bound": (256, f"--document-mask {LOCAL} --local-window-fixed"),
-    "token weights inside documents": (
-        256,
-        f"--document-mask --eod-mask-loss {UNFROZEN} --short-stride 32 --weight-strength 0.5",
-    ),
-    "dumped token weights": (
-        128,
-        f"--document-mask --eod-mask-loss {UNFROZEN} --weight-score npmi --weight-strength 0.2 "
-        "--loss-denominator weights",
-    ),
-    "every weight decays, TinyLlama's initialisation": (
-        256,
-        "--no-document-mask --weight-decay-all --weight-decay 0.5 --init-scheme tinyllama",
-    ),
-    "tied": (256, f"--no-document-mask {TIED} --micro-batch-size 4"),
+    "token weights inside documents": (256, f"{INSIDE} --short-stride 32 --weight-strength 0.5"),
+    "dumped token weights": (128, f"{INSIDE} --weight-score npmi --weight-strength 0.2 --loss-denominator weights"),
+    "every weight decays, TinyLlama's initialisation": (256, f"--no-document-mask {DECAY} --init-scheme tinyllama"),
+    "tied": (256, f"--no-document-mask {layouts.TIED} --micro-batch-size 4"),
     "qkv bias": (256, "--document-mask --add-qkv-bias"),
     "Qwen3": (128, f"--document-mask {QWEN3}"),
-    "Phi": (128, f"--document-mask {PHI}"),
+    "Phi": (128, f"--document-mask {layouts.PHI}"),
     "gpt-oss's attention sinks": (128, f"--document-mask --softmax-type learnable {LOCAL}"),
     "Mixtral, token weights": (128, f"--no-document-mask {MIXTRAL} {UNFROZEN}"),
     "Gemma 3": (128, f"--no-document-mask {GEMMA3} --query-pre-attn-scalar 50"),
@@ -160,21 +153,10 @@ def test_weights_of_the_data_set_are_dumped_too(small_data: SmallData, tmp_path:
 
 BASES = ["--rotary-base", "50000", "--rope-window-bases", "60:100", "200:3000"]
 WINDOWS = ["--seq-length", 256, "--train-iters", STEPS, "--window-start", "16", "--window-rate", "40"]
-PP2 = "--pipeline-model-parallel-size 2"
+PARALLEL = [(2, f"{UNFROZEN} {PP2} --recompute-granularity full"), (2, CP2), (4, f"{TP2} {VPP2}")]
 
 
-@pytest.mark.parametrize(
-    ("processes", "flags"),
-    [
-        (2, f"{UNFROZEN} {PP2} --recompute-granularity full"),
-        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            f"--tensor-model-parallel-size 2 {PP2} --num-layers-per-virtual-pipeline-stage 1",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("processes", "flags"), slow_but(PARALLEL[:1], PARALLEL))
 def test_bases_that_follow_the_window(small_data: SmallData, tmp_path: Path, processes: int, flags: str) -> None:
     """Every second layer is without angles; a checkpoint on the way has the base of its last window."""
     more = ["--no-document-mask", "--no-rope-freq", "2", "--save-interval", "4", *flags.split()]

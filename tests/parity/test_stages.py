@@ -13,7 +13,7 @@ import yaml
 from tests.conftest import SmallData
 from tests.launcher import Commands
 from tests.parity.test_resume import wait_for_steps
-from tests.runs import CONFIG, TRAINER, finish, read_jsonl, refusal, relative, start, without_times
+from tests.runs import CONFIG, TRAINER, finish, read_jsonl, refused, relative, series, start, without_times
 
 STEPS = 3  # of each stage
 
@@ -46,41 +46,33 @@ def test_two_stages_that_keep_everything_are_one_run(alone: Commands, small_data
     (tmp_path / "single.yaml").write_text(yaml.safe_dump(single))
     flags[1] = tmp_path / "single.yaml"
     alone.run(TRAINER, *flags, "--save", tmp_path / "single", "--train-iters", 2 * STEPS)
-    whole = read_jsonl(tmp_path / "single/metrics.jsonl")
     for key in ("lm_loss", "grad_norm", "learning_rate"):
         staged = [record[key] for record in trace(tmp_path / "staged")]
-        assert relative(staged, [record[key] for record in whole]) < 1e-6, key
+        assert relative(staged, series(tmp_path / "single", key)) < 1e-6, key
 
 
-def refused(alone: Commands, *flags: object) -> str:
-    return refusal(alone.attempt(TRAINER, *flags)[0])
-
-
-def test_a_run_stopped_at_the_border_leaves_the_same_trace(
-    alone: Commands, small_data: SmallData, tmp_path: Path
-) -> None:
+def test_a_run_stopped_at_the_border(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """It leaves the same trace."""
     longer = {"data": {"seq_length": 128}, "model": {"rotary_base": 1e6}, "optimizer": {"lr": 1e-3}}
     flags = written(tmp_path / "run.yaml", small_data, [], **longer)
     alone.run(TRAINER, *flags, "--save", tmp_path / "whole")
-    early = refused(alone, *flags, "--save", tmp_path / "parts", "--stage", "long")
+    early = refused(alone, TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "long")
     assert "begins with the weights of short, which has 0 of its 3 steps" in early
     alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "short")
-    assert "holds the checkpoints of another run" in refused(alone, *flags, "--save", tmp_path / "parts")
+    assert "holds the checkpoints of another run" in refused(alone, TRAINER, *flags, "--save", tmp_path / "parts")
     alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--load", tmp_path / "parts")
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
     (tmp_path / "parts" / "short").rename(tmp_path / "moved")  # a stage that was begun from gets no more steps
     flags += ["--save", tmp_path / "parts", "--load", tmp_path / "parts", "--load-if-present"]
-    assert "long has 3 steps and begins with the weights of short, which has 0 of its" in refused(alone, *flags)
+    assert "begins with the weights of short, which has 0 of its" in refused(alone, TRAINER, *flags)
     assert not (tmp_path / "parts" / "short").exists()
     alone.run(TRAINER, *flags, "--stage", "long")  # nothing is left to do
     (tmp_path / "moved").rename(tmp_path / "parts" / "short")
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
 
 
-def test_a_stage_without_its_last_evaluation_has_not_ended(
-    alone: Commands, small_data: SmallData, tmp_path: Path
-) -> None:
-    """As a kill or a warning between its last checkpoint and that leaves it."""
+def test_a_stage_ends_with_its_last_evaluation(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """A kill or a warning may come between its last checkpoint and that."""
     run = tmp_path / "run"
     flags = written(tmp_path / "run.yaml", small_data, [], training={"eval_interval": STEPS, "eval_iters": 1})
     flags += ["--eval-interval", STEPS, "--eval-iters", 1, "--save", run, "--load", run, "--load-if-present"]
@@ -96,42 +88,37 @@ def test_a_stage_without_its_last_evaluation_has_not_ended(
     assert len(trace(run)) == 2 * STEPS
 
 
-def test_what_a_later_stage_needs_is_looked_at_before_the_first(
-    alone: Commands, small_data: SmallData, tmp_path: Path
-) -> None:
+def test_what_a_later_stage_needs(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """It is looked at before the first stage."""
     run = tmp_path / "run"
     for long, said in (
         ({"data": {"mixture": [{"prefix": str(small_data.prefix), "packing": "best_fit"}]}}, "has no best_fit plan"),
         ({"model": {"num_layers": 3}}, "num_layers: got 3; init_from"),
     ):
         flags = written(tmp_path / "run.yaml", small_data, [], **long)
-        assert said in refused(alone, *flags, "--save", run)
+        assert said in refused(alone, TRAINER, *flags, "--save", run)
         assert not run.exists()
 
 
-def test_rows_are_not_taken_twice_after_batches_of_another_size(
-    alone: Commands, small_data: SmallData, tmp_path: Path
-) -> None:
+def test_rows_are_not_taken_twice(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """Batches of another size end at another row."""
     run = tmp_path / "run"
-    flags = [*written(tmp_path / "run.yaml", small_data, ["samples"]), "--save", run, "--load", run]
-    flags += ["--load-if-present"]
+    places = ["--save", run, "--load", run, "--load-if-present"]
+    flags = [*written(tmp_path / "run.yaml", small_data, ["samples"]), *places]
     alone.run(TRAINER, *flags, "--stage", "short", "--train-iters", 1)
     larger = ["--global-batch-size", 16, "--override", "global_batch_size"]
     takes = "stages: long: keep: got samples, but short takes those up to 40 and not up to "
-    assert takes in refused(alone, *flags, *larger)  # before the first step with it, and after the last
+    assert takes in refused(alone, TRAINER, *flags, *larger)  # before the first step with it, and after the last
     alone.run(TRAINER, *flags, *larger, "--stage", "short")
-    assert takes in refused(alone, *flags)
+    assert takes in refused(alone, TRAINER, *flags)
     assert len(read_jsonl(run / "short/metrics.jsonl")) == STEPS
-    given = written(tmp_path / "run.yaml", small_data, [], data={"first_sample": 40})
-    alone.run(TRAINER, *given, *flags[len(given) :])
+    alone.run(TRAINER, *written(tmp_path / "run.yaml", small_data, [], data={"first_sample": 40}), *places)
     assert len(trace(run)) == 2 * STEPS
 
 
 @pytest.mark.slow
-def test_stopped_inside_the_second_stage_and_continued_on_two_processes(
-    alone: Commands, small_data: SmallData, tmp_path: Path
-) -> None:
-    """The first two processes also build both stages' groups, one after the other."""
+def test_stopped_inside_the_second_stage(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """And continued by one process. The first two also build both stages' groups, one after the other."""
     many = {"data": {"seq_length": 128}, "training": {"train_iters": 40}}
     flags = written(tmp_path / "run.yaml", small_data, ["optimizer"], **many)
     alone.run(TRAINER, *flags, "--save", tmp_path / "whole")

@@ -10,16 +10,16 @@ import pytest
 
 from tests.checkpoint.models import write_model
 from tests.conftest import VOCABULARY, SmallData
-from tests.launcher import Commands, Done
+from tests.launcher import ROOT, Commands, Done
+from tests.runs import CONFIG, TRAINER
 
-ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., Done]
-SMALL = ["--config", "examples/configs/cpu_smoke.yaml", "--dry-run"]
+SMALL = [*CONFIG, "--dry-run"]
 
 
 @pytest.fixture
 def run(alone: Commands) -> Run:
-    return lambda *flags: alone.attempt("pretrain_skyladder.py", *flags)[0]
+    return lambda *flags: alone.attempt(TRAINER, *flags)[0]
 
 
 def test_a_recipe_for_many_gpus_on_this_machine() -> None:

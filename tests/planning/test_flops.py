@@ -49,9 +49,8 @@ def test_attention_counts_its_heads_not_the_hidden_size():
 
 def test_latent_attention_counts_scores_and_values_apart():
     sizes = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_head_dim": 16, "qk_pos_emb_head_dim": 12, "v_head_dim": 18}
-    model = ModelConfig(
-        multi_latent_attention=True, num_layers=3, hidden_size=64, num_query_groups=4, vocab_size=512, **sizes
-    )
+    sizes |= {"num_layers": 3, "hidden_size": 64, "num_query_groups": 4, "vocab_size": 512}
+    model = ModelConfig(multi_latent_attention=True, **sizes)
     queries, keys_and_values = 64 * 24 + 24 + 24 * 4 * 28, 64 * (20 + 12) + 20 + 20 * 4 * (16 + 18)
     layer = queries + keys_and_values + 4 * 18 * 64 + 2 * 64 + 3 * 64 * 384
     flops = training_flops(model, build_schedule("constant", end=100), 100, steps=1, tokens_per_step=1000)

@@ -42,14 +42,14 @@ def test_shares_of_a_mixture_add_up_to_the_model() -> None:
     whole = config(f"{mixture} 0 1 1 1")
     one = count_parameters(whole.model, 1024)
     assert stage_parameters(whole, 1024, 0) == one
-    split, interleaved = (
-        [stage_parameters(config(f"{mixture} 0 1 1 1 {PIPELINE} {chunk}"), 1024, stage) for stage in (0, 1)]
-        for chunk in ("", "--num-layers-per-virtual-pipeline-stage 1")
-    )
-    assert sum(split) == one
-    assert interleaved == split
-    alternate = f"{mixture} 0 1 0 1 {PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
-    counts = [stage_parameters(config(alternate), 1024, stage) for stage in (0, 1)]
+
+    def stages(flags: str) -> list[int]:
+        return [stage_parameters(config(f"{mixture} {flags}"), 1024, stage) for stage in (0, 1)]
+
+    interleaved = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
+    assert sum(stages(f"0 1 1 1 {PIPELINE}")) == one
+    assert stages(f"0 1 1 1 {PIPELINE}") == stages(f"0 1 1 1 {interleaved}")
+    counts = stages(f"0 1 0 1 {interleaved}")
     norm = 256  # the last one
     dense, experts = 3 * 256 * 768, 4 * 256 + 4 * 3 * 256 * 128 + 3 * 256 * 64
     assert counts[1] - counts[0] == 2 * (experts - dense) + norm

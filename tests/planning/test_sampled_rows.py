@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +11,10 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.data.rows.balance import assign_rows
 from megatron_ext.planning.sampled_rows import BATCHES, SampledRows
+from tests.runs import CONFIG
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 4096
-FLAGS = ["--config", str(ROOT / "examples/configs/cpu_smoke.yaml"), "--seq-length", str(LENGTH), "--vocab-size", "512"]
-FLAGS += ["--global-batch-size", "16", "--document-mask"]
+FLAGS = [*CONFIG, *f"--seq-length {LENGTH} --vocab-size 512 --global-batch-size 16 --document-mask".split()]
 
 
 def rows_at(ends_of: Callable[[int], np.ndarray]) -> Callable[[int], TokenRow]:

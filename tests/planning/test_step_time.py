@@ -58,14 +58,9 @@ def test_sharing_a_row_keeps_the_time_of_products(axis: str) -> None:
 def test_latent_attention_moves_the_narrower_row() -> None:
     """A latent of 512 + 64, or keys and values of 192 + 128 for each head; each rank expands the latents it gets."""
     for tp, width, expanded in ((1, 576, 512 * 16 * 256), (8, 576, 512 * 2 * 256), (16, 320, 0)):
-        alone, shared = (
-            work(
-                f"--model-preset Moonlight-16B-A3B --seq-length {8192 * cp} --global-batch-size 1 "
-                f"--tensor-model-parallel-size {tp} --context-parallel-size {cp}",
-                tp * cp,
-            )
-            for cp in (1, 4)
-        )
+        flags = f"--model-preset Moonlight-16B-A3B --global-batch-size 1 --tensor-model-parallel-size {tp}"
+        alone = work(f"{flags} --seq-length 8192", tp)
+        shared = work(f"{flags} --seq-length 32768 --context-parallel-size 4", 4 * tp)
         assert shared.context_bytes == pytest.approx(27 * 2 * 2 * width * 3 * 8192)
         pairs = 27 * 3.5 * (4 - 1) * 8192 * 8192 * 16 * (192 + 128) / tp
         assert shared.flops - alone.flops == pytest.approx(pairs + 27 * 3 * 2 * expanded * 3 * 8192)
@@ -147,16 +142,13 @@ def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: str) -> No
     routed = f"{dense} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --expert-model-parallel-size 2"
     shared = f"{routed} --moe-shared-expert-intermediate-size 14336"
     some = f"{shared} --moe-layer-freq {'0 1 ' * 16}"
-    of = {
-        name: vars(work(flags, head=True))
-        for name, flags in {"dense": dense, "routed": routed, "shared": shared, "some": some}.items()
-    }
-    for part in of["dense"]:
-        assert of["some"][part] == pytest.approx((of["dense"][part] + of["shared"][part]) / 2)
+    of_dense, of_routed, of_shared, of_some = (vars(work(flags, head=True)) for flags in (dense, routed, shared, some))
+    for part, found in of_some.items():
+        assert found == pytest.approx((of_dense[part] + of_shared[part]) / 2)
     tokens, again = 131072 / 4 * 16, 4 if modules else 3
     mlp = 2 * 3 * 4096 * 14336 * tokens / 4 * 32
-    assert of["shared"]["flops"] - of["routed"]["flops"] == pytest.approx(again * mlp)
-    assert of["shared"]["tensor_bytes"] >= of["routed"]["tensor_bytes"]
+    assert of_shared["flops"] - of_routed["flops"] == pytest.approx(again * mlp)
+    assert of_shared["tensor_bytes"] >= of_routed["tensor_bytes"]
 
 
 @pytest.mark.parametrize(("tp", "ep", "nvlink"), [(1, 8, True), (2, 4, True), (2, 8, False), (1, 32, False)])

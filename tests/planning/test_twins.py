@@ -18,10 +18,9 @@ from tests.checkpoint.models import write_model
 from tests.conftest import VOCABULARY, SmallData
 from tests.launcher import Commands
 from tests.planning.recipe_files import Recipe, known
-from tests.runs import read_jsonl
+from tests.runs import TRAINER, read_jsonl
 from tools import twin_recipe
 
-TRAIN = "pretrain_skyladder.py"
 FAST = "token_weighting_table4_shifted_ppmi"
 SHORT = ["--context", 128, "--stride", 96]
 
@@ -109,7 +108,7 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
             scorer = ["--checkpoint", model, "--output", folder / "scores", *SHORT]
             alone.run("tools/score_tokens.py", *scorer, *flags)
     processes = yaml.safe_load((folder / "twin.yaml").read_text())["recipe"]["world_size"]
-    Commands(processes).run(TRAIN, *flags, "--save", folder / "run")
+    Commands(processes).run(TRAINER, *flags, "--save", folder / "run")
     for stage in stages:
         records = read_jsonl(folder / "run" / (stage.name or "") / "metrics.jsonl")
         schedule = stage.config.window_schedule()

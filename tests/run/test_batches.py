@@ -76,13 +76,6 @@ def evaluated(length: int, flags: str = "") -> list[PackedBatch]:
     return BatchMaker(options, ranks(), None).evaluate(lambda _: row, 0, length, LENGTH)
 
 
-def test_validation_has_its_own_document_mask() -> None:
-    """Independent of the --document-mask of training."""
-    (across,), (inside,) = evaluated(4), evaluated(4, INSIDE)
-    assert across.layout.cu_seqlens.tolist() == [0, 4, 8]
-    assert inside.layout.cu_seqlens.tolist() == [0, 3, 4, 5, 8]
-
-
 def scored(batches: list[PackedBatch]) -> list[tuple[int, int]]:
     """For each token that counts, in order: the token, and the number of tokens before it that it sees."""
     pairs: list[tuple[int, int]] = []
@@ -98,6 +91,8 @@ def test_a_sliding_evaluation_scores_each_token_once_in_its_window() -> None:
     # inside documents 012 34 567, the second window begins with document 34, the third with 567
     inside = evaluated(4, f"--eval-stride 2 {INSIDE}")
     assert scored(inside) == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 0), (6, 1), (7, 2)]
+    # and as blocks; the mask is independent of the --document-mask of training
+    assert scored(evaluated(4, INSIDE)) == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 0), (5, 0), (6, 1), (7, 2)]
     # by 1: every token but the first 4 sees as many as the window holds, which is the plain sliding perplexity
     assert scored(evaluated(4, "--eval-stride 1")) == [(t, min(t, 3)) for t in range(8)]
     # a stride beyond the window is the window: blocks, as without a stride

@@ -36,19 +36,10 @@ def test_the_losses_of_a_step_are_means() -> None:
 
 
 def finished(step: int, outcome: Outcome = Outcome.UPDATED) -> StepRecord:
-    return StepRecord(
-        step=step,
-        samples=range(8),
-        consumed_samples=8 * (step + 1),
-        window=16,
-        learning_rate=1e-3,
-        result=replace(RESULT, outcome=outcome),
-        cp_bytes=0,
-        peak_memory_bytes=1,
-        step_time_s=2.0,
-        data_wait_s=0.0,
-        save_stall_s=0.0,
-    )
+    facts: dict[str, Any] = {"step": step, "samples": range(8), "consumed_samples": 8 * (step + 1), "window": 16}
+    facts |= {"learning_rate": 1e-3, "cp_bytes": 0, "peak_memory_bytes": 1}
+    times = {"step_time_s": 2.0, "data_wait_s": 0.0, "save_stall_s": 0.0}
+    return StepRecord(**facts, **times, result=replace(RESULT, outcome=outcome))
 
 
 def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
@@ -167,9 +158,7 @@ def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | N
         (["refused", "refused", "refused"], 2),
     ],
 )
-def test_a_resumed_run_counts_the_steps_that_were_skipped_before(
-    tmp_path: Path, kinds: list[str], end: int | None
-) -> None:
+def test_a_resumed_run_counts_earlier_skips(tmp_path: Path, kinds: list[str], end: int | None) -> None:
     """Wherever it is interrupted, it ends at the same step."""
     assert ended_at(tmp_path / "whole", kinds, None) == end
     for step in range(1, len(kinds)):

@@ -10,7 +10,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -20,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])  # where Debian has the daemons
 NODES = ("n1", "n2")
-STARTUP_S = 60
+STARTUP_S, JOB_S = 60, 300  # a start of training takes 10 s on an idle machine
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 CONFIGURATION = """
 ClusterName=test
@@ -91,13 +91,11 @@ class Cluster:
                 self._start("slurmd", "-D", "-N", name)
             wait_until(lambda: self._idle_nodes() == len(NODES), STARTUP_S, self.logs)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         for daemon in reversed(self._daemons):  # the nodes before their controller, munged last
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGTERM)
@@ -130,8 +128,9 @@ class Cluster:
         shown = self.call("scontrol", "show", "--oneliner", "job", job)
         return next(word.removeprefix(f"{name}=") for word in shown.split() if word.startswith(f"{name}="))
 
-    def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED, ..."""
+    def end_of(self, job: str, explain: Callable[[], str] | None = None) -> str:
+        """Wait for the end of a job: COMPLETED, FAILED, CANCELLED, TIMEOUT or NODE_FAIL."""
+        wait_until(lambda: self.field(job, "JobState") in OVER, JOB_S, explain or self.logs)
         return self.field(job, "JobState")
 
     def logs(self) -> str:
@@ -146,14 +145,8 @@ class Cluster:
         key.chmod(0o400)
         host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
         nodes = [NODE.format(name=name, host=host, port=port) for name, port in zip(NODES, ports[1:], strict=True)]
-        text = CONFIGURATION.format(
-            host=host,
-            user=os.getuid(),
-            folder=self.folder,
-            controller_port=ports[0],
-            first_job=1 + secrets.randbelow(20_000),
-            nodes="\n".join(nodes),
-        )
+        here = {"host": host, "user": os.getuid(), "folder": self.folder, "controller_port": ports[0]}
+        text = CONFIGURATION.format(**here, first_job=1 + secrets.randbelow(20_000), nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
         # any devices do: Slurm only counts them
         devices = "/dev/null,/dev/zero,/dev/full,/dev/random"

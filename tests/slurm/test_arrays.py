@@ -1,8 +1,7 @@
 """`preprocess.sbatch` and `score.sbatch` on a real Slurm: an array makes what one process makes."""
 
-import os
+import functools
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +13,10 @@ import zarr
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import SmallData
-from tests.launcher import PYTHONPATH, ROOT, Commands
-from tests.slurm.cluster import Cluster, wait_until
-from tests.slurm.test_launch import refusal
+from tests.launcher import PYTHONPATH, Commands
+from tests.slurm.cluster import Cluster
+from tests.slurm.test_launch import launch, refusal
 
-JOB_S = 300
 SMALL = ["--cpus-per-task=1", "--time=10"]
 
 
@@ -28,10 +26,7 @@ def finish(cluster: Cluster, job: str, parts: int, folder: Path) -> None:
     def logs() -> str:
         return "\n".join(file.read_text()[-3000:] for file in sorted(folder.rglob("*.log"))) + cluster.logs()
 
-    tasks = [f"{job}_{part}" for part in range(parts)]
-    over = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
-    wait_until(lambda: all(cluster.state(task) in over for task in tasks), JOB_S, logs)
-    assert {cluster.state(task) for task in tasks} == {"COMPLETED"}, logs()
+    assert {cluster.end_of(f"{job}_{part}", logs) for part in range(parts)} == {"COMPLETED"}, logs()
 
 
 def environment(folder: Path, **settings: object) -> dict[str, str]:
@@ -73,14 +68,9 @@ def test_each_task_preprocesses_its_files(
 def test_wrong_lists_of_files_are_refused(tmp_path: Path) -> None:
     """Task 0 of preprocess.sbatch up to the srun command, which it prints."""
     files = tmp_path / "files.txt"
-    task = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "DRY_RUN": "1", "PARTS": "2"}
-    task |= {"FILES": str(files), "PREFIX": str(tmp_path / "part"), "TOKENIZER": "bytes"}
-
-    def submit(*flags: str, **more: str) -> subprocess.CompletedProcess[str]:
-        script = ["bash", "examples/slurm/preprocess.sbatch", *flags]
-        return subprocess.run(
-            script, cwd=ROOT, env=os.environ | task | more, capture_output=True, text=True, check=False
-        )
+    task = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_NTASKS": "1", "PARTS": "2", "TOKENIZER": "bytes"}
+    task |= {"FILES": str(files), "PREFIX": str(tmp_path / "part"), "script": "examples/slurm/preprocess.sbatch"}
+    submit = functools.partial(launch, tmp_path, **task)
 
     files.write_text(" \n\n")
     assert f"FILES: {files} is missing or empty, needs one input per line" in refusal(submit())

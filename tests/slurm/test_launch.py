@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import ROOT, Cluster, wait_until
+from tests.slurm.cluster import JOB_S, ROOT, Cluster, wait_until
 
 LAUNCH = "examples/slurm/launch.sh"
 PRETRAIN = "examples/slurm/pretrain.sbatch"
 FIRST_START = "[[ ! ${SLURM_RESTART_COUNT:-} ]]"
 POINTER = '"$RUN/64k/checkpoints/latest_checkpointed_iteration.txt"'  # a stage's
 SAVE = f'mkdir -p "$RUN/64k/checkpoints"; echo "${{SLURM_RESTART_COUNT:-0}}" >{POINTER}'
-JOB_S = 180
 TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def launch(tmp_path: Path, *words: str, script: str = LAUNCH, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -158,9 +156,8 @@ def test_how_jobs_end(cluster: Cluster, tmp_path: Path) -> None:
         return "\n".join(file.read_text() for file in sorted(folders[name].rglob("*.log")))
 
     for name, case in CASES.items():
-        job = jobs[name]
-        wait_until(lambda: cluster.state(job) in OVER, JOB_S, lambda: f"{name}\n{said(name)}\n{cluster.logs()}")  # noqa: B023
-        found = cluster.state(job), cluster.field(job, "ExitCode"), int(cluster.field(job, "Restarts"))
+        state = cluster.end_of(jobs[name], lambda name=name: f"{name}\n{said(name)}\n{cluster.logs()}")
+        found = state, cluster.field(jobs[name], "ExitCode"), int(cluster.field(jobs[name], "Restarts"))
         assert found == (case.state, case.code, case.restarts), f"{name}\n{said(name)}"
     assert not list(tmp_path.rglob("mark")), "a file of crashes is no program"
 
@@ -174,15 +171,14 @@ def test_one_job_per_run(cluster: Cluster, tmp_path: Path) -> None:
     first = submit(cluster, tmp_path, case, f"--output={tmp_path}/job-%j.log", "--nodes=1")
     wait_until(ready.exists, JOB_S, cluster.logs)
     second = submit(cluster, tmp_path, case, f"--output={tmp_path}/job-%j.log", "--nodes=1")
-    wait_until(lambda: cluster.state(second) in OVER, JOB_S, cluster.logs)
+    cluster.end_of(second)
     assert cluster.field(second, "ExitCode") == "2:0"
     assert f"RUN: got {tmp_path}, where job {first} still runs, needs" in log(second)
     assert [file.name for file in tmp_path.glob("*.job")] == [f"slurm-{first}.job"]
     cluster.call("scancel", "--signal=KILL", "--full", first)  # the batch shell too: its mark stays
-    wait_until(lambda: cluster.state(first) in OVER, JOB_S, cluster.logs)
+    cluster.end_of(first)
     third = submit(cluster, tmp_path, Case("exit 0", "COMPLETED", "0:0", 0), f"--output={tmp_path}/job-%j.log")
-    wait_until(lambda: cluster.state(third) in OVER, JOB_S, cluster.logs)
-    assert cluster.state(third) == "COMPLETED", log(third)
+    assert cluster.end_of(third) == "COMPLETED", log(third)
     assert not list(tmp_path.glob("*.job"))
 
 
@@ -192,9 +188,7 @@ def test_a_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) 
     last = f"[[ $SLURM_ARRAY_TASK_ID == 2 ]] && {FIRST_START} && exit 85; exit 0"
     array = submit(cluster, tmp_path, Case(last, "COMPLETED", "0:0", 1, {"RUN": ""}), "--array=0-2", "--nodes=1")
     tasks = [f"{array}_{number}" for number in range(3)]
-    for task in tasks:
-        wait_until(lambda: cluster.state(task) in OVER, JOB_S, cluster.logs)  # noqa: B023
-    assert [cluster.state(task) for task in tasks] == ["COMPLETED"] * 3
+    assert [cluster.end_of(task) for task in tasks] == ["COMPLETED"] * 3
     assert [cluster.field(task, "Restarts") for task in tasks] == ["0", "0", "1"]
     assert cluster.field(tasks[2], "JobId") == array
     assert {file.name.split("-node")[0] for file in (tmp_path / "logs").glob("*.log")} == set(tasks)

@@ -8,25 +8,19 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.checkpoint.folders import saved_steps
 from tests.conftest import SmallData
 from tests.launcher import PYTHONPATH
 from tests.runs import read_jsonl, without_times
-from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.cluster import JOB_S, Cluster, wait_until
 
 pytestmark = pytest.mark.timeout(1800)  # generous: each wait below fails by itself, with the logs
 STEPS = 24
-JOB_S = 300  # a start takes 10 s on an idle machine
-POINTER = "checkpoints/latest_checkpointed_iteration.txt"
 SMALL = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10"]
 
 
 class Job:
-    """A submitted run of the CPU twin.
-
-    Attributes:
-        run: its run folder.
-        number: Slurm's.
-    """
+    """A submitted run of the CPU twin in the folder `run`; `number` is Slurm's."""
 
     def __init__(self, cluster: Cluster, data: SmallData, run: Path) -> None:
         self.cluster, self.run, self.output = cluster, run, run.with_name(f"{run.name}.log")
@@ -42,19 +36,13 @@ class Job:
 
     @property
     def saved(self) -> int:
-        pointer = self.run / POINTER
-        return int(pointer.read_text()) if pointer.exists() else 0
+        return max(saved_steps(self.run), default=0)
 
     def wait_for_steps(self, steps: int) -> None:
         wait_until(lambda: len(self.metrics) >= steps, JOB_S, self.logs, every=0.02)
 
-    def wait_for(self, *states: str) -> str:
-        """The state of the job as soon as it is one of these; fails where it ends in another."""
-        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", *states}
-        wait_until(lambda: self.cluster.state(self.number) in over, JOB_S, self.logs)
-        state = self.cluster.state(self.number)
-        assert state in states, f"{state}\n{self.logs()}"
-        return state
+    def ends(self, state: str) -> None:
+        assert self.cluster.end_of(self.number, self.logs) == state, self.logs()
 
     def log(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
@@ -68,7 +56,7 @@ class Job:
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Job:
     job = Job(cluster, small_data, tmp_path_factory.mktemp("whole") / "run")
-    job.wait_for("COMPLETED")
+    job.ends("COMPLETED")
     assert [record["step"] for record in job.metrics] == list(range(STEPS))
     return job
 
@@ -90,7 +78,7 @@ def test_warned_saved_requeued(
     wait_until(lambda: cluster.field(job.number, "Restarts") == "1", JOB_S, job.logs)
     stopped = job.saved
     assert 3 <= stopped < STEPS, job.logs()
-    job.wait_for("COMPLETED")
+    job.ends("COMPLETED")
     assert_same_trace(job, whole)
     assert f"exit status 85 after start 1, newest checkpoint {stopped}: requeued" in job.log()
     logs = sorted((tmp_path / "run" / "logs").glob(f"{job.number}-node*.log"))
@@ -104,7 +92,7 @@ def test_cancelled_is_saved_but_not_requeued(cluster: Cluster, small_data: Small
     job.wait_for_steps(3)
     cluster.call("scancel", job.number)
     wait_until(lambda: "not requeued" in job.log(), JOB_S, job.logs)
-    job.wait_for("CANCELLED")
+    job.ends("CANCELLED")
     assert 3 <= job.saved < STEPS
     assert json.loads((job.run / "stopped.json").read_text())["exit_code"] == 85
     assert cluster.field(job.number, "Restarts") == "0"
@@ -114,11 +102,10 @@ def test_cancelled_is_saved_but_not_requeued(cluster: Cluster, small_data: Small
 def test_preempted_saved_requeued(cluster: Cluster, small_data: SmallData, whole: Job, tmp_path: Path) -> None:
     job = Job(cluster, small_data, tmp_path / "run")
     job.wait_for_steps(3)
-    urgent = cluster.submit(
-        "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent.log", "--wrap=sleep 5"
-    )
+    high = ["--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent.log"]
+    urgent = cluster.submit(*high, "--wrap=sleep 5")
     wait_until(lambda: cluster.field(job.number, "Restarts") == "1", JOB_S, job.logs)
     assert 3 <= job.saved < STEPS
-    job.wait_for("COMPLETED")
-    assert cluster.state(urgent) == "COMPLETED"
+    job.ends("COMPLETED")
+    assert cluster.end_of(urgent) == "COMPLETED"
     assert_same_trace(job, whole)

@@ -15,7 +15,7 @@ from tests.chats import END, PLAIN, put_tokenizer, put_wide_tokenizer
 from tests.checkpoint.models import EACH, write_model
 from tests.evaluation.plain import greedy_texts
 from tests.launcher import Commands
-from tests.runs import read_jsonl, refusal
+from tests.runs import read_jsonl, refusal, refused
 
 TOOL = "tools/generate.py"
 PROMPTS = ["Once upon a time", "The", "Lily and Tom went to the park to see", "A dog", "One day, the sun"]
@@ -45,15 +45,12 @@ def test_greedy_text_is_that_of_transformers(alone: Commands, tmp_path: Path, ar
 def test_two_processes_write_what_one_writes(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
     """Drawn texts in other batches; experts."""
     tensor, context = ["--tensor-model-parallel-size", 2], ["--context-parallel-size", 2]
+    pipeline, expert = ["--pipeline-model-parallel-size", 2], ["--expert-model-parallel-size", 2]
     drawn = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.95, "--max-new-tokens", 40]
     experts = write_model(tmp_path / "model", "mixtral", num_local_experts=4)
     for model, options, layouts in (
         (stories_model, drawn, ([], [*tensor, "--sequence-parallel"], context)),
-        (
-            experts,
-            ["--tokenizer", "bytes", "--max-new-tokens", 8],
-            (tensor, ["--pipeline-model-parallel-size", 2], [*context, "--expert-model-parallel-size", 2]),
-        ),
+        (experts, ["--tokenizer", "bytes", "--max-new-tokens", 8], (tensor, pipeline, [*context, *expert])),
     ):
         flags = [*options, "--prompt", *PROMPTS]
         one = written(alone, model, tmp_path / "one.jsonl", *flags, "--batch-size", 5)
@@ -89,7 +86,7 @@ def test_ids_without_a_row_are_refused_only_in_a_text(alone: Commands, tmp_path:
     tokenizer, run, file = put_wide_tokenizer(tmp_path / "wide"), tmp_path / "run", tmp_path / "text.txt"
     alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", model, "--output", run)
     data = ["--output-prefix", tmp_path / "data", "--tokenizer-model", tokenizer, "--overwrite"]
-    for text, refused in (("the window grows " * 9, False), ("the <tool> window " * 9, True)):
+    for text, wrong in (("the window grows " * 9, False), ("the <tool> window " * 9, True)):
         file.write_text(text)
         alone.run("tools/preprocess_data.py", "--input", file, *data)
         train = ["--seq-length", 16, "--train-iters", 1, "--split", "100,0,0", "--eval-interval", 0]
@@ -102,7 +99,7 @@ def test_ids_without_a_row_are_refused_only_in_a_text(alone: Commands, tmp_path:
         }[tool]
         given = "--tokenizer-model" if tool == "train" else "--tokenizer"
         (done,) = alone.attempt(*command, given, tokenizer)
-        if refused:
+        if wrong:
             assert "token id 258" in refusal(done)
         else:
             assert done.status == 0, done.stderr
@@ -129,5 +126,5 @@ def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:
 def test_angles_that_follow_the_text_are_refused_beyond_their_length(alone: Commands, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama-dynamic", max_position_embeddings=32)
     options = [model, "--tokenizer", "bytes", "--prompt", "a" * 20, "--max-new-tokens"]
-    assert "got up to 33 tokens" in refusal(alone.attempt(TOOL, *options, 13)[0])
-    assert alone.attempt(TOOL, *options, 12)[0].status == 0
+    assert "got up to 33 tokens" in refused(alone, TOOL, *options, 13)
+    alone.run(TOOL, *options, 12)

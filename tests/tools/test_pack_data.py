@@ -15,9 +15,9 @@ from megatron_ext.token_weighting.gain import document_gains
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.conftest import SmallData
 from tests.launcher import Commands
-from tests.runs import CONFIG, read_jsonl, refusal
+from tests.runs import CONFIG, TRAINER, read_jsonl, refused
 
-SCRIPT, TOOL = "pretrain_skyladder.py", "tools/pack_data.py"
+TOOL = "tools/pack_data.py"
 
 
 def copied(data: SmallData, folder: Path) -> list[object]:
@@ -30,15 +30,13 @@ def copied(data: SmallData, folder: Path) -> list[object]:
 
 def test_a_run_reads_the_plan_that_its_flags_made(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     flags = [*copied(small_data, tmp_path), "--packing", "best_fit"]
-    (missing,) = alone.attempt(SCRIPT, *CONFIG, *flags)
-    assert "has no best_fit plan for seq_length 128" in refusal(missing)
+    assert "has no best_fit plan for seq_length 128" in refused(alone, TRAINER, *CONFIG, *flags)
     (first,) = alone.run(TOOL, *flags)
     (line,) = [line for line in first.stdout.splitlines() if line.startswith("best_fit")]
     assert line.split()[1] == "100.0%"
-    alone.run(SCRIPT, *CONFIG, *flags, "--save", tmp_path / "run")
+    alone.run(TRAINER, *CONFIG, *flags, "--save", tmp_path / "run")
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
-    (other,) = alone.attempt(SCRIPT, *CONFIG, *flags, "--seed", 77)
-    assert other.status == 2
+    assert "has no best_fit plan" in refused(alone, TRAINER, *CONFIG, *flags, "--seed", 77)
     # it is made once, and again where it is damaged
     (pieces,) = (tmp_path / "corpus.packing").glob("*/pieces.npy")
     whole, made = pieces.read_bytes(), pieces.stat().st_ino
@@ -90,10 +88,10 @@ def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData
     assert (record["kept"], record["with_scores"]) == (len(wanted), np.isfinite(gains).sum())
     assert (record["least_gain"], record["short"]["short_context"]) == (gains[wanted].min(), 16)
     option = ["--packing-options", "filter_by_gain=0.3"]
-    alone.run(SCRIPT, *CONFIG, *flags, *option, "--save", tmp_path / "run")
+    alone.run(TRAINER, *CONFIG, *flags, *option, "--save", tmp_path / "run")
     both[0].rename(tmp_path / "before")
     write_store("short", 8, losses[0, ::-1])
-    assert "was made with other scores" in refusal(alone.attempt(TOOL, *flags, "--filter-by-gain", 0.3, *both)[0])
+    assert "was made with other scores" in refused(alone, TOOL, *flags, "--filter-by-gain", 0.3, *both)
     folder.rename(tmp_path / "away")
     for wrong, text in (
         ([*flags, "--filter-by-gain", 1.5, *both], "filter_by_gain"),
@@ -104,4 +102,4 @@ def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData
         ([*copied(small_data, tmp_path), "--filter-by-gain", 0.3, *both], "which needs no plan"),
         ([*flags, *option], "filter_by_gain: needs scores"),
     ):
-        assert text in refusal(alone.attempt(TOOL, *wrong)[0])
+        assert text in refused(alone, TOOL, *wrong)
