@@ -1,37 +1,27 @@
-"""Functions called in children of a server that has imported the mock of CUDA, torch and Megatron (mock.py)."""
+"""Run a function of this file in a process with the mock of CUDA: python mocked.py FUNCTION; it prints JSON."""
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.rehearsal.process import Request, run
-
-TINY = """--vocab-size 1000 --data-path nowhere --hidden-size 64 --ffn-hidden-size 192 --num-layers 2 --train-iters 10
-    --num-attention-heads 4 --num-query-groups 2 --seq-length 256 --loss-block-tokens 64 --global-batch-size 2 --bf16"""
-
-
-def mocked(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function of this file returns in a child of its own; what it raises is raised here."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.rehearsal.mock"])
-    with ProcessPoolExecutor(1, context) as child:
-        return child.submit(function, *args).result()
+TINY = (
+    "--vocab-size 1000 --data-path nowhere --hidden-size 64 --ffn-hidden-size 192 --num-layers 2 "
+    "--num-attention-heads 4 --num-query-groups 2 --seq-length 256 --global-batch-size 2 "
+    "--loss-block-tokens 64 --train-iters 10 --bf16"
+)
 
 
-def in_child(request: Request) -> Any:
-    """Return what `process.in_process` does."""
-    return mocked(rehearsed, request)
-
-
-def rehearsed(request: Request) -> Any:
-    with tempfile.NamedTemporaryFile() as found:
-        run(request, found.name)
-        return json.load(found)
+def mocked(function: str, *words: str) -> Any:
+    """Return what the function of this file returns in a process of its own."""
+    command = [sys.executable, __file__, function, *words]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def waits() -> Any:
@@ -44,7 +34,6 @@ def waits() -> Any:
 
     from megatron_ext.rehearsal.meter import Meter
 
-    os.environ.update(RANK="0", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     dist.init_process_group()
     row = dist.new_group([0, 1])
     meter = Meter("cuda", (2, 1, 2, 1))
@@ -108,7 +97,25 @@ def composed() -> Any:
 def fault() -> Any:
     """Leave the rotary angles on the CPU, as a forgotten .to(device) would; return the step's fault."""
     from megatron_ext import rope
+    from megatron_ext.rehearsal.process import Request, run
 
     angles = rope.angles
     rope.angles = lambda *args: angles(*args).cpu()
-    return rehearsed(Request(TINY.split(), 1, 0, [64], "drawn"))["steps"][0]["fault"]
+    with tempfile.NamedTemporaryFile() as found:
+        run(Request(TINY.split(), 1, 0, [64], "drawn"), found.name)
+        return json.load(found)["steps"][0]["fault"]
+
+
+if __name__ == "__main__":
+    from megatron_ext.rehearsal.process import load_mock
+
+    load_mock()
+    warnings.simplefilter("ignore")
+    if sys.argv[1] == "fault":
+        print(json.dumps(fault()))
+        sys.exit()
+    from megatron_ext.rehearsal import cuda_mock
+
+    os.environ.update(RANK="0", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    cuda_mock.install()
+    print(json.dumps(waits()))

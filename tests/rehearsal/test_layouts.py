@@ -10,7 +10,7 @@ from megatron_ext.planning.memory import stage_memory
 from megatron_ext.rehearsal.process import Request
 from tests.conftest import slow_but
 from tests.planning.fullest import fullest_rank, fullest_stage
-from tests.rehearsal.mocked import in_child
+from tests.rehearsal.server import in_child
 
 SHAPE = (
     "--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --num-query-groups 4 --num-layers 2 "
@@ -19,8 +19,6 @@ SHAPE = (
 STATIC = ("weights", "gradients", "optimizer")
 PHI = "--block phi --num-query-groups 32 --rotary-percent 0.5 --ffn-hidden-size 8192"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
-TENSOR_OF_8 = "--tensor-model-parallel-size 8 --context-parallel-size 2 --cp-scheme exchange"
-PIPELINE, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-layers-per-virtual-pipeline-stage"
 CONTEXT = "--context-parallel-size 4 --cp-scheme"
 AGAIN = "--recompute-granularity selective --recompute-modules"
 ON_HOST = "--recompute-granularity full --offload-layer-inputs"
@@ -32,12 +30,12 @@ SHARED += " --moe-shared-expert-intermediate-size 1536"
 LATENT = "--multi-latent-attention --num-attention-heads 16 --num-query-groups 16 --attention-backend torch_varlen"
 QUICK = "experts of 2"
 LAYOUTS = {  # flags, processes, micro-batches
-    "interleaved": (f"--num-layers 4 {PIPELINE} {VIRTUAL} 1", 2, 4),
+    "interleaved": ("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2, 4),
     "exchange": (f"{CONTEXT} exchange", 4, 1),
     "experts of 2": (EP2, 2, 2),
     "all modules again": (f"{AGAIN} core_attn layernorm mlp", 1, 2),
     "alone": ("", 1, 2),
-    "pipeline of 2": (PIPELINE, 2, 4),
+    "pipeline of 2": ("--pipeline-model-parallel-size 2", 2, 4),
     "tensor, sequence": (TENSOR, 2, 1),
     "ulysses": (f"{CONTEXT} ulysses", 4, 1),
     "full": ("--recompute-granularity full", 1, 2),
@@ -47,7 +45,11 @@ LAYOUTS = {  # flags, processes, micro-batches
     "mlp in blocks": ("--mlp-block-tokens 1024", 1, 2),
     "mlp in blocks, sequence": (f"--mlp-block-tokens 1024 {AGAIN} layernorm {TENSOR}", 2, 2),
     "inputs on the host": (f"--num-layers 6 {ON_HOST}", 1, 2),
-    "inputs on the host, interleaved": (f"--num-layers 16 {PIPELINE} {VIRTUAL} 4 {ON_HOST}", 2, 4),
+    "inputs on the host, interleaved": (
+        f"--num-layers 16 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 {ON_HOST}",
+        2,
+        4,
+    ),
     "no angles": ("--no-rope-freq 1", 1, 1),
     "no angles, as many key heads": ("--no-rope-freq 1 --num-query-groups 32", 1, 1),
     "Phi": (PHI, 1, 1),
@@ -57,17 +59,25 @@ LAYOUTS = {  # flags, processes, micro-batches
     "latent attention, of queries too, core_attn": (f"{LATENT} --q-lora-rank 1024 {AGAIN} core_attn", 1, 2),
     "latent attention, tensor, sequence": (f"{LATENT} {TENSOR}", 2, 1),
     "latent attention, exchange": (f"{LATENT} {CONTEXT} exchange", 4, 1),
-    "latent attention, tensor of 8, exchange of keys": (f"{LATENT} {TENSOR_OF_8} --kv-lora-rank 1024", 16, 1),
+    "latent attention, tensor of 8, exchange of keys": (
+        f"{LATENT} --tensor-model-parallel-size 8 --context-parallel-size 2 --cp-scheme exchange --kv-lora-rank 1024",
+        16,
+        1,
+    ),
     "latent attention, ulysses": (f"{LATENT} {CONTEXT} ulysses", 4, 1),
     "Olmo 3": ("--block olmo3", 1, 1),
     "Olmo 3, tensor, sequence": (f"--block olmo3 --num-query-groups 32 {TENSOR}", 2, 1),
-    "experts, pipeline of 2": (f"{EXPERTS} {PIPELINE}", 2, 4),
+    "experts, pipeline of 2": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2, 4),
     "experts of 2, tensor, sequence": (f"{EP2} {TENSOR}", 4, 1),
     "experts of 16": (f"{EXPERTS} --expert-model-parallel-size 16", 16, 1),
     "shared experts of 2, tensor, sequence": (f"{SHARED} --expert-model-parallel-size 2 {TENSOR}", 4, 1),
     "shared experts, mlp": (f"{SHARED} {AGAIN} mlp", 1, 2),
     "a layer without experts": (f"{SHARED} --moe-layer-freq 0 1", 1, 2),
-    "a stage without experts": (f"{SHARED} --num-layers 4 --moe-layer-freq 0 0 1 1 {PIPELINE}", 2, 4),
+    "a stage without experts": (
+        f"{SHARED} --num-layers 4 --moe-layer-freq 0 0 1 1 --pipeline-model-parallel-size 2",
+        2,
+        4,
+    ),
     "offloaded": (f"{OFFLOAD} 1", 2, 1),
 }
 

@@ -18,14 +18,16 @@ from megatron_ext.planning.memory import attention_shapes, stage_memory
 from megatron_ext.planning.step_time import Machine, read_speeds
 from megatron_ext.rehearsal.process import Request
 from tests.conftest import slow_but
-from tests.launcher import ROOT, Commands, free_port
+from tests.launcher import Commands, free_port
 from tests.planning.fullest import fullest_rank, fullest_stage
 from tests.planning.rank_work import rank_work
 from tests.planning.recipe_files import Recipe, known
-from tests.rehearsal.mocked import TINY, fault, in_child, mocked, waits
-from tests.runs import refused
+from tests.rehearsal.mocked import TINY, mocked
+from tests.rehearsal.server import in_child
+from tools.rehearse import main as rehearse
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 # options of the model that set a number, and no shape
 _NUMBERS = ("model_preset", "norm_epsilon", "rope_", "rotary_base", "init_", "query_pre_attn_scalar")
 
@@ -46,8 +48,10 @@ def shape_of(case: Case) -> str:
     config = case.config
     sizes = case.world_size, case.vocab_size, config.data.seq_length * config.data.micro_batch_size
     model = {name: value for name, value in vars(config.model).items() if not name.startswith(_NUMBERS)}
-    every = attention_shapes(config, config.window_schedule().end)
-    kernels = [[(shapes.scheme, len(shapes.calls)) for shapes in of_kinds] for of_kinds in every]
+    kernels = [
+        [(shapes.scheme, len(shapes.calls)) for shapes in of_kinds]
+        for of_kinds in attention_shapes(config, config.window_schedule().end)
+    ]
     weighting = config.weighting.token_weighting, config.weighting.short_context, config.weighting.short_stride
     return repr((sizes, model, config.parallel, kernels, config.mask_options().window_mask, weighting))
 
@@ -68,15 +72,21 @@ def case_of(name: str) -> Case:
 
 QUICK = "skyladder_120m_8k"
 LARGEST_DIFFERENCE = 0.05
-TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 
 
-OPTIONS = ["--bf16", "--recompute-granularity full", "--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias"]
-OPTIONS += ["--bf16 --recompute-granularity selective --recompute-modules layernorm"]
-OPTIONS += ["--bf16 --qk-layernorm --kv-channels 24"]
-
-
-@pytest.mark.parametrize("flags", slow_but(["--bf16"], OPTIONS))
+@pytest.mark.parametrize(
+    "flags",
+    slow_but(
+        ["--bf16"],
+        [
+            "--bf16",
+            "--recompute-granularity full",
+            "--bf16 --recompute-granularity selective --recompute-modules layernorm",
+            "--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias",
+            "--bf16 --qk-layernorm --kv-channels 24",
+        ],
+    ),
+)
 def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) -> None:
     """Bytes of every part at the peak and FLOPs of every operator, to the last one, on fake CUDA and on a real CPU."""
     words = [*TINY.removesuffix(" --bf16").split(), *flags.split(), "--attention-backend", "reference"]
@@ -132,8 +142,9 @@ def steps(folder: Path, device: str, words: list[str], processes: int) -> list[d
         argv = [*words, "--device", device]
         request = json.dumps(asdict(Request(argv, processes, rank, [64], "drawn", fake=device == "cuda")))
         command = [sys.executable, str(HERE / "same_kernels.py"), request, str(folder / f"{device}{rank}found")]
-        place = os.environ | {"MASTER_PORT": port}
-        running.append(subprocess.Popen(command, cwd=ROOT, env=place, stderr=subprocess.PIPE))
+        running.append(
+            subprocess.Popen(command, cwd=ROOT, env=os.environ | {"MASTER_PORT": port}, stderr=subprocess.PIPE)
+        )
         if device == "cuda":
             running[-1].wait()
     for rank, process in enumerate(running):
@@ -148,14 +159,14 @@ def steps(folder: Path, device: str, words: list[str], processes: int) -> list[d
 
 
 def test_planted_waits_are_found_with_their_lines() -> None:
-    found = mocked(waits)
+    found = mocked("waits")
     file = "megatron_ext/planted.py"
     assert found["waits"] == [
-        (f"a copy to the host, {file}:11", 1),
-        (f"a copy to the host, {file}:7", 1),
-        (f"a number, {file}:3", 1),
-        (f"a number, {file}:5", 1),
-        (f"the shape of nonzero, {file}:9", 1),
+        [f"a copy to the host, {file}:11", 1],
+        [f"a copy to the host, {file}:7", 1],
+        [f"a number, {file}:3", 1],
+        [f"a number, {file}:5", 1],
+        [f"the shape of nonzero, {file}:9", 1],
     ]
     assert found["values"] == [5, [4, 6]]  # of what was copied to the device, and of what became of it
     # of 8 fp32 numbers: all-reduced among 4; half of them, gathered, scattered, and 4 of 6 rows among 2
@@ -164,9 +175,9 @@ def test_planted_waits_are_found_with_their_lines() -> None:
 
 
 def test_a_planted_fault_is_told_with_its_line() -> None:
-    found = mocked(fault)
-    assert "device" in found["error"]
-    assert found["line"].startswith("megatron_ext/engine/compat.py:")
+    fault = mocked("fault")
+    assert "device" in fault["error"]
+    assert fault["line"].startswith("megatron_ext/engine/compat.py:")
 
 
 def within(case: Case) -> None:
@@ -209,9 +220,10 @@ def test_many_short_segments() -> None:
 
 
 def test_the_command(alone: Commands, tmp_path: Path) -> None:
-    flags = [*TINY.split(), *TP2_PP2.split()]
+    flags = [*TINY.split(), "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     words = ["--world-size", "4", "--windows", "32,full", "--json", str(tmp_path / "found.json"), *flags]
-    (done,) = alone.run("tools/rehearse.py", *words)
+    (done,) = alone.attempt("tools/rehearse.py", *words)
+    assert done.status == 0, done.stderr + done.stdout
     first, last = json.loads((tmp_path / "found.json").read_text())
     assert (first["rank"], first["place"]) == (0, "TP 0 PP 0 CP 0 DP 0")
     assert (last["rank"], last["place"]) == (2, "TP 0 PP 1 CP 0 DP 0")
@@ -229,13 +241,26 @@ def test_the_command(alone: Commands, tmp_path: Path) -> None:
         ([], {"CXX": "false"}, "compiler: /usr/bin/false cannot build cuda_mock.cpp"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rehearsed(tmp_path: Path, words: list[str], environment: dict[str, str], said: str) -> None:
-    commands = Commands(environment={"XDG_CACHE_HOME": str(tmp_path), **environment})
+def test_what_cannot_be_rehearsed_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
     flags = TINY.replace("batch-size 2", "batch-size 4").split()
-    assert refused(commands, "tools/rehearse.py", "--world-size", 4, *words, *flags).startswith(said)
+    assert rehearse(["--world-size", "4", *words, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
 
 
-@pytest.mark.parametrize("flags", slow_but([""], ["", TP2_PP2]))
+@pytest.mark.parametrize(
+    "flags",
+    ["", pytest.param("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", marks=pytest.mark.slow)],
+)
 def test_micro_batches_that_are_not_run_count_like_those_that_are(flags: str) -> None:
     """FLOPs, bytes and memory of nine micro-batches, of which few are run, continue those of fewer, all of them run.
 
