@@ -111,7 +111,7 @@ def refusal(done: Done) -> str:
     return line.removeprefix("error: ")
 
 
-def refused(commands: Commands, script: str, *flags: object) -> str:
+def refused_command(commands: Commands, script: str, *flags: object) -> str:
     """The one line with which a command of one process refused its input."""
     return refusal(commands.attempt(script, *flags)[0])
 

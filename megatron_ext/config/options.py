@@ -541,8 +541,7 @@ class LoggingConfig(_Section):
 
     tensorboard: bool = _option(True, "write TensorBoard events")
     wandb_project: str | None = _option(None, "log to this Weights & Biases project", "NAME")
-    wandb_exp_name: str | None = _option(None, "name of the Weights & Biases or MLflow run", "NAME")
-    mlflow_experiment: str | None = _option(None, "log to this MLflow experiment", "NAME")
+    wandb_exp_name: str | None = _option(None, "name of the Weights & Biases run", "NAME")
     log_interval: PositiveInt = _option(10, "at most this many steps between two progress lines in a log file")
     attention_health_interval: NonNegativeInt = _option(0, "steps between measurements of attention; 0: none")
     attention_health_queries: PositiveInt = _option(64, "queries of a step's first micro-batch that are measured")

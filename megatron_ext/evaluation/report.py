@@ -111,7 +111,7 @@ def markdown(record: Record) -> str:
     if by_position:
         parts += [
             "## Loss by position",
-            "Of the tokens that see at least so many tokens, themselves included, and fewer than twice as many.",
+            "The mean over tokens that see at least so many tokens, themselves included, and fewer than twice as many.",
             pivot(by_position, ("model", "length"), ("position",)),
         ]
     if record["differences"]:

@@ -1,4 +1,4 @@
-"""Write and read a run's records, and send their numbers to TensorBoard, W&B and MLflow, the views.
+"""Write and read a run's records, and send their numbers to TensorBoard and W&B, the views.
 
     metrics.jsonl       each step
     evaluation.jsonl    each validation, and each run of lm-eval
@@ -8,14 +8,12 @@
 One line is one JSON object with an integer `step`. JSON has no NaN and no infinity, so non-finite numbers are written
 as `null` (the views get the number itself). Only rank 0 writes.
 
-All views get the same numbers under the same names: `train/<key>` and `validation/<key>`. A name can contain a
-dataset's name, which is arbitrary text (`train/source_rows/<source>`); it is changed if MLflow would not accept it.
+All views get the same numbers under the same names: `train/<key>` and `validation/<key>`.
 """
 
 import datetime
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -133,11 +131,9 @@ class MetricsWriter:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         # first: a package may be missing
-        self._views: list[Wandb | Mlflow | TensorBoard] = []
+        self._views: list[Wandb | TensorBoard] = []
         if logging.wandb_project is not None:
             self._views.append(Wandb(self.folder, logging, config, resume_step))
-        if logging.mlflow_experiment is not None:
-            self._views.append(Mlflow(self.folder, logging, config, resume_step))
         if logging.tensorboard:
             self._views.append(TensorBoard(self.folder, config, resume_step))
         metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
@@ -219,34 +215,9 @@ class Wandb:
         self._run.finish()
 
 
-class Mlflow:
-    """Logs to an MLflow run; its id is kept in RUN/mlflow_id.txt. MLflow reads MLFLOW_TRACKING_URI itself."""
-
-    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
-        self._mlflow, id_file = optional_module("mlflow_experiment", "mlflow"), folder / "mlflow_id.txt"
-        known = _known_run(id_file, resume_step)
-        self._mlflow.set_experiment(logging.mlflow_experiment)
-        run = self._mlflow.start_run(run_id=known, run_name=logging.wandb_exp_name)
-        id_file.write_text(run.info.run_id + "\n")
-        if known is None:
-            self._mlflow.log_dict(config, "config.yaml")
-
-    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({mlflow_name(name): value for name, value in scalars.items()}, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
 def _known_run(id_file: Path, resume_step: int) -> str | None:
     """Return the id of the view's run that a resumed run continues."""
     return id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
-
-
-def mlflow_name(name: str) -> str:
-    """Return a name that MLflow accepts: letters, digits, `_-. :` and slashes; no part empty, `.` or `..`."""
-    parts = [re.sub(r"[^a-zA-Z0-9_\-. :]", "_", part) for part in name.split("/")]
-    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:250]
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from megatron_ext.checkpoint.manifest import Manifest
 from pretrain_skyladder import main
 from tests.conftest import SmallData
 from tests.launcher import Commands, call
-from tests.runs import CONFIG, TRAINER, read_jsonl, refused, without_times
+from tests.runs import CONFIG, TRAINER, read_jsonl, refused_command, without_times
 
 Spoil = Callable[[Path], None]
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
@@ -90,7 +90,7 @@ def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run:
         return [(file, file.stat().st_mtime_ns) for file in found]
 
     before = files()
-    line = refused(alone, TRAINER, *flags(small_data, run, 6, "--load", run))
+    line = refused_command(alone, TRAINER, *flags(small_data, run, 6, "--load", run))
     assert line.startswith(f"load: {path} ")
     assert line.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
     assert files() == before
@@ -100,9 +100,9 @@ def test_damaged_weights(alone: Commands, small_data: SmallData, run: Path, tmp_
     """Where weights alone are taken, no flag takes the checkpoint before: it has to be named."""
     path = run / "checkpoints" / NEWEST / TENSORS
     flipped_at(0.5)(path)
-    line = refused(alone, TRAINER, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
+    line = refused_command(alone, TRAINER, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
     export = ("megatron-to-hf", "--input", run, "--output", tmp_path / "export", "--tokenizer", "none")
-    for said in (line, refused(alone, "tools/convert_checkpoint.py", *export)):
+    for said in (line, refused_command(alone, "tools/convert_checkpoint.py", *export)):
         assert said.startswith(f"load: {path} ")
         assert said.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
     alone.run(TRAINER, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
@@ -127,7 +127,7 @@ def test_without_verification_sizes_are_still_checked(alone: Commands, small_dat
     truncated(path)
     shutil.rmtree(run / "checkpoints" / "iter_0000005")
     (run / "checkpoints" / POINTER).write_text("4")
-    assert refused(alone, TRAINER, *argv).startswith(f"load: {path} is damaged: ")
+    assert refused_command(alone, TRAINER, *argv).startswith(f"load: {path} is damaged: ")
 
 
 def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, small_data: SmallData, run: Path) -> None:
@@ -137,6 +137,6 @@ def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, sm
     data = manifest.config["data"] | {"tokenizer_model": "nowhere"}
     replace(manifest, config=manifest.config | {"data": data}).write(folder)
     again = flags(small_data, run, 5, "--load", run, "--override", "tokenizer_model", "--vocab-size")
-    said = refused(alone, TRAINER, *again, 2048)
+    said = refused_command(alone, TRAINER, *again, 2048)
     assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in said
     alone.run(TRAINER, *again, 1024)

@@ -13,7 +13,7 @@ from tests.checkpoint.models import write_model
 from tests.conftest import SmallData
 from tests.faults.test_kills import assert_complete
 from tests.launcher import Commands
-from tests.runs import CONFIG, TRAINER, refusal, refused, series
+from tests.runs import CONFIG, TRAINER, refusal, refused_command, series
 
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 3, "--lr-warmup-iters", 1, "--save-interval", 1]
 
@@ -33,7 +33,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("saving", [(), ("--async-save",)], ids=["sync", "async"])
 def test_a_full_disk(alone: Commands, small_data: SmallData, small_disk: Path, saving: tuple[str, ...]) -> None:
     run = small_disk / "run"
-    line = refused(alone, TRAINER, *COMMON, *small_data.flags, "--save", run, *saving)
+    line = refused_command(alone, TRAINER, *COMMON, *small_data.flags, "--save", run, *saving)
     assert "No space left on device" in line
     assert "so the checkpoint of step 2 was not written" in line
     assert f"{run / 'checkpoints' / 'iter_0000001'} is the newest complete one; make room and start again" in line
@@ -54,7 +54,7 @@ def test_a_disk_too_full_for_metrics(alone: Commands, small_data: SmallData, sma
     alone.run(TRAINER, *common, "--train-iters", 2)
     free = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize - 8_192))
-    said = refused(alone, TRAINER, *common, "--load", run, "--train-iters", 600)
+    said = refused_command(alone, TRAINER, *common, "--load", run, "--train-iters", 600)
     assert f"{run}/metrics.jsonl: No space left on device" in said
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     alone.run(TRAINER, *common, "--load", run, "--train-iters", 4)
@@ -66,13 +66,13 @@ def test_an_export_onto_a_full_disk(alone: Commands, small_disk: Path, tmp_path:
     wide = {"vocab_size": 8000, "hidden_size": 320, "head_dim": 8}  # 23 MB
     hf_to_megatron(write_model(tmp_path / "model", "llama", **wide), run)
     export = ("megatron-to-hf", "--input", run, "--output", output, "--tokenizer", "none")
-    assert "No space left on device" in refused(alone, "tools/convert_checkpoint.py", *export)
+    assert "No space left on device" in refused_command(alone, "tools/convert_checkpoint.py", *export)
     assert not list(small_disk.iterdir())
 
 
 def test_a_read_only_disk(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    line = refused(alone, TRAINER, *COMMON, *small_data.flags, "--save", small_disk / "run")
+    line = refused_command(alone, TRAINER, *COMMON, *small_data.flags, "--save", small_disk / "run")
     assert line.startswith(f"save: {small_disk / 'run'} cannot be written (Read-only file system)")
 
 

@@ -7,7 +7,7 @@ from megatron_ext.checkpoint.folders import saved_steps
 from tests.conftest import SmallData
 from tests.faults.test_kills import assert_complete
 from tests.launcher import Commands
-from tests.runs import CONFIG, TRAINER, refused, series
+from tests.runs import CONFIG, TRAINER, refused_command, series
 
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 8, "--window-start", 7]
 
@@ -65,7 +65,7 @@ def test_other_contents_under_the_same_name(alone: Commands, small_data: SmallDa
     tokens = bytearray((tmp_path / "data.bin").read_bytes())
     tokens[:2], tokens[2:4] = tokens[2:4], tokens[:2]
     (tmp_path / "data.bin").write_bytes(tokens)
-    said = refused(alone, TRAINER, *on, "--train-iters", 8)
+    said = refused_command(alone, TRAINER, *on, "--train-iters", 8)
     assert f"load: {tmp_path}/data is not the data that {tmp_path}/run/checkpoints/iter_0000007" in said
     assert saved_steps(tmp_path / "run") == [6, 7]
     alone.run(TRAINER, *on, "--train-iters", 8, "--override", "data_path")

@@ -13,7 +13,7 @@ import yaml
 from tests.conftest import SmallData
 from tests.launcher import Commands
 from tests.parity.test_resume import wait_for_steps
-from tests.runs import CONFIG, TRAINER, finish, read_jsonl, refused, relative, series, start, without_times
+from tests.runs import CONFIG, TRAINER, finish, read_jsonl, refused_command, relative, series, start, without_times
 
 STEPS = 3  # of each stage
 
@@ -56,15 +56,17 @@ def test_a_run_stopped_at_the_border(alone: Commands, small_data: SmallData, tmp
     longer = {"data": {"seq_length": 128}, "model": {"rotary_base": 1e6}, "optimizer": {"lr": 1e-3}}
     flags = written(tmp_path / "run.yaml", small_data, [], **longer)
     alone.run(TRAINER, *flags, "--save", tmp_path / "whole")
-    early = refused(alone, TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "long")
+    early = refused_command(alone, TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "long")
     assert "begins with the weights of short, which has 0 of its 3 steps" in early
     alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "short")
-    assert "holds the checkpoints of another run" in refused(alone, TRAINER, *flags, "--save", tmp_path / "parts")
+    assert "holds the checkpoints of another run" in refused_command(
+        alone, TRAINER, *flags, "--save", tmp_path / "parts"
+    )
     alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--load", tmp_path / "parts")
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
     (tmp_path / "parts" / "short").rename(tmp_path / "moved")  # a stage that was begun from gets no more steps
     flags += ["--save", tmp_path / "parts", "--load", tmp_path / "parts", "--load-if-present"]
-    assert "begins with the weights of short, which has 0 of its" in refused(alone, TRAINER, *flags)
+    assert "begins with the weights of short, which has 0 of its" in refused_command(alone, TRAINER, *flags)
     assert not (tmp_path / "parts" / "short").exists()
     alone.run(TRAINER, *flags, "--stage", "long")  # nothing is left to do
     (tmp_path / "moved").rename(tmp_path / "parts" / "short")
@@ -96,7 +98,7 @@ def test_what_a_later_stage_needs(alone: Commands, small_data: SmallData, tmp_pa
         ({"model": {"num_layers": 3}}, "num_layers: got 3; init_from"),
     ):
         flags = written(tmp_path / "run.yaml", small_data, [], **long)
-        assert said in refused(alone, TRAINER, *flags, "--save", run)
+        assert said in refused_command(alone, TRAINER, *flags, "--save", run)
         assert not run.exists()
 
 
@@ -108,9 +110,11 @@ def test_rows_are_not_taken_twice(alone: Commands, small_data: SmallData, tmp_pa
     alone.run(TRAINER, *flags, "--stage", "short", "--train-iters", 1)
     larger = ["--global-batch-size", 16, "--override", "global_batch_size"]
     takes = "stages: long: keep: got samples, but short takes those up to 40 and not up to "
-    assert takes in refused(alone, TRAINER, *flags, *larger)  # before the first step with it, and after the last
+    assert takes in refused_command(
+        alone, TRAINER, *flags, *larger
+    )  # before the first step with it, and after the last
     alone.run(TRAINER, *flags, *larger, "--stage", "short")
-    assert takes in refused(alone, TRAINER, *flags)
+    assert takes in refused_command(alone, TRAINER, *flags)
     assert len(read_jsonl(run / "short/metrics.jsonl")) == STEPS
     alone.run(TRAINER, *written(tmp_path / "run.yaml", small_data, [], data={"first_sample": 40}), *places)
     assert len(trace(run)) == 2 * STEPS

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoint.models import ARCHITECTURES, write_model
 from tests.conftest import SmallData, slow_but
 from tests.launcher import Commands
-from tests.runs import CONFIG, launch, refused, series
+from tests.runs import CONFIG, launch, refused_command, series
 
 TOOL = "tools/convert_checkpoint.py"
 QUICK = ("llama", "qwen3-tied", "phi", "gemma3", "mixtral", "mixtral-top1", "deepseek_v3-top1-wide")
@@ -84,7 +84,7 @@ def test_two_models_are_told_apart(alone: Commands, tmp_path: Path) -> None:
     verify = (TOOL, "verify", "--input", model, "--output", run, *BYTES, "--dtype", "bfloat16")
     assert alone.attempt(*verify)[0].status == 1
     other = write_model(tmp_path / "other", "llama", vocab_size=301)
-    said = refused(alone, TOOL, "verify", "--input", other, "--output", run, *BYTES)
+    said = refused_command(alone, TOOL, "verify", "--input", other, "--output", run, *BYTES)
     assert "got models with 301 and 300 token ids" in said
 
 
@@ -103,7 +103,7 @@ def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model:
         losses.append(series(tmp_path / name, "lm_loss"))
     shared = launch([*flags, "--tensor-model-parallel-size", 2], 2, tmp_path / "tp2")
     for wrong in (["--load", run, "--init-from", "none"], ["--init-optimizer"]):
-        said = refused(alone, "pretrain_skyladder.py", *flags, *wrong)
+        said = refused_command(alone, "pretrain_skyladder.py", *flags, *wrong)
         assert "holds weights alone, needs an optimizer's state; " in said
     assert losses[0] == losses[1]
     assert shared.series("lm_loss") == pytest.approx(losses[0], abs=1e-5)

@@ -15,7 +15,7 @@ from tests.chats import END, PLAIN, put_tokenizer, put_wide_tokenizer
 from tests.checkpoint.models import EACH, write_model
 from tests.evaluation.plain import greedy_texts
 from tests.launcher import Commands
-from tests.runs import read_jsonl, refusal, refused
+from tests.runs import read_jsonl, refusal, refused_command
 
 TOOL = "tools/generate.py"
 PROMPTS = ["Once upon a time", "The", "Lily and Tom went to the park to see", "A dog", "One day, the sun"]
@@ -126,5 +126,5 @@ def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:
 def test_angles_that_follow_the_text_are_refused_beyond_their_length(alone: Commands, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama-dynamic", max_position_embeddings=32)
     options = [model, "--tokenizer", "bytes", "--prompt", "a" * 20, "--max-new-tokens"]
-    assert "got up to 33 tokens" in refused(alone, TOOL, *options, 13)
+    assert "got up to 33 tokens" in refused_command(alone, TOOL, *options, 13)
     alone.run(TOOL, *options, 12)

@@ -15,7 +15,7 @@ from megatron_ext.token_weighting.gain import document_gains
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.conftest import SmallData
 from tests.launcher import Commands
-from tests.runs import CONFIG, TRAINER, read_jsonl, refused
+from tests.runs import CONFIG, TRAINER, read_jsonl, refused_command
 
 TOOL = "tools/pack_data.py"
 
@@ -30,13 +30,13 @@ def copied(data: SmallData, folder: Path) -> list[object]:
 
 def test_a_run_reads_the_plan_that_its_flags_made(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     flags = [*copied(small_data, tmp_path), "--packing", "best_fit"]
-    assert "has no best_fit plan for seq_length 128" in refused(alone, TRAINER, *CONFIG, *flags)
+    assert "has no best_fit plan for seq_length 128" in refused_command(alone, TRAINER, *CONFIG, *flags)
     (first,) = alone.run(TOOL, *flags)
     (line,) = [line for line in first.stdout.splitlines() if line.startswith("best_fit")]
     assert line.split()[1] == "100.0%"
     alone.run(TRAINER, *CONFIG, *flags, "--save", tmp_path / "run")
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
-    assert "has no best_fit plan" in refused(alone, TRAINER, *CONFIG, *flags, "--seed", 77)
+    assert "has no best_fit plan" in refused_command(alone, TRAINER, *CONFIG, *flags, "--seed", 77)
     # it is made once, and again where it is damaged
     (pieces,) = (tmp_path / "corpus.packing").glob("*/pieces.npy")
     whole, made = pieces.read_bytes(), pieces.stat().st_ino
@@ -91,7 +91,7 @@ def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData
     alone.run(TRAINER, *CONFIG, *flags, *option, "--save", tmp_path / "run")
     both[0].rename(tmp_path / "before")
     write_store("short", 8, losses[0, ::-1])
-    assert "was made with other scores" in refused(alone, TOOL, *flags, "--filter-by-gain", 0.3, *both)
+    assert "was made with other scores" in refused_command(alone, TOOL, *flags, "--filter-by-gain", 0.3, *both)
     folder.rename(tmp_path / "away")
     for wrong, text in (
         ([*flags, "--filter-by-gain", 1.5, *both], "filter_by_gain"),
@@ -102,4 +102,4 @@ def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData
         ([*copied(small_data, tmp_path), "--filter-by-gain", 0.3, *both], "which needs no plan"),
         ([*flags, *option], "filter_by_gain: needs scores"),
     ):
-        assert text in refused(alone, TOOL, *wrong)
+        assert text in refused_command(alone, TOOL, *wrong)
