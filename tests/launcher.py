@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -213,9 +214,12 @@ def _start(job: dict[str, Any], processes: int, environment: Mapping[str, str], 
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the system gives to connections: one of these may be taken before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _text(path: str) -> str:
