@@ -200,7 +200,7 @@ def results(runs: Losses, tuned: int, budgets: Sequence[int], tuning: Sequence[i
     own = {arm: rate for arm, (rate, _) in best.items()}
     done = complete(runs, own, budgets, seeds)
     if len(done) < 2:
-        return [*parts, "### Budgets\n\nNot yet run."]
+        return [*parts, "### Budgets\n\nUnfinished: fewer than two seeds are done at every budget."]
     found = {steps: {length: gains(runs, own, steps, done, length) for length in LENGTHS} for steps in budgets}
     slopes = {
         length: np.polyfit(np.log2(budgets), [found[steps][length] for steps in budgets], 1)[0] for length in LENGTHS
