@@ -3,11 +3,14 @@
 python docs/experiments/token_weighting.py NOVELS HF OUT
 python docs/experiments/token_weighting.py --check     # recompute the tables of the page from its .json file
 
-HF is the Llama of 260K parameters as a Hugging Face folder. Run the command again to resume after an interruption.
+HF is the Llama of 260K parameters as a Hugging Face folder. A run that has a line in the file of runs is not trained
+again, so a stopped experiment continues by the same command, on another machine with that file alone (--runs).
 """
 
+import json
 import re
 import shutil
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from harness import HELD_OUT_NOVELS, Mean, Planned, arguments, check, command, finished, is_done, train, write_results
+from harness import HELD_OUT_NOVELS, Mean, Planned, arguments, check, command, is_done, train, write_results
 from matplotlib.figure import Figure
 
 from megatron_ext.config.arguments import parse
@@ -41,7 +44,8 @@ KINDS = {
     "sparse_unfrozen": "sparse, unfrozen",
     "sparse_frozen": "sparse, frozen",
 }
-ARMS = tuple(kind for kind in KINDS if kind != "sparse_frozen")  # of the experiment with a placebo
+COMPARED = ("uniform", "dense_unfrozen", "placebo")  # the arms of the planned test, trained first
+ARMS = (*COMPARED, "dense_frozen", "sparse_unfrozen")  # of the experiment with a placebo
 GAIN_ROWS = 256  # of the held-out rows, those on which the gain is measured
 GROUPS = {"first": "first in the row", "near": f"last seen <= {SHORT} back", "far": f"last seen > {SHORT} back"}
 CONTROLLED, PLANNED = "gain_far_less_first", "loss_far_less_first"
@@ -60,7 +64,7 @@ class Name:
     tokens: range
 
 
-def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
+def planned(seeds: Sequence[int], out: Path, arms: Sequence[str] = ARMS) -> list[Planned]:
     """List the runs that start from the base model."""
 
     def flags(kind: str, seed: int) -> list[object]:
@@ -76,7 +80,7 @@ def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
     return [
         Planned(seed, kind, flags(kind, seed), script.get(kind, "pretrain_skyladder.py"))
         for seed in seeds
-        for kind in ARMS
+        for kind in arms
     ]
 
 
@@ -110,8 +114,14 @@ def score(scorer: Path, context: int, stride: int, output: Path, flags: Sequence
     command("tools/score_tokens.py", *limits, *flags)
 
 
-def run_all(options: Any, out: Path) -> None:
-    """Train, score and evaluate whatever is missing."""
+def read_runs(file: Path) -> dict[tuple[int, str], dict[str, float]]:
+    """Read the measures of the runs that are done, by seed and arm."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {(run["seed"], run["arm"]): run["measures"] for run in map(json.loads, lines)}
+
+
+def run_all(options: Any, out: Path, file: Path) -> None:
+    """Train, score and measure whatever has no line in the file, the arms of the planned test first."""
     hf = options.hf.resolve()
     prepare_novels(options.novels, hf, out)
     data, base, stride = of_data("train", hf, out), out / "base", SHORT * 3 // 4
@@ -123,20 +133,31 @@ def run_all(options: Any, out: Path) -> None:
         rotary = ["--rotary-base", ROTARY_BASE]
         command("pretrain_skyladder.py", *SHAPE, *optimizer, *data, *first, *saving, *rotary)
     rows = ["--seq-length", ROW, "--global-batch-size", 4, "--micro-batch-size", 4, "--train-iters", options.steps]
-    with ThreadPoolExecutor(options.workers) as pool:
-        for _ in pool.map(
-            lambda seed: score(base, SHORT, stride, store(out, seed), [*data, *rows, "--seed", seed]), options.seeds
-        ):
-            pass
     common = [*SHAPE, *optimizer, *data, *rows, "--init-from", base, "--rotary-base", ROTARY_BASE]
     held_out = [*of_data("valid", hf, out), "--seq-length", ROW, "--micro-batch-size", 4, "--seed", 0]
+    names, lock = held_out_names(hf, out, options.held_out), threading.Lock()
 
     def evaluate(plan: Planned) -> None:
         for context, step, count in ((ROW, ROW, options.held_out), (SHORT, stride, min(options.held_out, GAIN_ROWS))):
             target = evaluated(out, plan, context)
             score(plan.folder(out), context, step, target, [*held_out, "--rows", count])
+        line = {"seed": plan.seed, "arm": plan.name, "measures": measured(out, plan, names)}
+        with lock, file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line) + "\n")
 
-    train(planned(options.seeds, out), out, common, options.workers, evaluate)
+    def missing(arms: Sequence[str]) -> list[Planned]:
+        done = read_runs(file)
+        return [plan for plan in planned(options.seeds, out, arms) if (plan.seed, plan.name) not in done]
+
+    def store_scores(seed: int) -> None:
+        score(base, SHORT, stride, store(out, seed), [*data, *rows, "--seed", seed])
+
+    train(missing(COMPARED), out, common, options.workers, evaluate)
+    rest = missing(ARMS)
+    with ThreadPoolExecutor(options.workers) as pool:
+        for _ in pool.map(store_scores, [plan.seed for plan in rest if plan.name == "dense_frozen"]):
+            pass
+    train(rest, out, common, options.workers, evaluate)
 
 
 def evaluated(out: Path, plan: Planned, context: int) -> Path:
@@ -217,13 +238,14 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
     return found
 
 
-def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> dict[str, Any]:
-    """Compute the numbers behind the tables."""
-    names = held_out_names(hf, out, rows_evaluated)
-    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in ARMS}
-    for plan in planned(seeds, out):
-        for one, value in measured(out, plan, names).items():
-            values[plan.name][one].append(value)
+def results(
+    names: list[list[Name]], runs: dict[tuple[int, str], dict[str, float]], seeds: Sequence[int]
+) -> dict[str, Any]:
+    """Compute the numbers behind the tables, of the arms that are done for all seeds."""
+    done = [arm for arm in ARMS if all((seed, arm) in runs for seed in seeds)]
+    if not set(COMPARED) <= set(done):
+        raise SystemExit(f"the runs of {', '.join(COMPARED)} are not finished for all seeds")
+    values = {arm: {one: [runs[seed, arm][one] for seed in seeds] for one in MEASURES} for arm in done}
     for own in values.values():  # separates the use of context from a higher probability of all names
         own[CONTROLLED] = np.subtract(own["gain_far"], own["gain_first"]).tolist()
         own[PLANNED] = np.subtract(own["loss_far"], own["loss_first"]).tolist()
@@ -284,6 +306,7 @@ def main() -> None:
         seeds=range(1, 16),
         held_out=(1024, "held-out rows that models are evaluated on"),
         novels="folder of .txt novels",
+        own={"--runs": {"type": Path, "help": "file with a line for each run [OUT/results/token_weighting.jsonl]"}},
         hf="the Llama of 260K parameters as a Hugging Face folder",
         out="folder for data, runs and results",
     )
@@ -291,11 +314,13 @@ def main() -> None:
         check(Path(__file__).with_suffix(".md"), tables)
         return
     out = options.out.resolve()
-    if not options.only_results:
-        run_all(options, out)
-    seeds = finished(planned(options.seeds, out), out)
-    numbers = results(options.hf.resolve(), out, seeds, options.held_out)
     folder = options.results or out / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (options.runs or folder / "token_weighting.jsonl").resolve()
+    if not options.only_results:
+        run_all(options, out, file)
+    names = held_out_names(options.hf.resolve(), out, options.held_out)
+    numbers = results(names, read_runs(file), options.seeds)
     write_results(folder, "token_weighting", numbers, tables)
     draw(numbers["values"], folder / "token_weighting.png")
 
