@@ -67,9 +67,9 @@ def test_the_wheel_has_all_that_runs_and_nothing_else_and_is_what_runs(installed
     files = [path for path in (ROOT / "megatron_ext").rglob("*") if path.is_file()]
     needed = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
     tools = {f"megatron_ext/tools/{path.name}" for path in (ROOT / "tools").glob("*.py")}
-    recipes = {f"megatron_ext/{path.relative_to(ROOT)}" for path in (ROOT / "examples").rglob("*.yaml")}
-    assert len(recipes) > 10
-    assert needed | tools | recipes <= set(names)
+    examples = [*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "examples" / "lm_eval").rglob("*.py")]
+    assert len(examples) > 10
+    assert needed | tools | {f"megatron_ext/{path.relative_to(ROOT)}" for path in examples} <= set(names)
     code = "import megatron_ext, megatron_ext.tools; print(megatron_ext.__file__, megatron_ext.tools.__file__)"
     for place in installed.run(tmp_path, "python", "-c", code).split():
         assert Path(place).is_relative_to(installed.venv)

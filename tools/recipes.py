@@ -1,7 +1,7 @@
 """List the papers' runs in examples/configs, or copy them.
 
 python tools/recipes.py --list [WORD ...]      files and titles that contain all the words
-python tools/recipes.py --copy FOLDER          copies all of them, and their mixtures, to FOLDER/examples
+python tools/recipes.py --copy FOLDER          copies them, their mixtures and tasks of lm-eval to FOLDER/examples
 
 A run's configuration has one more mapping, which the trainer ignores:
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--list", nargs="*", metavar="WORD", help="list the runs")
-    action.add_argument("--copy", type=Path, metavar="FOLDER", help="copy all runs and mixtures to FOLDER/examples")
+    action.add_argument("--copy", type=Path, metavar="FOLDER", help="copy runs, mixtures and tasks to FOLDER/examples")
     options = parser.parse_args(argv)
     if options.copy is not None:
         copy(options.copy / "examples")
@@ -59,7 +59,7 @@ def recipes() -> Iterator[tuple[Path, Mapping[str, Any]]]:
 
 
 def copy(target: Path) -> None:
-    """Copy the configurations and their mixtures, which refer to each other by paths relative to `target`'s parent.
+    """Copy the configurations, which name their mixtures by paths relative to `target`'s parent, and lm-eval's tasks.
 
     Raises:
         UserError: `target` exists, or cannot be created.
@@ -68,8 +68,8 @@ def copy(target: Path) -> None:
         raise UserError(f"--copy: got a folder with {target.name}/ in it, needs one without; {target} stays as it is")
     try:
         with atomic_folder(target) as aside:
-            for part in ("configs", "mixtures"):
-                shutil.copytree(ROOT / "examples" / part, aside / part)
+            for part in ("configs", "lm_eval", "mixtures"):
+                shutil.copytree(ROOT / "examples" / part, aside / part, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
         raise UserError(f"--copy: {target}: {error.strerror}") from None
     print(f"copied to {target}")

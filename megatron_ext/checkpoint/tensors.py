@@ -26,13 +26,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
 INDEX = "tensors.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 Sizes = tuple[NonNegativeInt, ...]
 
 

@@ -192,12 +192,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def rotate(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    rotary_interleaved: bool = False,
-    *,
-    mscale: float = 1.0,
-    **others: bool,
+    t: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False, *, mscale: float = 1.0, **others: bool
 ) -> torch.Tensor:
     """Rotate the first R dimensions of each head, t [t, 1, N, H] by angles [t, 1, 1, R], in the half-split layout.
 

@@ -366,9 +366,7 @@ class Pipeline:
         for chunk in self.model:
             chunk.eval()
         found = self.run(
-            filled,
-            lambda batch, losses: (losses.cross_entropy_t.sum(), value_of(batch, losses)),
-            forward_only=True,
+            filled, lambda batch, losses: (losses.cross_entropy_t.sum(), value_of(batch, losses)), forward_only=True
         )
         for chunk in self.model:
             chunk.train()

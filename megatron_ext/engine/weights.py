@@ -73,11 +73,7 @@ def shards_of(
 
 @torch.no_grad()
 def set_weights(
-    chunks: Sequence[GPTModel],
-    model: ModelConfig,
-    vocab_size: int,
-    ranks: Ranks,
-    tensor_of: Callable[[str], Any],
+    chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks, tensor_of: Callable[[str], Any]
 ) -> None:
     """Set every weight of this process from Hugging Face tensors; rows of padding become 0.
 

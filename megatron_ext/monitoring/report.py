@@ -382,10 +382,11 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
 def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Draw the validation loss by step, for each evaluation length, and by position; and lm-eval's results."""
     by_step, by_position = [], []
-    tasks: list[go.Scatter] = []
+    tasks: dict[str, list[go.Scatter]] = {}
     for number, run in enumerate(runs):
         for name, curve in parts(run.validation, "lm_eval").items():
-            tasks.append(_trace(*curve, f"{run.name}, {name}", number + len(tasks), mode="lines+markers"))
+            own = tasks.setdefault(name.split("/")[1], [])  # task/metric/length; metrics have scales of their own
+            own.append(_trace(*curve, f"{run.name}, {name}", number + len(own), mode="lines+markers"))
         lengths = _numbered(run, "by_length")
         for place, (length, curve) in enumerate(lengths, start=1):
             style = {"mode": "lines+markers", "opacity": place / len(lengths)}
@@ -401,7 +402,7 @@ def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
     return {
         "Validation loss": _figure(by_step, "nats / token"),
         "Validation loss by position": figure,
-        "lm-eval": _figure(tasks, "metric of the task"),
+        **{f"lm-eval: {metric}": _figure(traces, metric) for metric, traces in tasks.items()},
     }
 
 

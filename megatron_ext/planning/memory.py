@@ -140,11 +140,7 @@ def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], .
 
 @lru_cache(maxsize=1024)
 def _shapes(
-    options: MaskOptions,
-    row_length: int,
-    rows: int,
-    window: int,
-    context: ContextOptions | None,
+    options: MaskOptions, row_length: int, rows: int, window: int, context: ContextOptions | None
 ) -> tuple[tuple[Shapes, ...], ...]:
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if context is None:

@@ -31,15 +31,12 @@ from megatron_ext.rehearsal.memory import AllocationTracker, Part, Sites
 AXES = ("TP", "CP", "DP", "PP")
 # attention operators, and their matrix products over all (query, key) pairs: the backward of flash attention recomputes
 # the scores and computes the gradients of values, probabilities, queries and keys
-PRODUCTS = {
-    "torch_attn::_varlen_attn": 2,
-    "torch_attn::_varlen_attn_backward": 5,
-}
+PRODUCTS = {"torch_attn::_varlen_attn": 2, "torch_attn::_varlen_attn_backward": 5}
 aten = torch.ops.aten
 MOST_KNOWN = 2**26  # maximum size of an integer tensor whose values are tracked: which experts each token has
 # operators whose output shape depends on values: they synchronize the host
 _SHAPED_BY_VALUES = {
-    *(aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.bincount),
+    *(aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.bincount)
 }
 c10d = torch.ops.c10d
 # collectives that torch coalesces; fake tensors do not support them

@@ -10,7 +10,6 @@ from megatron_ext.attention import reference
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.context_parallel.exchange import QKV
 
-CPU = torch.device("cpu")
 Lengths = Sequence[tuple[int, int]]  # queries and keys of each segment
 
 
@@ -37,16 +36,11 @@ def results(attend: Attend, inputs: list[Tensor], call: AttentionCall) -> list[T
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
 
-def exact(inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
-    """The same of the reference, in float64."""
-
-    return results(reference.attend, [x.double() for x in inputs], call)
-
-
 def assert_right(attend: Attend, inputs: list[Tensor], call: AttentionCall, tolerance: float = 1e-5) -> None:
     """Compare a kernel's output and gradients with the reference's in float64."""
     names = ("out", "dq", "dk", "dv", "ds")[: len(inputs)]
-    for name, got, want in zip(names, results(attend, inputs, call), exact(inputs, call), strict=True):
+    exact = results(reference.attend, [x.double() for x in inputs], call)
+    for name, got, want in zip(names, results(attend, inputs, call), exact, strict=True):
         assert got.dtype == inputs[0].dtype
         torch.testing.assert_close(
             got.double(), want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"

@@ -14,7 +14,7 @@ from megatron_ext.attention import reference
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import attend
 from megatron_ext.context_parallel.exchange import QKV
-from tests.attention.kernels import call_of, inputs_of, results
+from tests.attention.kernels import Lengths, call_of, inputs_of, results
 
 
 def visible(call: AttentionCall) -> Tensor:
@@ -54,15 +54,15 @@ SEGMENTS = st.lists(
     masked=st.sampled_from([1, 2, 3, 128]),
     heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (3, 3)]),
     size=st.sampled_from([1, 2, 4, 8]),
-    sinks=st.booleans(),
+    sinks=st.sampled_from([[], [-9.0, -4.0, 1.0, 6.0], [-torch.inf, 1e4, 0.5, 6.0]]),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_output_and_gradients(
-    lengths: list[tuple[int, int]], left_window: int | None, masked: int, heads: tuple[int, int], size: int, sinks: bool
+    lengths: Lengths, left_window: int | None, masked: int, heads: tuple[int, int], size: int, sinks: list[float]
 ) -> None:
-    """However many queries are computed at a time."""
+    """However many queries are computed at a time; with sinks up to those that leave a plain softmax, or nothing."""
     call = call_of(lengths, left_window)
-    inputs = [*inputs_of(call, *heads, size), *([torch.linspace(-9, 6, heads[0])] if sinks else [])]
+    inputs = [*inputs_of(call, *heads, size), *([torch.tensor(sinks[: heads[0]])] if sinks else [])]
     wanted = results(dense, [x.double() for x in inputs], call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "MASKED_QUERIES", masked)

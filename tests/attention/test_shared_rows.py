@@ -35,12 +35,12 @@ def inputs(total: int, seed: int) -> list[torch.Tensor]:
     return [torch.randn(total, *shape) for shape in zip((HEADS, KEY_HEADS, KEY_HEADS, HEADS), sizes, strict=True)]
 
 
-def of_rank(rank: int, seeds: list[int], alone: bool) -> list[tuple[Any, ...]]:
+def of_rank(rank: int, seeds: list[int]) -> list[tuple[Any, ...]]:
     """Of each seed: this rank's tokens, positions, outputs and gradients, and the bytes it sent."""
     results = []
     for seed in seeds:
         length, ends, window, mask, policy, scheme = drawn(seed)
-        group = None if alone else dist.group.WORLD
+        group = dist.group.WORLD if dist.get_world_size() > 1 else None
         rows = share_rows(length, ends, window, group=group, window_mask=mask, policy=policy, scheme=scheme)
         *qkv, gradient = [x[rows.tokens] for x in inputs(length * len(ends), seed)]
         leaves = [x.requires_grad_() for x in qkv]
@@ -66,33 +66,18 @@ def expected(seed: int) -> list[np.ndarray]:
     return [x.numpy() for x in (out.detach(), query.grad, key.grad, value.grad) if x is not None]
 
 
-def check(seeds: list[int], ranks: list[list[tuple[Any, ...]]]) -> None:
+@pytest.mark.parametrize(("processes", "drawings"), [(1, 12), (2, 40), pytest.param(4, 200, marks=pytest.mark.slow)])
+def test_outputs_and_gradients(processes: int, drawings: int) -> None:
+    """Of any number of rows; four ranks cannot trade two key heads."""
+    seeds = [seed for seed in range(drawings) if processes < 4 or drawn(seed)[-1] == "exchange"]
+    ranks = call(of_rank, processes, seeds)
     for number, seed in enumerate(seeds):
         columns = zip(*[results[number] for results in ranks], strict=True)
         tokens, _, *made, _ = [np.concatenate([np.atleast_1d(part) for part in column]) for column in columns]
         assert sorted(tokens.tolist()) == list(range(len(tokens)))
         for ours, theirs in zip(made, expected(seed), strict=True):
             np.testing.assert_allclose(ours, theirs[tokens], rtol=0, atol=2e-5, err_msg=f"{seed}: {drawn(seed)}")
-
-
-def test_one_process_alone() -> None:
-    seeds = list(range(12))
-    results = of_rank(0, seeds, True)
-    check(seeds, [results])
-    assert all(sent == 0 for *_, sent in results)
-
-
-def test_two_processes() -> None:
-    seeds = list(range(40))
-    ranks = call(of_rank, 2, seeds, False)
-    check(seeds, ranks)
-    assert any(sent for *_, sent in ranks[0])
-
-
-@pytest.mark.slow
-def test_four_processes_and_many_rows() -> None:
-    seeds = [seed for seed in range(200) if drawn(seed)[-1] == "exchange"]  # two key heads: no ulysses on four ranks
-    check(seeds, call(of_rank, 4, seeds, False))
+    assert any(sent for *_, sent in ranks[0]) == (processes > 1)
 
 
 def test_positions_restart_in_each_segment() -> None:
@@ -108,7 +93,7 @@ def test_positions_restart_in_each_segment() -> None:
         ({"document_ends": [[13]]}, "document_ends: got values from 13 to 13, needs 0..12"),
         ({"window": 0}, "window: got 0, needs >= 1 token"),
         ({"window": 3, "window_mask": "round"}, "window_mask: got 'round', needs one of grid, sliding, sliding_w"),
-        ({"policy": "best"}, "cp_policy: got 'best'"),
+        ({"policy": "best"}, "cp_policy: got 'best', needs one of auto, contiguous, zigzag, balanced"),
         ({"scheme": "ring"}, "scheme: got 'ring', needs one of exchange, ulysses"),
     ],
 )

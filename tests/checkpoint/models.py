@@ -58,6 +58,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3-local": {"model_type": "qwen3", "head_dim": 16} | QWEN_LOCAL,
     "mistral": {"model_type": "mistral"} | WHOLE,
     "mistral-window": {"model_type": "mistral", "sliding_window": 9},
+    # a width that transformers' Llama refuses
     "mistral-uneven": {"model_type": "mistral", "hidden_size": 30, "head_dim": 8} | WHOLE,
     "ministral": {"model_type": "ministral", "head_dim": 8, "sliding_window": 9, "layer_types": LOCAL_GLOBAL},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0], "pad_token_id": None},

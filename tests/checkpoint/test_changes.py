@@ -28,7 +28,6 @@ def changed(flags: str, step: int = 10, base: str = BASE) -> list[str]:
     ("flags", "name", "more"),
     [
         ("--lr 1e-3", "lr 0.0004 -> 0.001", ""),
-        ("--data-path y", "data_path ['x'] -> ['y']", ""),
         ("--train-iters 200", "train_iters 100 -> 200", ""),  # stretches the cosine
         ("--micro-batch-size 2", "micro_batch_size 1 -> 2", BALANCED),
     ],

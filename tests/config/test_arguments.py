@@ -21,9 +21,8 @@ from megatron_ext.config.checks import check
 from megatron_ext.config.schema import FIELDS, json_schema
 from megatron_ext.errors import UserError
 from megatron_ext.schedule import ScheduleKind
-from tests.conftest import refused
+from tests.conftest import ROOT, refused
 
-ROOT = Path(__file__).resolve().parents[2]
 SWITCHES = [flag(name) for name, field in FIELDS.items() if field.is_switch]
 
 
@@ -34,21 +33,16 @@ def help_of(flag_name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Any:
-    """Writes YAML text or bytes and returns the `--config` flags."""
-
-    def write(content: str | bytes) -> list[str]:
-        path = tmp_path / "config.yaml"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return ["--config", str(path)]
-
-    return write
+def config_file(folder: Path, content: str | bytes) -> list[str]:
+    """Write YAML text or bytes; the `--config` flags."""
+    path = folder / "config.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return ["--config", str(path)]
 
 
-def test_none_on_the_command_line_resets_a_file_value(config_file: Any) -> None:
-    assert parse([*config_file("model: {local_window: 8}"), "--local-window", "none"]) == Config()
-    assert parse([*config_file("training: {eval_lengths: [8]}"), "--eval-lengths", "none"]) == Config()
+def test_none_on_the_command_line_resets_a_file_value(tmp_path: Path) -> None:
+    assert parse([*config_file(tmp_path, "model: {local_window: 8}"), "--local-window", "none"]) == Config()
+    assert parse([*config_file(tmp_path, "training: {eval_lengths: [8]}"), "--eval-lengths", "none"]) == Config()
 
 
 def test_every_field_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,10 +57,10 @@ def test_every_field_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
             assert [vars(one)[name] for one in vars(parse([word])).values() if name in vars(one)] == [value]
 
 
-def test_preset_then_yaml_then_flags(config_file: Any) -> None:
+def test_preset_then_yaml_then_flags(tmp_path: Path) -> None:
     """Also a flag that is equal to the default; a flag's preset replaces the file's."""
     text = "model: {model_preset: 120M, num_layers: 3, hidden_size: 96}\ntraining: {seed: 7, bf16: true}"
-    file = config_file(f"{text}\noptimizer: {{lr: 4e-4}}")  # which is a text in YAML 1.1
+    file = config_file(tmp_path, f"{text}\noptimizer: {{lr: 4e-4}}")  # which is a text in YAML 1.1
     config = parse([*file, "--num-layers", "4", "--no-bf16"])
     model = config.model
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (4, 96, 2048)  # flag, YAML, preset
@@ -121,8 +115,8 @@ def test_bad_flags(argv: list[str], text: str) -> None:
         (f"model: {{num_layers: {'9' * 4000}}}", "num_layers: got 9999"),
     ],
 )
-def test_bad_names_and_values_in_yaml(content: str, text: str, config_file: Any) -> None:
-    file = config_file(content)
+def test_bad_names_and_values_in_yaml(content: str, text: str, tmp_path: Path) -> None:
+    file = config_file(tmp_path, content)
     assert refused(parse, file).startswith(f"{file[1]}: {text}")
 
 
@@ -139,16 +133,16 @@ def test_bad_names_and_values_in_yaml(content: str, text: str, config_file: Any)
         ('model: {block: "\x1b[2J"}', "needs valid YAML"),
     ],
 )
-def test_bad_files(content: str | bytes, text: str, config_file: Any) -> None:
-    file = config_file(content)
+def test_bad_files(content: str | bytes, text: str, tmp_path: Path) -> None:
+    file = config_file(tmp_path, content)
     assert refused(parse, file).startswith(f"--config: got {file[1]}, {text}")
 
 
-def test_a_transient_system_error_is_not_bad_input(monkeypatch: pytest.MonkeyPatch, config_file: Any) -> None:
+def test_a_transient_system_error_is_not_bad_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    file = config_file("model: {}")
+    file = config_file(tmp_path, "model: {}")
     monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(OSError, match="Stale file handle"):
         parse(file)
@@ -159,13 +153,6 @@ def test_the_schema_for_editors_is_current() -> None:
     written = json.loads((ROOT / "examples" / "config.schema.json").read_text(encoding="utf-8"))
     assert written == json_schema()
     assert written["$defs"]["ModelConfig"]["properties"]["num_layers"]["description"] == "transformer layers"
-
-
-def round_trip(config: Config) -> Config:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(dump_yaml(config), encoding="utf-8")
-        return parse(["--config", str(path)])
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
@@ -199,7 +186,8 @@ def section(name: str, **values: Any) -> st.SearchStrategy[Any]:
 @settings(max_examples=50, deadline=None)
 def test_round_trip(**sections: Any) -> None:
     config = replace(Config(), **sections)
-    assert round_trip(config) == config
+    with tempfile.TemporaryDirectory() as folder:
+        assert parse(config_file(Path(folder), dump_yaml(config))) == config
 
 
 def written(folder: Path, name: str, **sections: Any) -> str:
@@ -218,8 +206,7 @@ def test_a_file_extends_another(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-3, 1e-4)
     assert (config.model.num_layers, config.model.hidden_size) == (3, 2048)
     merged = "data: &d {seq_length: 8}\nstages:\n- {name: a, data: {<<: *d, global_batch_size: 2}}\n"
-    (tmp_path / "merged.yaml").write_text(merged)
-    assert parse(["--config", str(tmp_path / "merged.yaml")]).data.seq_length == 8
+    assert parse(config_file(tmp_path, merged)).data.seq_length == 8
 
 
 @pytest.mark.parametrize(

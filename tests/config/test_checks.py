@@ -60,9 +60,7 @@ CASES = """
 --window-attn-skip-freq 2 | window_attn_skip_freq | --window-attn-skip-freq 2 --local-window 64
 --token-weighting dataset --packing best_fit | packing | --token-weighting dataset
 --packing decomposition | packing | --packing decomposition --document-mask
---score-store s | score_store | --token-weighting frozen --score-store s
 --weight-shift 0.99 | weight_shift | --weight-shift 1
---short-context 9 | short_context | --token-weighting unfrozen --short-context 9
 --token-weighting frozen --score-store s --weight-score focal | weight_score | --token-weighting unfrozen --weight-score focal
 --token-weighting frozen | score_store | --token-weighting frozen --score-store s
 --token-weighting unfrozen --short-context 128 --weight-score rho1 --weight-post sparse | weight_score | --token-weighting frozen --score-store s --weight-score rho1 --weight-post sparse
@@ -173,7 +171,6 @@ CASES = """
 --lr-wsd-decay-iters 91 --lr-warmup-iters 10 | lr_wsd_decay_iters | --lr-wsd-decay-iters 90 --lr-warmup-iters 10
 ## --window-schedule linear
 --rope-scaling-factor 4 | rope_scaling_factor |
---rope-original-length 128 | rope_original_length | --rope-scaling dynamic --rope-original-length 128
 --rope-scaling linear | rope_scaling_factor | --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128
 --rope-scaling linear --rope-scaling-factor 2 --rope-original-length 128 | rope_original_length | --rope-scaling linear --rope-scaling-factor 2
 --rope-scaling dynamic --rope-original-length 128 --rope-scaling-factor 0.5 | rope_scaling_factor | --rope-scaling dynamic --rope-original-length 128
@@ -185,7 +182,6 @@ CASES = """
 --rope-window-bases 64:9 --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128 | rope_window_bases | --rope-window-bases 64:9
 --rope-window-bases 64:9 --window-schedule constant | rope_window_bases | --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128
 ## --window-schedule linear --rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128
---rope-scaling-factor 1 | rope_scaling_factor |
 --rope-beta-fast 1 | rope_beta_fast |
 --rotary-base 1 | rotary_base | --rotary-base 2
 --kv-channels 2 | kv_channels | --kv-channels 4

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from megatron_ext.config.arguments import dump_yaml, parse
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.mixture import MixturePart, parts_of_data_path, split_documents
-from tests.conftest import refused
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT, refused
 
 
 def write(folder: Path, name: str, parts: object) -> Path:

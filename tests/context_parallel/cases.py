@@ -188,6 +188,9 @@ class Layout:
     cp: int
     others: tuple[tuple[str, Any], ...] = ()
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def parallel(self) -> Parallel:
         """Fields of ParallelConfig."""

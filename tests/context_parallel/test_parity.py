@@ -12,6 +12,7 @@ from megatron_ext.context_parallel.choice import ContextOptions
 from megatron_ext.context_parallel.exchange import Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.layout import build_layout
+from tests.conftest import slow_but
 from tests.context_parallel import cases as shared
 from tests.context_parallel.cases import CP2, CP4, LAYOUTS, STEPS, VALIDATION, Case, Layout, Probe, Runs, errors
 
@@ -122,19 +123,10 @@ def runs() -> Runs:
     return Runs(jobs)
 
 
-def layouts(*some: Layout) -> list[object]:
-    """Those of four processes are slow."""
-    return [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.processes > 2)) for one in some]
+GROUPS = [(layout, group) for layout in LAYOUTS for group in groups(layout)]
 
 
-GROUPS = [
-    pytest.param(layout, group, marks=[pytest.mark.slow] * (layout.processes > 2), id=f"{layout.name}, {group}")
-    for layout in LAYOUTS
-    for group in groups(layout)
-]
-
-
-@pytest.mark.parametrize(("layout", "group"), GROUPS)
+@pytest.mark.parametrize(("layout", "group"), slow_but([one for one in GROUPS if one[0] is CP2], GROUPS), ids=str)
 def test_a_layout_trains_the_same_model(runs: Runs, layout: Layout, group: str) -> None:
     """Losses, gradient norms, validation and final weights equal one process to 1e-5; replicas agree bit for bit."""
     for case in groups(layout)[group]:
@@ -188,7 +180,7 @@ def may_change(case: Case, row: int, place: int) -> np.ndarray:
     return changed
 
 
-@pytest.mark.parametrize("layout", layouts(ALONE, CP2, CP4))
+@pytest.mark.parametrize("layout", slow_but([ALONE, CP2], [ALONE, CP2, CP4]), ids=str)
 @pytest.mark.parametrize("probe", PROBES, ids=lambda p: f"{p.case.window} {p.case.policy} {p.case.scheme}")
 def test_one_token_changes_exactly_what_sees_it(runs: Runs, layout: Layout, probe: Probe) -> None:
     outcomes = runs.of(layout, probe)
@@ -217,7 +209,7 @@ def expected_traffic(layout: Layout, case: Case, step: int, passes: int) -> tupl
     return calls * layout.cp * tensor * passes, sent * passes
 
 
-@pytest.mark.parametrize("layout", layouts(*LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but([CP2], LAYOUTS), ids=str)
 def test_the_bytes_of_all_collectives_are_the_plans(runs: Runs, layout: Layout) -> None:
     """Seen at torch.distributed's operations on the context-parallel group, and counted by ContextGroup."""
     silent = 0

@@ -43,7 +43,8 @@ class Collectives(TorchDispatchMode):
     def _concerned(self, args: tuple[Any, ...]) -> bool:
         if any(isinstance(arg, str) and arg == self.group.group_name for arg in args):
             return True
-        groups = (dist.ProcessGroup.unbox(arg) for arg in args if _is_group(arg))
+        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+        groups = (dist.ProcessGroup.unbox(x) for x in boxed if x._type().qualified_name().endswith("c10d.ProcessGroup"))
         return any(group is self.group or group.group_name == self.group.group_name for group in groups)
 
     def _bytes(self, operation: Any, args: tuple[Any, ...]) -> int:
@@ -56,10 +57,6 @@ class Collectives(TorchDispatchMode):
     def take(self) -> list[tuple[str, int]]:
         calls, self.calls = self.calls, []
         return calls
-
-
-def _is_group(arg: Any) -> bool:
-    return isinstance(arg, torch.ScriptObject) and arg._type().qualified_name().endswith("c10d.ProcessGroup")
 
 
 class Worker:
@@ -106,11 +103,12 @@ class Worker:
         sync_params(model)
         chunks = list(unwrap(model))
         whole = gather(chunks, config.model, VOCABULARY, self.ranks)
+        own = [tensor.detach().float().numpy().tobytes() for chunk in chunks for tensor in chunk.parameters()]
         return Outcome(
             coordinates=(self.ranks.tensor, self.ranks.pipeline),
             **{name: [getattr(result, name) for result in results] for name in cases.SERIES},
             valid_loss=valid,
-            digest=_digest(chunks),
+            digest=hashlib.sha256(b"".join(own)).hexdigest(),
             weights=whole and {name: tensor.float().numpy() for name, tensor in whole.items()},
             calls=calls,
             evaluation_calls=self.collectives.take(),
@@ -154,14 +152,6 @@ def _replaced(case: Case, row: int, place: int) -> Callable[[int], TokenRow]:
         return replace(original, tokens=tokens)
 
     return row_at
-
-
-def _digest(chunks: Any) -> str:
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        for tensor in chunk.parameters():
-            digest.update(tensor.detach().float().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def work(sizes: Parallel, jobs: list[Case | Probe]) -> list[Any]:

@@ -13,7 +13,6 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,10 +26,9 @@ from megatron_ext.data.preprocess.shards import cut
 from megatron_ext.data.text.documents import Fields, FileRange, find_files, stop
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from megatron_ext.run.identity import bos_of
-from tests.conftest import refused
-from tests.data.text.test_documents import zstd
+from tests.conftest import ROOT, refused
+from tests.data.text.test_documents import lines, put_parquet, zstd
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"{'word ' * (i % 7)}number {i}, naïve 😀 <|endoftext|>\n" for i in range(300)]
 
 
@@ -47,10 +45,6 @@ def options(tmp_path: Path, tokenizer: Path) -> PreprocessOptions:
     (corpus / "a.jsonl").write_bytes(lines(TEXTS[:-1]))
     (corpus / "b.txt").write_text(TEXTS[-1])
     return PreprocessOptions([str(corpus)], str(tmp_path / "out" / "data"), str(tokenizer), shard_bytes=3000)
-
-
-def lines(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"text": text, "repo": i % 5}) + "\n" for i, text in enumerate(texts)).encode()
 
 
 def contents(prefix: str) -> dict[str, bytes]:
@@ -100,7 +94,7 @@ def test_every_kind_of_input_gives_the_same_tokens(options: PreprocessOptions, t
     (tmp_path / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(zstd(half) for half in halves))
     for name, column in (("a", pyarrow.array(TEXTS)), ("b", pyarrow.array(TEXTS).dictionary_encode())):
-        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{name}.parquet", row_group_size=70)
+        put_parquet(tmp_path / f"{name}.parquet", {"text": column})
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "texts" / f"{number:03}.txt").write_text(text)
@@ -172,7 +166,7 @@ def test_empty_documents_are_left_out(options: PreprocessOptions, tmp_path: Path
     texts, folder = ["", "one", "", " \n", ""], tmp_path / "empty"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(lines(texts))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "repo": range(5)}), folder / "b.parquet")
+    put_parquet(folder / "b.parquet", {"text": texts, "repo": range(5)})
     if concat_by is None:
         (folder / "c.txt").touch()
     given = replace(options, inputs=[str(folder)], concat_by=concat_by, append_eod=False, shard_bytes=60)

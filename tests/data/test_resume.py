@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_ext.data.indexed import IndexedSource
@@ -122,27 +123,15 @@ def test_nothing_is_lost_by_a_full_disk(options: PreprocessOptions, wanted) -> N
     assert dataset(options) == wanted
 
 
-def processes(parent: int) -> list[int]:
-    """The children of a process, as long as it lives."""
-    try:
-        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def gone(pids: list[int]) -> bool:
-    return wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
-
-
 def run_and_kill(options: PreprocessOptions, rng: random.Random, *flags: str) -> int | None:
     """Kill the parent a moment after it has finished one more part; its exit status."""
     before = finished(options)
     running = subprocess.Popen(command(options, "--resume", *flags), stdout=subprocess.DEVNULL)
     assert wait_until(lambda: running.poll() is not None or finished(options) > before, 120)
     time.sleep(rng.random() * 0.01)  # the moment of the kill, not a wait for anything
-    workers = processes(running.pid)
+    workers = psutil.Process(running.pid).children() if running.poll() is None else []
     running.kill()
-    assert gone(workers), "workers outlive their parent"
+    assert not psutil.wait_procs(workers, timeout=20)[1], "workers outlive their parent"
     return running.wait()
 
 
@@ -207,8 +196,8 @@ def signalled(options: PreprocessOptions, send: Callable[[subprocess.Popen[str]]
 
 def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
     def kill_one(running: subprocess.Popen[str]) -> None:
-        workers = [pid for pid in processes(running.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(workers[0], signal.SIGKILL)
+        children = psutil.Process(running.pid).children()
+        next(one for one in children if "spawn_main" in " ".join(one.cmdline())).kill()
 
     status, out, err = signalled(options, kill_one)
     assert (status, out, err.count("\n")) == (2, "", 1)

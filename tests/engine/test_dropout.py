@@ -9,8 +9,9 @@ import torch
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.parallel import dropout_seed
-from tests.conftest import SmallData
+from tests.conftest import SmallData, slow_but
 from tests.launcher import call
+from tests.parity.test_layouts import CP2, PP2, TP2_SP
 from tests.runs import launch, relative
 
 DROPOUT = "--hidden-dropout 0.3 --train-iters 3 --seq-length 64 --lr-warmup-iters 1 --window-rate 16"
@@ -36,15 +37,7 @@ def test_processes_with_other_tokens_or_layers_drop_other_values(axis: str) -> N
     assert not torch.equal(first_shared, second_shared)
 
 
-@pytest.mark.parametrize(
-    ("processes", "layout"),
-    [
-        (1, ""),
-        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
-        pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("processes", "layout"), slow_but([(1, "")], [(1, ""), (2, TP2_SP), (2, PP2), (2, CP2)]))
 def test_recomputed_layers_drop_the_same(processes: int, layout: str, small_data: SmallData, tmp_path: Path) -> None:
     flags = [*small_data.flags, *DROPOUT.split(), *layout.split()]
     kept, full, none = (

@@ -22,6 +22,7 @@ from megatron_ext.engine.blocks import layer_specs
 from megatron_ext.engine.model import PackedAttention, PackedCall
 from megatron_ext.engine.transformer import transformer_config
 from megatron_ext.masks import MaskOptions
+from tests.conftest import slow_but
 from tests.launcher import call
 from tests.one_process import one_process
 
@@ -64,18 +65,10 @@ def build(layout: Layout) -> Any:
     for name, weight in attention.named_parameters():
         axis = getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
         shape = [size * (layout.tp if n == axis else 1) for n, size in enumerate(weight.shape)]
-        weight.data = part(drawn(name, *shape), axis, layout.tp) + (1.0 if "norm" in name else 0.0)
+        whole = drawn(name, *shape) + (1.0 if "norm" in name else 0.0)
+        weight.data = whole if axis < 0 else whole.chunk(layout.tp, axis)[dist.get_rank() % layout.tp]
     attention.exchanges_latent = layout.latent
     return attention
-
-
-def part(whole: Tensor, axis: int, size: int) -> Tensor:
-    """This tensor-parallel rank's part, cut along `axis`; -1: it is not cut."""
-    return whole if axis < 0 else whole.chunk(size, axis)[parallel.parallel_state.get_tensor_model_parallel_rank()]
-
-
-def angles(positions_t: Tensor) -> Tensor:
-    return rope.angles(positions_t, rope.inverse_frequencies(ROTATED, 100.0)).double()[:, None, None, :]
 
 
 def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
@@ -93,7 +86,8 @@ def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
         tokens = batch.tokens_t
         local = tokens.chunk(layout.tp)[ranks.tensor] if layout.sp else tokens
         x = drawn("hidden", T, 1, D)[local].requires_grad_()
-        out, bias = attention(x, rotary_pos_emb=angles(batch.positions_t), packed_seq_params=PackedCall(batch))
+        angles = rope.angles(batch.positions_t, rope.inverse_frequencies(ROTATED, 100.0)).double()[:, None, None, :]
+        out, bias = attention(x, rotary_pos_emb=angles, packed_seq_params=PackedCall(batch))
         assert bias is None
         out.backward(drawn("gradient", T, 1, D)[local])
         gradients = {"hidden": x.grad}
@@ -122,25 +116,18 @@ def check(alone: dict[str, Any], one: dict[str, Any], layout: Layout, tensor_ran
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} of {layout}: {m}")
 
 
-@pytest.mark.parametrize(
-    ("processes", "layout"),
-    [
-        (1, Layout()),
-        pytest.param(2, Layout(cp=2), marks=pytest.mark.slow),
-        (3, Layout(cp=3)),
-        (2, Layout(tp=2)),
-        (2, Layout(tp=2, sp=True)),
-        pytest.param(4, Layout(tp=2, sp=True, cp=2), marks=pytest.mark.slow),
-    ],
-)
-def test_processes_compute_what_one_does(processes: int, layout: Layout) -> None:
+QUICK = [Layout(), Layout(cp=3), Layout(tp=2), Layout(tp=2, sp=True)]
+
+
+@pytest.mark.parametrize("layout", slow_but(QUICK, [*QUICK, Layout(cp=2), Layout(tp=2, sp=True, cp=2)]))
+def test_processes_compute_what_one_does(layout: Layout) -> None:
     """With the latent exchanged and with full heads, whose bytes are counted; and with heads exchanged for tokens."""
     layouts = [layout, replace(layout, latent=False), replace(layout, recompute=True, query_latent=False)]
     if layout.cp > 1 and N % (layout.tp * layout.cp) == 0:
         layouts.append(replace(layout, scheme=Scheme.ULYSSES))
     with one_process():
         alone = dict(zip((True, False), of_rank(0, [Layout(), Layout(query_latent=False)]), strict=True))
-    ranks = call(of_rank, processes, layouts, group=False)
+    ranks = call(of_rank, layout.tp * layout.cp, layouts, group=False)
     for rank, results in enumerate(ranks):
         for other, result in zip(layouts, results, strict=True):
             check(alone[other.query_latent], result, other, rank % layout.tp)

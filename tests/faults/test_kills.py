@@ -18,11 +18,16 @@ COMMON += ["--eval-interval", 8, "--eval-iters", 1]
 DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 
+def checksums(run: Path, step: int) -> dict[str, str]:
+    """Of the tensors that a checkpoint holds."""
+    files = Manifest.read(run / "checkpoints" / folder_name(step)).files
+    return {name: facts.sha256 for name, facts in files.items() if name.endswith(".safetensors")}
+
+
 def trace(run: Path) -> tuple[list[dict], list[dict], dict[str, str]]:
     """The metrics without times, the evaluations, and the checksums of the last checkpoint's tensors."""
-    files = Manifest.read(run / "checkpoints" / folder_name(STEPS)).files
-    tensors = {name: facts.sha256 for name, facts in files.items() if name.endswith(".safetensors")}
-    return without_times(read_jsonl(run / "metrics.jsonl")), read_jsonl(run / "evaluation.jsonl"), tensors
+    metrics, evaluations = (read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "evaluation"))
+    return without_times(metrics), evaluations, checksums(run, STEPS)
 
 
 def assert_complete(run: Path) -> None:

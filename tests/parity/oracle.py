@@ -293,9 +293,8 @@ def _balance(routers: Sequence[torch.Tensor], choices: int, *, sigmoid: bool) ->
     """
     total = torch.zeros(())
     for logits in routers:
-        probabilities = (
-            logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True) if sigmoid else logits.softmax(dim=1)
-        )
+        scores = logits.sigmoid() if sigmoid else logits.softmax(dim=1)
+        probabilities = scores / scores.sum(dim=1, keepdim=True)
         chosen = torch.zeros(logits.shape[1], dtype=logits.dtype)
         for token in logits.detach():
             chosen[token.argsort(descending=True)[:choices]] += 1 / (choices * len(logits))

@@ -9,18 +9,13 @@ import pytest
 from megatron_ext.checkpoint.folders import folder_name, locate
 from tests.conftest import SmallData
 from tests.faults.test_divergence import SPOILT, check, recommended
+from tests.faults.test_kills import checksums
 from tests.launcher import TIMEOUT_S, Commands
 from tests.runs import CONFIG, TRAINER, read_jsonl, without_times
 
 AHEAD = "tests/parity/one_step_ahead.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--window-schedule", "constant"]
 LAYOUT = ["--context-parallel-size", 2]
-
-
-def checksums(run: Path, step: int) -> dict[str, str]:
-    """Of the tensors that a checkpoint holds."""
-    manifest = json.loads((run / "checkpoints" / folder_name(step) / "manifest.json").read_text())
-    return {name: facts["sha256"] for name, facts in manifest["files"].items() if name.endswith(".safetensors")}
 
 
 def test_records_validations_and_checkpoints(small_data: SmallData, tmp_path: Path) -> None:

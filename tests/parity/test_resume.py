@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.checkpoint.folders import saved_steps
 from tests.conftest import SmallData
 from tests.launcher import Running
-from tests.runs import RunResult, finish, launch, read_jsonl, start, weight_error, without_times
+from tests.runs import finish, launch, read_jsonl, start, weight_error, without_times
 
 STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
@@ -17,12 +17,6 @@ EVALUATION = ["--eval-interval", "4", "--eval-iters", "1"]
 COMMON = ["--seq-length", "64", "--train-iters", str(STEPS), *WINDOW, *EVALUATION]
 EXPOSURE = ("--token-weighting", "unfrozen", "--weight-score", "exposure", "--weight-post", "none")
 DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *EXPOSURE)
-
-
-def resuming(data: SmallData, folder: Path, *flags: object) -> list[object]:
-    """The command that starts a run and that continues it: always the same."""
-    dump = ["--dump-trajectory", folder / "trajectory"]
-    return [*data.flags, *COMMON, *flags, "--load", folder, "--load-if-present", *dump]
 
 
 def wait_for_steps(running: Running, folder: Path, since: float, steps: int) -> None:
@@ -36,23 +30,16 @@ def wait_for_steps(running: Running, folder: Path, since: float, steps: int) -> 
     running.wait_for(done)
 
 
-def assert_uninterrupted(resumed: RunResult, whole: RunResult) -> None:
-    """Each step once; every metric but the times, every evaluation and the final weights, bit for bit."""
-    assert resumed.series("step") == list(range(STEPS))
-    assert without_times(resumed.metrics) == without_times(whole.metrics)
-    assert [record["step"] for record in resumed.evaluations] == [0, 4, 8, 12]
-    assert resumed.evaluations == whole.evaluations
-    assert weight_error(resumed.weights("final"), whole.weights("final"))[0] == 0
-
-
 @pytest.mark.slow
 def test_stopped_and_resumed(small_data: SmallData, tmp_path: Path) -> None:
     """Signals to one worker or to torchrun, which always exits with 1, but stopped.json tells.
 
+    Each step once; every metric but the times, every evaluation and the final weights, bit for bit.
     What a process alone exits with: faults/test_signals.py.
     """
     folder = tmp_path / "run"
-    command = resuming(small_data, folder, *DP2)
+    flags = [*small_data.flags, *COMMON, *DP2]
+    command = [*flags, "--load", folder, "--load-if-present", "--dump-trajectory", folder / "trajectory"]  # always
     for number, to_torchrun in ((signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)):
         since, loaded = time.time(), max(saved_steps(folder), default=0)
         process = start(command, 2, folder)
@@ -69,4 +56,9 @@ def test_stopped_and_resumed(small_data: SmallData, tmp_path: Path) -> None:
     result = finish(start(command, 2, folder), folder)
     assert result.returncode == 0, result.stderr
     assert not (folder / "stopped.json").exists()
-    assert_uninterrupted(result, launch([*small_data.flags, *COMMON, *DP2], 2, tmp_path / "whole"))
+    whole = launch(flags, 2, tmp_path / "whole")
+    assert result.series("step") == list(range(STEPS))
+    assert without_times(result.metrics) == without_times(whole.metrics)
+    assert [record["step"] for record in result.evaluations] == [0, 4, 8, 12]
+    assert result.evaluations == whole.evaluations
+    assert weight_error(result.weights("final"), whole.weights("final"))[0] == 0

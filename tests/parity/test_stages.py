@@ -59,9 +59,8 @@ def test_a_run_stopped_at_the_border(alone: Commands, small_data: SmallData, tmp
     early = refused_command(alone, TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "long")
     assert "begins with the weights of short, which has 0 of its 3 steps" in early
     alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "short")
-    assert "holds the checkpoints of another run" in refused_command(
-        alone, TRAINER, *flags, "--save", tmp_path / "parts"
-    )
+    again = refused_command(alone, TRAINER, *flags, "--save", tmp_path / "parts")
+    assert "holds the checkpoints of another run" in again
     alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--load", tmp_path / "parts")
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
     (tmp_path / "parts" / "short").rename(tmp_path / "moved")  # a stage that was begun from gets no more steps
@@ -110,9 +109,8 @@ def test_rows_are_not_taken_twice(alone: Commands, small_data: SmallData, tmp_pa
     alone.run(TRAINER, *flags, "--stage", "short", "--train-iters", 1)
     larger = ["--global-batch-size", 16, "--override", "global_batch_size"]
     takes = "stages: long: keep: got samples, but short takes those up to 40 and not up to "
-    assert takes in refused_command(
-        alone, TRAINER, *flags, *larger
-    )  # before the first step with it, and after the last
+    # before the first step with it, and after the last
+    assert takes in refused_command(alone, TRAINER, *flags, *larger)
     alone.run(TRAINER, *flags, *larger, "--stage", "short")
     assert takes in refused_command(alone, TRAINER, *flags)
     assert len(read_jsonl(run / "short/metrics.jsonl")) == STEPS

@@ -4,9 +4,9 @@ from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
-from megatron_ext.planning.memory import estimate, stage_memory, uncounted
+from megatron_ext.planning.memory import estimate, flash_backward_scratch, stage_memory, uncounted
 from megatron_ext.planning.run_plan import describe
-from tests.planning.fullest import fullest_stage
+from tests.planning.ranks import fullest_stage
 
 SHAPE = "--hidden-size 256 --ffn-hidden-size 768 --num-layers 4 --num-attention-heads 8 --num-query-groups 2"
 BATCH = "--seq-length 512 --global-batch-size 4"
@@ -119,3 +119,12 @@ def test_what_muon_keeps() -> None:
         matrices = count_parameters(config("").model, 1024) - embeddings - norms
         assert muon.optimizer == (master + 4) * matrices + (master + 8) * (embeddings + norms)
         assert (muon.weights, muon.gradients) == (adam.weights, adam.gradients)
+
+
+def test_scratch_of_a_known_case() -> None:
+    """8B in rows of 128K, window 8, on one GPU (32 heads of 128): 128 (t / 8) rows more than the t that there are."""
+    t, segments = 2**17, 2**14
+    rows = t + 128 * segments
+    assert flash_backward_scratch(t, t, segments, 32, 32, 128, 2) == 4 * rows * 32 * 129
+    assert flash_backward_scratch(t, t, 1, 32, 8, 128, 2) == 4 * (t + 128) * 32 * 129 + 2 * t * 32 * 128 * 2
+    assert flash_backward_scratch(t, t, 1, 4, 4, 80, 2) == 4 * (t + 128) * 4 * 97  # heads of 80 are padded to 96

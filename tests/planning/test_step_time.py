@@ -12,7 +12,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
 from megatron_ext.planning.sampled_rows import AttentionLoad
 from megatron_ext.planning.step_time import FACTS, Machine, Speeds, StepTime, orthogonalization, read_speeds, step_time
-from tests.planning.rank_work import RankWork, rank_work
+from tests.planning.ranks import RankWork, rank_work
 
 SPEEDS = read_speeds()
 VOCABULARY = 128256

@@ -9,7 +9,7 @@ from megatron_ext.config.checks import check
 from megatron_ext.planning.memory import stage_memory
 from megatron_ext.rehearsal.process import Request
 from tests.conftest import slow_but
-from tests.planning.fullest import fullest_rank, fullest_stage
+from tests.planning.ranks import fullest_rank, fullest_stage
 from tests.rehearsal.server import in_child
 
 SHAPE = (

@@ -19,8 +19,7 @@ from megatron_ext.planning.step_time import Machine, read_speeds
 from megatron_ext.rehearsal.process import Request
 from tests.conftest import slow_but
 from tests.launcher import Commands, free_port
-from tests.planning.fullest import fullest_rank, fullest_stage
-from tests.planning.rank_work import rank_work
+from tests.planning.ranks import fullest_rank, fullest_stage, rank_work
 from tests.planning.recipe_files import Recipe, known
 from tests.rehearsal.mocked import TINY, mocked
 from tests.rehearsal.server import in_child

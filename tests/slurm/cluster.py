@@ -143,9 +143,9 @@ class Cluster:
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
-        nodes = [NODE.format(name=name, host=host, port=port) for name, port in zip(NODES, ports[1:], strict=True)]
-        here = {"host": host, "user": os.getuid(), "folder": self.folder, "controller_port": ports[0]}
+        host = socket.gethostname().partition(".")[0]
+        nodes = [NODE.format(name=name, host=host, port=launcher.free_port()) for name in NODES]
+        here = {"host": host, "user": os.getuid(), "folder": self.folder, "controller_port": launcher.free_port()}
         text = CONFIGURATION.format(**here, first_job=1 + secrets.randbelow(20_000), nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
         # any devices do: Slurm only counts them
@@ -184,11 +184,3 @@ def wait_until(condition: Callable[[], bool], seconds: float, explain: Callable[
         AssertionError: it did not within `seconds`; with what `explain` says.
     """
     assert launcher.wait_until(condition, seconds, every), f"still waiting after {seconds} s\n{explain()}"
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]

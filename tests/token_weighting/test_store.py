@@ -7,7 +7,6 @@ import time
 from dataclasses import asdict, fields, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -93,25 +92,20 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "note").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
-def score(path: Path, identity: StoreIdentity, rows: list[int], start: Barrier, done: Connection) -> None:
-    """Act as a data-parallel rank: write the missing rows and send the number of each."""
-    start.wait()
+def score(path: Path, identity: StoreIdentity, done: Connection) -> None:
+    """Write the missing rows and send the number of each."""
     store = ScoreStore.create_or_resume(path, identity)
-    for row in store.missing(rows):
+    for row in store.missing(range(identity.rows)):
         store.write(row, losses_of(row, identity.row_length))
         done.send(row)
 
 
-def start_scoring(path: Path, identity: StoreIdentity, shares: list[list[int]]) -> list[tuple[BaseProcess, Connection]]:
-    barrier, ranks = PROCESSES.Barrier(len(shares) + 1), []
-    for rows in shares:
-        reader, writer = PROCESSES.Pipe(duplex=False)
-        process = PROCESSES.Process(target=score, args=(path, identity, rows, barrier, writer))
-        process.start()
-        writer.close()
-        ranks.append((process, reader))
-    barrier.wait(timeout=60)
-    return ranks
+def start_scoring(path: Path, identity: StoreIdentity) -> tuple[BaseProcess, Connection]:
+    reader, writer = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=score, args=(path, identity, writer))
+    process.start()
+    writer.close()
+    return process, reader
 
 
 def received(reader: Connection) -> list[int]:
@@ -123,25 +117,12 @@ def received(reader: Connection) -> list[int]:
     return rows
 
 
-def test_two_ranks_create_and_fill_one_store(tmp_path: Path) -> None:
-    identity = replace(IDENTITY, rows=60, row_length=1000)
-    ranks = start_scoring(tmp_path / "store", identity, [list(range(0, 60, 2)), list(range(1, 60, 2))])
-    assert [received(reader) for _, reader in ranks] == [list(range(0, 60, 2)), list(range(1, 60, 2))]
-    for process, _ in ranks:
-        process.join()
-        assert process.exitcode == 0
-    store = ScoreStore.open(tmp_path / "store")
-    assert all(np.array_equal(store.read(row), losses_of(row, 1000)) for row in range(60))
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
-    assert len(list((tmp_path / "store").iterdir())) == 61
-
-
 def kill_a_writer(path: Path, identity: StoreIdentity, chance: random.Random) -> int:
     """SIGKILL a writer at a random moment; return how many rows were complete that it had not reported."""
     before = set(range(identity.rows))
     if path.exists():
         before = set(ScoreStore.create_or_resume(path, identity).missing(range(identity.rows)))
-    ((process, reader),) = start_scoring(path, identity, [list(range(identity.rows))])
+    process, reader = start_scoring(path, identity)
     early = [reader.recv() for _ in range(chance.randint(1, 5))]
     time.sleep(chance.uniform(0, 0.03))
     process.kill()
@@ -162,7 +143,7 @@ def test_a_killed_writer_loses_and_doubles_nothing(tmp_path: Path) -> None:
     for _ in range(3):
         assert kill_a_writer(tmp_path / "store", identity, chance) in (0, 1)
     rest = ScoreStore.create_or_resume(tmp_path / "store", identity).missing(range(identity.rows))
-    ((process, reader),) = start_scoring(tmp_path / "store", identity, [list(range(identity.rows))])
+    process, reader = start_scoring(tmp_path / "store", identity)
     assert received(reader) == rest
     process.join()
     store = ScoreStore.open(tmp_path / "store", **asdict(identity))

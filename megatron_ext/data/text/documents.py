@@ -189,7 +189,7 @@ def count_lines(path: Path, end: int) -> int:
 def row_group_sizes(file: FileRange, columns: Sequence[str]) -> list[int]:
     """Return the uncompressed bytes of each row group of a .parquet file.
 
-    Raises UserError if a column is missing, there is no row, or the file is damaged.
+    Raises UserError if a column is missing or the file is damaged.
     """
     with _open_table(file, columns) as table:
         return [table.metadata.row_group(group).total_byte_size for group in range(table.metadata.num_row_groups)]
@@ -215,8 +215,6 @@ def _open_table(file: FileRange, columns: Sequence[str]) -> Iterator[Any]:
                 if name not in names:
                     have = ", ".join(map(repr, names[:8])) or "none"
                     raise UserError(f"{file.path}: has no column {name!r} (it has {have}; see --json-key)")
-            if not table.metadata.num_rows:
-                raise UserError(f"{file.path}: the file is empty; leave it out")
             yield table
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno:  # a disk error; pyarrow's own have no errno

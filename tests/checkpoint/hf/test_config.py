@@ -58,24 +58,6 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("changed", "family"),
-    [
-        ({"hidden_size": 130, "kv_channels": 32}, "mistral"),  # transformers' Llama refuses such a width
-        ({"local_window": 9, "add_qkv_bias": True}, "qwen2"),
-        ({"block": "gemma3", "local_window": 9, "window_attn_skip_freq": 3, "rotary_base_local": 9.0}, "gemma3_text"),
-        (LATENT | EXPERTS | {"moe_layer_freq": (0, 1, 1, 1)}, "deepseek_v3"),
-        ({"no_rope_freq": 1}, "smollm3"),
-    ],
-)
-def test_the_architecture_of_a_model_of_ours(changed: dict[str, Any], family: str) -> None:
-    head_size = {} if "multi_latent_attention" in changed else {"kv_channels": 32}
-    model = ModelConfig(vocab_size=300, **(head_size | changed))
-    entries = hugging_face_config(model, 300, 128)
-    assert entries["architectures"] == [FAMILIES[family].architecture]
-    assert model_config(entries) == model
-
-
-@pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"no_rope_freq": 2, "local_window": 9}, "no_rope_freq: got 2"),

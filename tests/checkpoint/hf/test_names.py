@@ -63,6 +63,7 @@ KINDS = [
     ModelConfig(),
     ModelConfig(add_qkv_bias=True),
     ModelConfig(qk_layernorm=True),
+    ModelConfig(no_rope_freq=1),
     ModelConfig(block="phi", rotary_percent=0.5),
     ModelConfig(block="gemma3"),
     ModelConfig(block="olmo3"),

@@ -50,9 +50,14 @@ def assert_same_angles(entries: dict[str, Any], model: ModelConfig, length: int)
     ids=str,
 )
 def test_frequencies_are_those_of_transformers(rope: dict[str, Any], length: int) -> None:
-    """Where an original length is missing, transformers takes max_position_embeddings; dynamic follows the length."""
+    """Where an original length is missing, transformers takes max_position_embeddings; dynamic follows the length.
+
+    What we write is read at the rows' length, under which training saw every position.
+    """
     entries = content(rope)
-    assert_same_angles(entries, model_config(entries), length)
+    model = model_config(entries)
+    for read in (entries, hugging_face_config(model, 300, length)):
+        assert_same_angles(read, model, length)
 
 
 def test_old_entries_beside_new_ones_mean_what_they_do_to_transformers() -> None:
@@ -95,15 +100,6 @@ def test_deepseeks_factors_both_ways(scales: dict[str, float]) -> None:
 )
 def test_angles_that_ours_are_not(rope: dict[str, Any], text: str) -> None:
     assert text in refused(model_config, content(rope))
-
-
-@pytest.mark.parametrize("kind", ["none", *SCALED])
-def test_what_we_write_transformers_reads(kind: Any) -> None:
-    """At the rows' length, under which training saw every position."""
-    more = {"rope_scaling_factor": 4.0} if kind != "none" else {}
-    more |= {"rope_original_length": 32} if kind not in ("none", "linear") else {}
-    model = ModelConfig(vocab_size=300, rope_scaling=kind, **more)  # type: ignore[arg-type]
-    assert_same_angles(hugging_face_config(model, 300, 128), model, 128)
 
 
 def test_a_base_that_followed_the_window_is_the_last_one() -> None:

@@ -171,8 +171,6 @@ def test_what_each_policy_keeps_of_prolongs_long_documents() -> None:
     assert counted("whole_document") == (6, 384)
     assert counted("whole_document", rows_per_document=1) == (3, 192)
     assert counted("whole_document", below=130) == (1, 64)
-    assert counted("split_drop") == (6, 384)
-    assert counted("best_fit")[1] == counted("carry_over")[1] == 457
 
 
 def test_what_is_kept_of_joined_books() -> None:

@@ -81,7 +81,7 @@ TEXTS = ["naïve 😀\n", "two", " three ", "4" * 5000]
 
 
 def lines(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"text": text, "repo": f"r{i % 2}"}) + "\n" for i, text in enumerate(texts)).encode()
+    return "".join(json.dumps({"text": text, "repo": i % 5}) + "\n" for i, text in enumerate(texts)).encode()
 
 
 def put_parquet(path: Path, columns: dict[str, object]) -> Path:
@@ -102,6 +102,7 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     for columns, problem in (
         ({"text": ["a", "b", "c", None]}, "a.parquet:4: field 'text' is a NoneType, needs a string"),
         ({"text": latin}, "byte 0xe9"),
+        ({"text": pyarrow.array([], pyarrow.string())}, "a.parquet: the file is empty; correct it, or pass --skip-bad"),
         ({"body": ["x"], "n": [1]}, "a.parquet: has no column 'text' (it has 'body', 'n'; see --json-key)"),
     ):
         file = put_parquet(tmp_path / "a.parquet", columns)
@@ -132,7 +133,7 @@ def test_groups_have_keys(tmp_path: Path) -> None:
             found.append(document.key)
         return found
 
-    assert keys(put(tmp_path / "a.jsonl", lines(TEXTS))) == ["r0", "r1", "r0", "r1"]
+    assert keys(put(tmp_path / "a.jsonl", lines(TEXTS))) == ["0", "1", "2", "3"]
     assert keys(put_parquet(tmp_path / "a.parquet", {"text": TEXTS, "repo": [7, 8, 7, 8]})) == ["7", "8", "7", "8"]
     assert "c.jsonl:1: has no field 'repo'" in str(keys(put(tmp_path / "c.jsonl", '{"text": "x"}')))
     assert "d.txt: has no field 'repo'" in str(keys(put(tmp_path / "d.txt", "x")))

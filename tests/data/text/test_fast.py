@@ -10,10 +10,9 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from megatron_ext.data.text import fast
 from megatron_ext.data.text.tokenizer import HF_FILE, Tokenizer, train_bpe
-from tests.conftest import refused
+from tests.conftest import ROOT, refused
 
 pytest.importorskip("gigatoken", reason="the extra fast is not installed")
-ROOT = Path(__file__).resolve().parents[3]
 TEXTS = ["the quick brown fox doesn't jump over 12345 lazy dogs\n", "naïve 😀 中国 e\u0301"] * 20
 
 

@@ -1,8 +1,9 @@
-"""Count the FLOPs and bytes sent by one rank in a step, from the same layers as the time model."""
+"""What the planner says of one rank: whether it needs most memory, and its FLOPs and bytes sent in a step."""
 
 from dataclasses import dataclass
 
 from megatron_ext.config import Config
+from megatron_ext.planning.memory import rank_memories, stage_memory
 from megatron_ext.planning.sampled_rows import AttentionLoad
 from megatron_ext.planning.step_time import layer_work
 
@@ -31,3 +32,16 @@ def rank_work(config: Config, load: AttentionLoad, gpus: int, vocab_size: int, *
         context_bytes=layers * layer.context.times(2),  # backward returns gradients
         expert_bytes=layers * layer.experts.times(2),
     )
+
+
+def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
+    stages = range(config.parallel.pipeline_model_parallel_size)
+    return max(stages, key=lambda stage: stage_memory(config, world_size, vocab_size, stage).total)
+
+
+def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
+    """The lowest rank of those that need most under the widest window."""
+    stage, parallel = fullest_stage(config, world_size, vocab_size), config.parallel
+    totals = [memory.total for memory in rank_memories(config, world_size, vocab_size, stage)]
+    first = stage * (world_size // parallel.pipeline_model_parallel_size)
+    return first + totals.index(max(totals)) * parallel.tensor_model_parallel_size

@@ -1,11 +1,13 @@
-"""Tracked storages, on real tensors: allocated, freed, resized and kept."""
+"""What is counted in a rehearsal: storages of real tensors, and pairs of attention."""
 
 import gc
 
+import numpy as np
+import pytest
 import torch
 
 from megatron_ext.rehearsal.memory import Part
-from megatron_ext.rehearsal.meter import Meter
+from megatron_ext.rehearsal.meter import Meter, segment_pairs
 
 
 def meter() -> Meter:
@@ -56,3 +58,19 @@ def test_circles_of_references_keep_their_storage() -> None:
             assert counted.allocations.total == 0
     finally:
         gc.enable()
+
+
+def seen(queries: int, keys: int, left: int) -> int:
+    """Pairs of one segment, causal from the bottom right."""
+    query, key = np.arange(queries)[:, None] + keys - queries, np.arange(keys)[None]
+    return int(((key <= query) & (key >= query - left)).sum())
+
+
+@pytest.mark.parametrize("left", [None, 0, 1, 3, 100])
+def test_pairs_are_those_of_a_dense_mask(left: int | None) -> None:
+    rng = np.random.default_rng(0)
+    queries = rng.integers(0, 9, size=40)
+    keys = queries + rng.integers(0, 9, size=40)
+    borders = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (queries, keys)]
+    wanted = sum(seen(q, k, 100 if left is None else left) for q, k in zip(queries, keys, strict=True))
+    assert segment_pairs(borders[0], borders[1], left) == wanted
