@@ -48,8 +48,9 @@ def train_stages(stages: Sequence[Stage]) -> int:
         held = []
 
         def claim(run: Path) -> None:
-            run.mkdir(parents=True, exist_ok=True)
-            held.append(lock(run, "save"))
+            for folder in dict.fromkeys([run, *(Path(one.config.checkpoint.save or run) for one in stages)]):
+                folder.mkdir(parents=True, exist_ok=True)
+                held.append(lock(folder, "save"))
             unmark(run)
 
         if run is not None:

@@ -40,7 +40,7 @@ def of_rank(rank: int, seeds: list[int]) -> list[tuple[Any, ...]]:
     results = []
     for seed in seeds:
         length, ends, window, mask, policy, scheme = drawn(seed)
-        group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        group = dist.group.WORLD if dist.is_initialized() else None
         rows = share_rows(length, ends, window, group=group, window_mask=mask, policy=policy, scheme=scheme)
         *qkv, gradient = [x[rows.tokens] for x in inputs(length * len(ends), seed)]
         leaves = [x.requires_grad_() for x in qkv]
@@ -70,7 +70,7 @@ def expected(seed: int) -> list[np.ndarray]:
 def test_outputs_and_gradients(processes: int, drawings: int) -> None:
     """Of any number of rows; four ranks cannot trade two key heads."""
     seeds = [seed for seed in range(drawings) if processes < 4 or drawn(seed)[-1] == "exchange"]
-    ranks = call(of_rank, processes, seeds)
+    ranks = call(of_rank, processes, seeds, group=processes > 1)
     for number, seed in enumerate(seeds):
         columns = zip(*[results[number] for results in ranks], strict=True)
         tokens, _, *made, _ = [np.concatenate([np.atleast_1d(part) for part in column]) for column in columns]

@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import yaml
 
 from megatron_ext.checkpoint.folders import saved_steps
 from megatron_ext.errors import UserError
@@ -87,6 +88,18 @@ def test_an_earlier_start_of_the_same_job_is_waited_for(tmp_path: Path, monkeypa
             lock(tmp_path, "save")
         monkeypatch.setenv("SLURM_JOB_ID", "47")
         lock(tmp_path, "save").close()
+
+
+def test_a_run_in_stages_locks_their_folders_too(small_data: SmallData, tmp_path: Path) -> None:
+    """Which --save RUN/STAGE names as well."""
+    run = {"stages": [{"name": "short"}, {"name": "long"}]} | yaml.safe_load(Path(CONFIG[1]).read_text())
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    folder = tmp_path / "run" / "long"
+    folder.mkdir(parents=True)
+    with holding(folder):
+        flags = ["--config", tmp_path / "run.yaml", *small_data.flags, "--save", folder.parent]
+        (done,) = Commands().attempt(TRAINER, *flags)
+    assert f"save: {folder} is in use by host " in refusal(done)
 
 
 def test_a_file_system_without_locks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

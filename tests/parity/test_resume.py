@@ -39,7 +39,8 @@ def test_stopped_and_resumed(small_data: SmallData, tmp_path: Path) -> None:
     """
     folder = tmp_path / "run"
     flags = [*small_data.flags, *COMMON, *DP2]
-    command = [*flags, "--load", folder, "--load-if-present", "--dump-trajectory", folder / "trajectory"]  # always
+    # starts the run and continues it
+    command = [*flags, "--load", folder, "--load-if-present", "--dump-trajectory", folder / "trajectory"]
     for number, to_torchrun in ((signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)):
         since, loaded = time.time(), max(saved_steps(folder), default=0)
         process = start(command, 2, folder)

@@ -155,6 +155,7 @@ def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | N
         (["well", "refused", "refused", "refused", "well"], 3),
         (["refused", "refused", "well", "refused", "refused", "refused"], 5),
         (["refused", "refused", "without tokens", "refused", "refused", "well"], None),
+        (["refused", "refused", "refused"], 2),
     ],
 )
 def test_a_resumed_run_counts_earlier_skips(tmp_path: Path, kinds: list[str], end: int | None) -> None:

@@ -144,8 +144,9 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         host = socket.gethostname().partition(".")[0]
-        nodes = [NODE.format(name=name, host=host, port=launcher.free_port()) for name in NODES]
-        here = {"host": host, "user": os.getuid(), "folder": self.folder, "controller_port": launcher.free_port()}
+        first, *ports = {launcher.free_port() for _ in range(20)}  # different ones
+        nodes = [NODE.format(name=name, host=host, port=port) for name, port in zip(NODES, ports, strict=False)]
+        here = {"host": host, "user": os.getuid(), "folder": self.folder, "controller_port": first}
         text = CONFIGURATION.format(**here, first_job=1 + secrets.randbelow(20_000), nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
         # any devices do: Slurm only counts them
