@@ -232,6 +232,8 @@ def draw(
         own[arm] = best_rate(means)[0]
         left.plot(list(means), list(means.values()), "o-", color=f"C{number}", label=arm)
     left.set(xscale="log", xlabel="peak learning rate", ylabel="held-out loss (nats / token)")
+    left.set_xticks(sorted(means), [f"{rate:g}" for rate in sorted(means)])
+    left.minorticks_off()
     left.legend(frameon=False)
     done = complete(runs, own, budgets, seeds)
     if len(done) >= 2:
@@ -239,7 +241,9 @@ def draw(
         tokens, mean = [steps * ROW * BATCH / 1e6 for steps in budgets], [Mean.of(values) for values in found]
         right.errorbar(tokens, [each.value for each in mean], [each.half_width for each in mean], fmt="o-", capsize=4)
         right.plot(tokens, found, ".", color="C0", alpha=0.4)
-        right.set_xscale("log", base=2)
+        right.set_xscale("log")
+        right.set_xticks(tokens, [f"{number:.2f}" for number in tokens])
+        right.minorticks_off()
     right.axhline(0, color="#9ca3af", linewidth=1)
     right.set(xlabel="million tokens", ylabel="gain (nats / token)")
     figure.savefig(to, dpi=110)
