@@ -6,6 +6,7 @@ The page is one file: plotly.js is part of it, nothing is loaded from the networ
 import html
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -385,7 +386,8 @@ def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
     tasks: dict[str, list[go.Scatter]] = {}
     for number, run in enumerate(runs):
         for name, curve in parts(run.validation, "lm_eval").items():
-            own = tasks.setdefault(name.split("/")[1], [])  # task/metric/length; metrics have scales of their own
+            metric = re.sub(r"/\d+$", "", name).rpartition("/")[2]  # of TASK/METRIC or TASK/METRIC/LENGTH
+            own = tasks.setdefault(metric, [])  # metrics have scales of their own
             own.append(_trace(*curve, f"{run.name}, {name}", number + len(own), mode="lines+markers"))
         lengths = _numbered(run, "by_length")
         for place, (length, curve) in enumerate(lengths, start=1):

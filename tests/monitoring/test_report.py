@@ -112,7 +112,8 @@ def test_charts_show_what_was_recorded(tmp_path):
     records = [step_record(step, **(measures if step % 5 == 0 else {})) for step in range(60)]
     folder = write_records(tmp_path, records)
     positions = {str(2**power): 3 - 0.1 * power for power in range(6)}
-    record = evaluation_record(3, 3.0, by_length={"1024": 2.5, "128": 3.0}, by_position=positions)
+    tasks = {"ruler/acc": 0.5, "ruler/acc/1024": 0.4, "a/b/acc": 0.3, "wiki/perplexity": 30.0}
+    record = evaluation_record(3, 3.0, by_length={"1024": 2.5, "128": 3.0}, by_position=positions, lm_eval=tasks)
     (folder / "evaluation.jsonl").write_text(json.dumps(record))
     found = charts([load_run(folder)])
     (window,) = found["Context window"].data
@@ -120,6 +121,7 @@ def test_charts_show_what_was_recorded(tmp_path):
     names = [trace.name for trace in found["Validation loss"].data]
     assert names == [f"{folder.name}, 128 tokens", f"{folder.name}, 1,024 tokens"]
     assert list(found["Validation loss by position"].data[0].x) == [1, 2, 4, 8, 16, 32]
+    assert [len(found[f"lm-eval: {metric}"].data) for metric in ("acc", "perplexity")] == [3, 1]
     assert [len(found[f"Attention {name}"].data) for name in ("entropy", "sinks")] == [4, 4]
     records = [step_record(step, grad_norm=900.0 if step == 1234 else 1.0) for step in range(5000)]
     extremes, means = charts([load_run(write_records(tmp_path, records))])["Gradient norm before clipping"].data
