@@ -292,6 +292,8 @@ class Trainer:
                 self.stopped_by = validation.run_if_due(step, self.request)
                 if (self.stopped_by or validation.stop_reason is not None) and not due:
                     self._save()
+        if validation.stop_reason is not None and not self.stopped_by:
+            validation.run_lm_eval(self.step)
 
     def make_batches(self, step: int) -> StepBatches:
         """Make this rank's batches of a step; depends only on the step."""

@@ -69,10 +69,19 @@ class Validation:
         validates = is_due(training.eval_interval, step, training) and step not in self.losses
         if validates and (received := self._validate(step, request)):
             return received
-        if self.lm_eval is not None and self.runs_lm_eval(step):
+        if self.runs_lm_eval(step):
+            self.run_lm_eval(step)
+        return 0
+
+    def run_lm_eval(self, step: int) -> None:
+        """Run lm-eval after `step` completed steps, unless the run never runs it, or has done so after this step.
+
+        Raises:
+            UserError: lm-eval cannot run a task.
+        """
+        if self.lm_eval is not None and step not in self.scored:
             self.records.lm_eval(step, self.lm_eval.scores(step))
             self.scored.add(step)
-        return 0
 
     def _validate(self, step: int, request: StopRequest | None) -> int:
         assert self.rows is not None

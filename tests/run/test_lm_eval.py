@@ -50,12 +50,20 @@ def test_scores_are_those_of_the_checkpoint(
     assert shown == Counter(f"lm-eval: {one['metric']}" for one in results)
 
 
-def test_a_resumed_run_runs_what_was_interrupted(small_data: SmallData, alone: Commands, tmp_path: Path) -> None:
-    steps = ["--train-iters", 2, "--lr-warmup-iters", 0]
-    flags = [*CONFIG, *flags_of(small_data, write_tasks(tmp_path / "tasks")), *steps, "--save", tmp_path / "run"]
+@pytest.mark.parametrize(
+    "steps",
+    ["--train-iters 2", "--train-iters 9 --eval-interval 1 --early-stopping-patience 1 --early-stopping-delta 9"],
+)
+def test_a_resumed_run_runs_what_was_interrupted(
+    steps: str, small_data: SmallData, alone: Commands, tmp_path: Path
+) -> None:
+    """Also after the last step of a run that stops early, at which no interval ends."""
+    flags = [*CONFIG, *flags_of(small_data, write_tasks(tmp_path / "tasks")), "--lr-warmup-iters", 0, *steps.split()]
+    flags += ["--save", tmp_path / "run"]
     alone.run(TRAINER, *flags)
     file = tmp_path / "run" / "evaluation.jsonl"
     lines = file.read_text().splitlines(keepends=True)
+    assert "lm_eval" in lines[-1]
     for kept in lines[:-1], lines:  # interrupted before its record, or not
         file.write_text("".join(kept))
         alone.run(TRAINER, *flags, "--load", tmp_path / "run")

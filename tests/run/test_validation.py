@@ -40,15 +40,15 @@ def test_early_stopping_by_the_example_of_the_docstring() -> None:
     assert stops_at([3.0] * 50, 0, 0.0) is None
 
 
-def test_a_stage_that_stopped_early_between_two_runs_of_lm_eval_has_ended(
+def test_a_stage_that_stopped_early_has_ended_when_lm_eval_has_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = TrainingConfig(train_iters=9, eval_interval=2, early_stopping_patience=1, lm_eval_interval=3)
     stage = Stage("first", Config(training=training, checkpoint=CheckpointConfig(save=str(tmp_path))))
-    lines = [f'{{"step": {step}, "valid_loss": 2.0}}\n' for step in (0, 2, 4, 6)]
-    for steps, ended in (2, True), (6, False):  # lm-eval is due after 6
-        (tmp_path / "evaluation.jsonl").write_text("".join(lines[: steps // 2 + 1]))
-        monkeypatch.setattr(stages, "_steps", lambda _, steps=steps: steps)
+    lines = [f'{{"step": {step}, "valid_loss": 2.0}}\n' for step in (0, 2)]
+    monkeypatch.setattr(stages, "_steps", lambda _: 2)
+    for more, ended in ([], False), (['{"step": 2, "lm_eval": {"task/acc": 1.0}}\n'], True):
+        (tmp_path / "evaluation.jsonl").write_text("".join(lines + more))
         assert stages._has_ended(stage) == ended
 
 
