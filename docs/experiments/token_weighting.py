@@ -11,13 +11,14 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from harness import HELD_OUT_NOVELS, Mean, Planned, arguments, check, command, is_done, train, write_results
 from matplotlib.figure import Figure
@@ -36,20 +37,21 @@ SHAPE: list[object] = [
     *("--num-query-groups", 4, "--no-untie-embeddings-and-output-weights", "--vocab-size", 512),
 ]
 OPTIMIZER: list[object] = [*("--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine", "--weight-decay", 0.01)]
-KINDS = {
+ARMS = {
     "uniform": "uniform",
     "dense_unfrozen": "dense, unfrozen",
-    "placebo": "dense, unfrozen, permuted",
-    "dense_frozen": "dense, frozen",
+    "placebo": "placebo: dense, unfrozen, permuted",
     "sparse_unfrozen": "sparse, unfrozen",
-    "sparse_frozen": "sparse, frozen",
+    "dense_frozen": "dense, frozen",
 }
 COMPARED = ("uniform", "dense_unfrozen", "placebo")  # the arms of the planned test, trained first
-ARMS = (*COMPARED, "dense_frozen", "sparse_unfrozen")  # of the experiment with a placebo
 GAIN_ROWS = 256  # of the held-out rows, those on which the gain is measured
 GROUPS = {"first": "first in the row", "near": f"last seen <= {SHORT} back", "far": f"last seen > {SHORT} back"}
-CONTROLLED, PLANNED = "gain_far_less_first", "loss_far_less_first"
-MEASURES = ("loss", "gain", *(f"{kind}_{group}" for kind in ("loss", "gain") for group in GROUPS))
+KINDS = {"loss": "Loss", "gain": f"Gain of {ROW:,} over {SHORT} tokens of context"}
+OF_TOKEN = "_per_token"  # ends the measures of the tokens of names; the others are of whole names
+FAR_LESS_FIRST = "far minus first"
+
+Values = dict[str, dict[str, list[float]]]  # by arm and measure, one for each seed
 
 WORD = re.compile(r"(?<![A-Za-z\x80-\xff])[A-Z][a-z]{2,}(?=[^A-Za-z\x80-\xff])")
 TITLES = {"mrs", "miss", "sir", "lordship", "ladyship", "madam", "madame", "monsieur", "god"}
@@ -64,7 +66,7 @@ class Name:
     tokens: range
 
 
-def planned(seeds: Sequence[int], out: Path, arms: Sequence[str] = ARMS) -> list[Planned]:
+def planned(seeds: Sequence[int], out: Path, arms: Iterable[str] = ARMS) -> list[Planned]:
     """List the runs that start from the base model."""
 
     def flags(kind: str, seed: int) -> list[object]:
@@ -145,7 +147,7 @@ def run_all(options: Any, out: Path, file: Path) -> None:
         with lock, file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
-    def missing(arms: Sequence[str]) -> list[Planned]:
+    def missing(arms: Iterable[str]) -> list[Planned]:
         done = read_runs(file)
         return [plan for plan in planned(options.seeds, out, arms) if (plan.seed, plan.name) not in done]
 
@@ -214,7 +216,8 @@ def held_out_names(hf: Path, out: Path, count: int) -> list[list[Name]]:
 def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, float]:
     """Return a model's mean loss, and its gain, the loss with SHORT tokens of context minus that with the whole row.
 
-    The loss of a name is that of its tokens together. The gain is that of the first GAIN_ROWS rows.
+    The loss of a name is that of its tokens together; a measure that ends in OF_TOKEN is the mean over all tokens of
+    the names, so that the length of names does not matter. The gain is that of the first GAIN_ROWS rows.
     """
     gained = min(len(names), GAIN_ROWS)
     whole_RL, short_RL = (
@@ -228,13 +231,14 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
     for kind, values_RL in (("loss", whole_RL), ("gain", short_RL - whole_RL[:gained])):
         found[kind] = float(values_RL.mean())
         for group in GROUPS:
-            sums = [
-                values[name.tokens[0] - 1 : name.tokens[-1]].sum()  # the loss of token i + 1 is at i
+            tokens = [
+                values[name.tokens[0] - 1 : name.tokens[-1]]  # the loss of token i + 1 is at i
                 for values, row in zip(values_RL, names[: len(values_RL)], strict=True)
                 for name in row
                 if name.group == group
             ]
-            found[f"{kind}_{group}"] = float(np.mean(sums))
+            found[f"{kind}_{group}"] = float(np.mean([own.sum() for own in tokens]))
+            found[f"{kind}_{group}{OF_TOKEN}"] = float(np.concatenate(tokens).mean())
     return found
 
 
@@ -245,57 +249,71 @@ def results(
     done = [arm for arm in ARMS if all((seed, arm) in runs for seed in seeds)]
     if not set(COMPARED) <= set(done):
         raise SystemExit(f"the runs of {', '.join(COMPARED)} are not finished for all seeds")
-    values = {arm: {one: [runs[seed, arm][one] for seed in seeds] for one in MEASURES} for arm in done}
-    for own in values.values():  # separates the use of context from a higher probability of all names
-        own[CONTROLLED] = np.subtract(own["gain_far"], own["gain_first"]).tolist()
-        own[PLANNED] = np.subtract(own["loss_far"], own["loss_first"]).tolist()
+    values = {arm: {one: [runs[seed, arm][one] for seed in seeds] for one in runs[seeds[0], arm]} for arm in done}
     counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
     return {"seeds": list(seeds), "names": counts, "values": values}
 
 
+def contrast(values: Values, arm: str, measure: str, control: str | None = None) -> npt.NDArray[np.float64]:
+    """Return a measure of an arm for each seed, minus its control, another measure, if any."""
+    return np.subtract(values[arm][measure], 0.0 if control is None else values[arm][control])
+
+
+def less(values: Values, arm: str, other: str, *measures: str | None) -> Mean:
+    """Return a contrast of an arm minus that of another, paired by seed."""
+    return Mean.of((contrast(values, arm, *measures) - contrast(values, other, *measures)).tolist())
+
+
 def tables(numbers: dict[str, Any]) -> str:
     """Make the tables from the numbers of a .json file."""
-    values, parts = numbers["values"], []
-    for kind, unit in (("loss", "Loss"), ("gain", f"Gain of {ROW} over {SHORT} tokens of context")):
-        columns = [kind, *(f"{kind}_{group}" for group in GROUPS), f"{kind}_far_less_first"]
-        columns = [one for one in columns if one in values["uniform"]]
-        head = ["run", "all tokens", *GROUPS.values(), "far minus first"][: 1 + len(columns)]
-        rows: list[list[object]] = [["uniform", *(f"{np.mean(values['uniform'][one]):.4f}" for one in columns)]]
+    values, seeds = numbers["values"], len(numbers["seeds"])
+    parts = []
+    for kind, title in KINDS.items():
+        first, near, far = (f"{kind}_{group}{OF_TOKEN}" for group in GROUPS)
+        columns = [(kind, None), (first, None), (near, None), (far, None), (far, first)]
+        uniform = [f"{contrast(values, 'uniform', *column).mean():.4f}" for column in columns]
+        rows: list[list[object]] = [[ARMS["uniform"], *uniform]]
         rows += [
-            [KINDS[run], *(_less(values, run, one) for one in columns)]
-            for run in KINDS
-            if run in values and run != "uniform"
+            [ARMS[arm], *(less(values, arm, "uniform", *one) for one in columns)] for arm in values if arm != "uniform"
         ]
         parts += [
-            f"{unit} (nats / token or name), {len(numbers['seeds'])} seeds; below uniform the difference from it, "
-            "paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
-            table(head, rows),
+            f"{title} (nats per token; of names, per token of the names), {seeds} seeds; below uniform the difference "
+            "from it, paired by seed, ± half the 95 % interval over seeds; bold: it excludes 0.",
+            table(["run", "all tokens", *GROUPS.values(), FAR_LESS_FIRST], rows),
         ]
-    if "placebo" in values:
-        planned_test = _less(values, "dense_unfrozen", PLANNED, "placebo")
-        parts.append(f"The planned test, far minus first names, dense minus placebo: {planned_test} nats.")
+    units = {"per name": "", "per token": OF_TOKEN}
+    contrasts = {
+        f"{kind}, {unit}": (f"{kind}_far{suffix}", f"{kind}_first{suffix}")
+        for kind in KINDS
+        for unit, suffix in units.items()
+    }
+    rows = [
+        [ARMS[arm], *(less(values, arm, "placebo", *pair) for pair in contrasts.values())]
+        for arm in values
+        if arm not in ("uniform", "placebo")
+    ]
+    parts += [
+        f"{FAR_LESS_FIRST.capitalize()} names, minus the placebo's. Planned test: dense, unfrozen, loss per name.",
+        table(["run", *contrasts], rows),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
-def _less(values: dict[str, dict[str, list[float]]], run: str, one: str, other: str = "uniform") -> Mean:
-    return Mean.of(np.subtract(values[run][one], values[other][one]).tolist())
-
-
-def draw(values: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Draw the gain of long context on names minus that of uniform weights: a point per seed, and the mean."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axis = figure.add_subplot()
-    axis.axhline(0, color="#111827", linewidth=1)
-    for number, kind in enumerate(kind for kind in KINDS if kind in values and kind != "uniform"):
-        for place, group in enumerate(GROUPS):
-            less = np.subtract(values[kind][f"gain_{group}"], values["uniform"][f"gain_{group}"])
-            at = place + (number - 1.5) * 0.2
-            axis.plot(np.full(less.size, at), less, ".", color=f"C{number}", alpha=0.6)
-            axis.plot(at, less.mean(), "_", color=f"C{number}", markersize=16, label=None if place else KINDS[kind])
-    axis.set_xticks(range(len(GROUPS)), list(GROUPS.values()))
-    axis.set_ylabel("gain minus uniform's (nats / name)")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
+def draw(values: Values, path: Path) -> None:
+    """Draw far minus first names of each arm minus that of uniform weights: a point per seed, mean and interval."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    arms = [arm for arm in values if arm != "uniform"]
+    for axis, kind in zip(figure.subplots(1, 2), KINDS, strict=True):
+        axis.axhline(0, color="#111827", linewidth=1)
+        for number, arm in enumerate(arms):
+            pair = f"{kind}_far", f"{kind}_first"
+            by_seed = contrast(values, arm, *pair) - contrast(values, "uniform", *pair)
+            mean = Mean.of(by_seed.tolist())
+            axis.plot(np.full(by_seed.size, number - 0.15), by_seed, ".", color=f"C{number}", alpha=0.5)
+            axis.errorbar(number + 0.1, mean.value, mean.half_width, fmt="o", color=f"C{number}", capsize=4)
+        axis.set_xticks(range(len(arms)), [ARMS[arm].partition(":")[0].replace(", ", "\n") for arm in arms])
+        axis.set(title=f"{kind}, far minus first names", ylabel="minus uniform's (nats / name)")
+        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
 
