@@ -62,6 +62,12 @@ class Pretrained:
             model = replace(model, vocab_size=vocabulary_size(None, data.tokenizer_model))
         return cls(folder, model, data.seq_length, data.tokenizer_model, checkpoint)
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows of its embedding, without padding."""
+        assert self.model.vocab_size is not None
+        return self.model.vocab_size
+
     def at(self, length: int) -> ModelConfig:
         """Return the shapes for computing on `length` tokens.
 

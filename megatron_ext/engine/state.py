@@ -347,10 +347,9 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
         UserError: the folder or the checkpoint is damaged; the message names the tensor or the file.
     """
     if pretrained.checkpoint is None:
-        assert pretrained.model.vocab_size is not None
         source = HuggingFaceTensors(pretrained.folder)
-        source.check(pretrained.model, pretrained.model.vocab_size)
-        set_weights(chunks, pretrained.model, pretrained.model.vocab_size, ranks, source.open)
+        source.check(pretrained.model, pretrained.vocab_size)
+        set_weights(chunks, pretrained.model, pretrained.vocab_size, ranks, source.open)
         return
     folder = undamaged(pretrained.checkpoint).folder
     shards = [shard for weight in saved_weights(chunks, pretrained.model, ranks) for shard in weight.shards]

@@ -50,8 +50,7 @@ class ModelText:
         if name is None:
             raise UserError(f"tokenizer: {pretrained.folder} has none; give --tokenizer FOLDER")
         opened = Tokenizer(name, eod_token)
-        assert pretrained.model.vocab_size is not None
-        for line in ids_without_rows(opened, pretrained.model.vocab_size):
+        for line in ids_without_rows(opened, pretrained.vocab_size):
             logger.warning("tokenizer: %s", line)
         config: dict[str, Any] = {}
         if pretrained.checkpoint is None:  # generation_config.json wins over config.json
@@ -87,10 +86,10 @@ class ModelText:
 
     def known(self, tokens: list[int]) -> list[int]:
         """Return the tokens; raise UserError for one that the model's embedding has no row for."""
-        if (largest := max(tokens, default=0)) >= (self.pretrained.model.vocab_size or 0):
+        if (largest := max(tokens, default=0)) >= self.pretrained.vocab_size:
             raise UserError(
                 f"text: holds token id {largest} ({self.tokenizer.decode([largest])!r}), but the embedding of "
-                f"{self.pretrained.folder} has {self.pretrained.model.vocab_size} rows; leave it out of the text, or "
+                f"{self.pretrained.folder} has {self.pretrained.vocab_size} rows; leave it out of the text, or "
                 "give the model's own --tokenizer or --eod-token"
             )
         return tokens

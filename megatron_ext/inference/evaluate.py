@@ -125,7 +125,7 @@ def _perplexity(
             raise UserError(f"stride: got {stride}, needs at most the window's {length}; lower it")
         windows.append(ShortContext(length, stride, every_token=True))
     # their tokenizers are the same, but not the rows of their embeddings
-    text = min(models.values(), key=lambda text: text.pretrained.model.vocab_size or 0)
+    text = min(models.values(), key=lambda text: text.pretrained.vocab_size)
     found = file_documents(options, text) if options.input is not None else dataset_documents(options, text)
     documents = list(itertools.islice(found, options.documents))
     if not documents:
@@ -172,7 +172,7 @@ def file_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Docu
 def dataset_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
     """Read documents of the .bin/.idx datasets of `--data-path`."""
     for prefix in options.data_path or ():
-        source = IndexedSource(prefix, text.pretrained.model.vocab_size)
+        source = IndexedSource(prefix, text.pretrained.vocab_size)
         lengths = source.document_lengths
         for number in np.flatnonzero(lengths >= options.min_tokens)[: options.documents_per_source].tolist():
             yield Document(prefix, source.read(number, 0, int(lengths[number]))[: options.max_tokens])

@@ -221,7 +221,7 @@ class Generator:
     ) -> dict[int, Likelihood]:
         """Append the inputs of some slots to the cache and score the label of each; last stage only."""
         by_token: dict[int, list[Likelihood]] = {slot: [] for slot in labels}
-        for part in _passes(labels, max(PASS_LOGITS // self.model.vocab_size, 1)):
+        for part in _passes(labels, max(PASS_LOGITS // self.model.pretrained.vocab_size, 1)):
             logits_nV = self._forward(cache, {slot: inputs[slot][at] for slot, at in part.items()}, every=True)
             if logits_nV is None:
                 continue

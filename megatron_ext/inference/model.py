@@ -33,7 +33,6 @@ class InferenceModel:
 
     pretrained: Pretrained
     config: Config
-    vocab_size: int
     ranks: parallel.Ranks
     platform: platform.Platform
     chunks: list[PackedGPT]
@@ -66,8 +65,7 @@ def open_model(
             pretrained.length,
             pretrained.folder,
         )
-    world_size, vocab_size = read_launch().world_size, pretrained.model.vocab_size
-    assert vocab_size is not None
+    world_size = read_launch().world_size
     device = platform.choose(processes.device)
     half = device.device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
     config = inference_config(pretrained, processes, length, world_size, bf16=half)
@@ -79,9 +77,9 @@ def open_model(
             "ranks that share experts must compute the same texts; change one of them"
         )
     ranks = parallel.start(config.parallel, config.model.num_layers, device, config.training.seed)
-    chunks = build_chunks(config, vocab_size, device)
+    chunks = build_chunks(config, pretrained.vocab_size, device)
     load_weights(chunks, pretrained, ranks)
-    yield InferenceModel(pretrained, config, vocab_size, ranks, device, [chunk.eval() for chunk in chunks])
+    yield InferenceModel(pretrained, config, ranks, device, [chunk.eval() for chunk in chunks])
     # not in `finally`: after an error on one process the others would not reach it
     parallel.finish_stage()
 

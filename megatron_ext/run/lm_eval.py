@@ -62,7 +62,7 @@ class LmEval:
             Path(config.checkpoint.save or "."), replace(config.model, vocab_size=vocab_size), config.data.seq_length
         )
         self.text = ModelText(model, tokenizer, bos_id, end, frozenset(() if end is None else (end,)), None)
-        self.model = InferenceModel(model, config, vocab_size, stepper.ranks, stepper.platform, self.chunks)
+        self.model = InferenceModel(model, config, stepper.ranks, stepper.platform, self.chunks)
 
     def scores(self, step: int) -> dict[str, float]:
         """Evaluate after `step` steps; return the values by "task/metric" and perhaps "/length". Collective.

@@ -42,8 +42,7 @@ def score_rows(
     Raises:
         UserError: data with a token id that the scorer does not have, or a store that does not fit.
     """
-    assert scorer.model.vocab_size is not None
-    row_at = open_rows(config, min(vocab_size, scorer.model.vocab_size)).row
+    row_at = open_rows(config, min(vocab_size, scorer.vocab_size)).row
     identity = StoreIdentity(
         rows=end,
         short_context=short.length,

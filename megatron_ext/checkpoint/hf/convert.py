@@ -160,10 +160,9 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     """
     check_output(output, source)
     run, places, stored = open_run(source)
-    model, vocab_size = run.model, run.model.vocab_size
+    model, vocab_size = run.model, run.vocab_size
     assert run.checkpoint is not None
     assert run.length is not None
-    assert vocab_size is not None
     tokens = tokenizer_folder(tokenizer or run.tokenizer)
     with atomic_folder(output.absolute()) as folder:
         dtype = DTYPES[stored.tensors[places[0][0].checkpoint(places[0][1])].dtype]
@@ -214,9 +213,8 @@ def open_run(source: Path) -> tuple[Pretrained, list[tuple[Parameter, Place]], S
         UserError: the checkpoint is damaged, or does not hold the tensors of its configuration.
     """
     run = Pretrained.find_checkpoint(source)
-    model, vocab_size = run.model, run.model.vocab_size
+    model, vocab_size = run.model, run.vocab_size
     assert run.checkpoint is not None
-    assert vocab_size is not None
     manifest, stored = run.checkpoint.manifest, Stored(run.folder)
     # the embedding, the layers, the rest
     places = [(parameter, place) for parameter in parameters_of(model) for place in parameter.places(model)]
