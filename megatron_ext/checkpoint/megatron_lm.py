@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp
@@ -40,6 +39,7 @@ from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.checks import mistakes
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_folder
+from megatron_ext.files.reading import typed
 
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
@@ -211,12 +211,7 @@ def model_config(args: dict[str, Any], vocab_size: int) -> ModelConfig:
     elif factor := args.get("rotary_seq_len_interpolation_factor"):
         given |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
     given |= {"vocab_size": vocab_size, "make_vocab_size_divisible_by": math.gcd(vocab_size, 128)}
-    try:
-        model: ModelConfig = TypeAdapter(ModelConfig).validate_python(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise UserError(f"{name}: the checkpoint has {echo(first['input'])}: {first['msg']}") from None
+    model = typed(given, ModelConfig, "input: the checkpoint's args")
     if mistake := next(mistakes(Config(model=model, data=DataConfig(data_path=("none",))), 1, training=False), None):
         raise UserError(f"input: the checkpoint has values with which it cannot run here: {mistake}")
     return model
@@ -229,8 +224,8 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
         UserError: it cannot; the message names the option.
     """
     args = _FIXED | {name: getattr(model, name) for name in _SAME.split()} | {"kv_channels": model.head_size}
-    args |= {"group_query_attention": True, "num_query_groups": model.num_query_groups, "swiglu": True}
-    args |= {"moe_layer_freq": list(model.moe_layer_freq) or 1}
+    args |= {"group_query_attention": True, "num_query_groups": model.num_query_groups}
+    args["moe_layer_freq"] = list(model.moe_layer_freq) or 1
     args["window_size"] = (model.local_window - 1, 0) if model.local_window else None
     args["use_rope_scaling"] = model.rope_scaling == "llama3"
     if model.rope_scaling == "llama3":
