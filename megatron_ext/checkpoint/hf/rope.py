@@ -153,18 +153,16 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
             entries |= _mscales(model)
         elif model.rope_attention_factor is not None:
             entries["attention_factor"] = model.rope_attention_factor
-    everywhere = entries | {"rope_theta": model.rotary_base}
-    by_kind = {}
+    parameters: dict[str, Any] = entries | {"rope_theta": model.rotary_base}
     if model.traits.local_angles:
         own = {"rope_type": "default", "rope_theta": model.rotary_base_local}
-        local = everywhere if model.rotary_base_local is None else own
-        by_kind = {"rope_parameters": {"full_attention": everywhere, "sliding_attention": local}}
+        local = parameters if model.rotary_base_local is None else own
+        parameters = {"full_attention": parameters, "sliding_attention": local}
     return {
         "max_position_embeddings": model.rope_original_length if scaling == "dynamic" else row_length,
         "rope_theta": model.rotary_base,
         **({"rope_scaling": entries} if scaling != "none" else {}),
-        "rope_parameters": everywhere,
-        **by_kind,
+        "rope_parameters": parameters,
     }
 
 
