@@ -270,11 +270,7 @@ class Generator:
             positions_t=torch.from_numpy(appended.positions.astype(np.int32)),
             weights_t=torch.zeros(total),
             trained_t=torch.zeros(total, dtype=torch.bool),
-            masks=LayerMasks(
-                AttentionMask(PackedLayout(total, borders.astype(np.int32))),
-                None,
-                (False,) * self.mask_options.num_layers,
-            ),
+            masks=LayerMasks(AttentionMask(PackedLayout(total, borders.astype(np.int32)))),
             attention=appended.call(None),
             total_trained=0,
             total_weight=0.0,
