@@ -81,8 +81,6 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
         UserError: shapes differ, or fields that `override` does not name.
     """
     changes = check_shapes(saved, config, source)
-    if not changes:
-        return []
     free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
     if config.training.moe_aux_loss_coeff and not config.balances_rows:
         free -= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced

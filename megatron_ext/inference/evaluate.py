@@ -74,7 +74,6 @@ def evaluate_models(options: Options, processes: ParallelConfig) -> tuple[Result
 
 def _find_models(options: Options) -> Models:
     """Find the models and their tokenizers, by name, before any is loaded."""
-    lm_eval = isinstance(options, LmEvalOptions)
     models: dict[str, ModelText] = {}
     for path in options.models:
         model = Pretrained.find(path)
@@ -83,7 +82,7 @@ def _find_models(options: Options) -> Models:
             raise UserError(f"models: got {path} twice; name each once")
         chat = isinstance(options, LmEvalOptions) and options.chat
         models[name] = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=chat)
-    if len({text.tokenizer.fingerprint for text in models.values()}) > 1 and not lm_eval:
+    if isinstance(options, PerplexityOptions) and len({text.tokenizer.fingerprint for text in models.values()}) > 1:
         raise UserError(
             "models: their tokenizers differ, so they would not get the same items; evaluate them one by one, or "
             "give one --tokenizer for all"

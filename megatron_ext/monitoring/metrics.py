@@ -195,7 +195,7 @@ class Wandb:
 
     def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
         wandb, id_file = optional_module("wandb_project", "wandb"), folder / "wandb_id.txt"
-        known = _known_run(id_file, resume_step)
+        known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
         self._run = wandb.init(
             project=logging.wandb_project,
             name=logging.wandb_exp_name,
@@ -213,11 +213,6 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _known_run(id_file: Path, resume_step: int) -> str | None:
-    """Return the id of the view's run that a resumed run continues."""
-    return id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
 
 
 def _plain(value: Any) -> Any:
