@@ -48,13 +48,11 @@ def read_by_step(path: Path) -> dict[int, dict[str, Any]]:
 
     Several records of a step, such as a validation and lm-eval's results, become one.
     """
-    records = read_jsonl(path) if path.is_file() else []
-    for record in records:
+    found: dict[int, dict[str, Any]] = {}
+    for record in read_jsonl(path) if path.is_file() else ():
         if wrong := next((key for key, value in record.items() if not _is_metric(key, value)), None):
             got = f"{path}, step {record['step']}: {wrong}: got {echo(record[wrong])}"
             raise UserError(f"{got}, needs a finite number or null; restore the file or delete that line")
-    found: dict[int, dict[str, Any]] = {}
-    for record in records:
         found.setdefault(record["step"], {}).update(record)
     return dict(sorted(found.items()))
 

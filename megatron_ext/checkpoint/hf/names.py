@@ -4,6 +4,7 @@ Megatron fuses queries, keys and values (interleaved by query group) and the two
 or columns over tensor-parallel (TP) ranks. `fuse_into` and `unfuse` use the table in both directions.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -70,13 +71,10 @@ class Parameter:
         """Return its places in the model: each layer, each expert of each layer, or one empty place."""
         if not self.stacked:
             return [()]
-        experts = (model.num_experts or 0) if self.of_experts else 1
-        return [
-            (layer, expert) if self.of_experts else (layer,)
-            for layer in range(model.num_layers)
-            if self.in_layer(model, layer)
-            for expert in range(experts)
-        ]
+        layers = [layer for layer in range(model.num_layers) if self.in_layer(model, layer)]
+        if self.of_experts:
+            return list(itertools.product(layers, range(model.num_experts or 0)))
+        return [(layer,) for layer in layers]
 
     def names(self, place: Place) -> tuple[str, ...]:
         """Return its Hugging Face names at a place."""
