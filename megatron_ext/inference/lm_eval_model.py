@@ -107,7 +107,7 @@ class TrainedModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         template = self.text.template
         assert template is not None
-        return template.prompt(chat_history) if add_generation_prompt else template.render(chat_history).text
+        return template.prompt(chat_history) if add_generation_prompt else template.render(chat_history)[0]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return None if self.text.template is None else self.text.template.source

@@ -23,19 +23,11 @@ TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Messages = list[dict[str, Any]]
-Spans = tuple[tuple[int, int], ...]
+Spans = tuple[tuple[int, int], ...]  # the characters [start, end) of each of the assistant's messages
 
 
 class ChatError(Exception):
     """A short reason why messages cannot be rendered, or why the assistant's text cannot be found."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A conversation as text, and the characters [start, end) of each of the assistant's messages."""
-
-    text: str
-    spans: Spans
 
 
 @dataclass(frozen=True)
@@ -84,8 +76,8 @@ class ChatTemplate:
         """Hexadecimal SHA-256 of everything that determines the text."""
         return hashlib.sha256(json.dumps([self.source, self.variables]).encode()).hexdigest()
 
-    def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> Conversation:
-        """Render a conversation as text, and find the assistant's messages in it.
+    def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> tuple[str, Spans]:
+        """Return a conversation as text, and the spans of the assistant's messages in it.
 
         Raises ChatError for invalid messages or tools, if the template rejects them, or if the spans cannot be found.
         """
@@ -93,12 +85,12 @@ class ChatTemplate:
         text, marked = self._render(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            return Conversation(text, ())
+            return text, ()
         if not MARKED.search(self.source):  # without these marks transformers finds no spans
-            return Conversation(text, tuple(self._span(text, messages, tools, turn) for turn in turns))
+            return text, tuple(self._span(text, messages, tools, turn) for turn in turns)
         if not marked:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
-        return Conversation(text, marked)
+        return text, marked
 
     def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
         """Render a conversation up to the assistant's next turn, with the generation prompt; errors as `render`."""
@@ -108,9 +100,9 @@ class ChatTemplate:
     @cached_property
     def turn_end(self) -> str | None:
         """The special token with which the template ends the assistant's turns; None if it has none."""
-        rendered = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-        start, end = rendered.spans[-1]
-        return next((token for token in self.special if rendered.text[start:end].endswith(token)), None)
+        text, spans = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        start, end = spans[-1]
+        return next((token for token in self.special if text[start:end].endswith(token)), None)
 
     def _render(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, Spans]:
         try:

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megatron_ext.data.text.chat import ChatError, ChatTemplate, Conversation, Spans
+from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
 from megatron_ext.errors import UserError, first_line, optional_module
 from megatron_ext.launch import is_first
 
@@ -321,8 +321,7 @@ def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
         text = _field(record, fields.text, str, "a string")
     else:
         messages = _field(record, fields.text, list, "a list of messages")
-        conversation = fields.chat.render(messages, record.get("tools")) if messages else Conversation("", ())
-        text, spans = conversation.text, conversation.spans
+        text, spans = fields.chat.render(messages, record.get("tools")) if messages else ("", ())
     key, source = (
         None if name is None else str(_field(record, name, (str, int), "a string"))
         for name in (fields.key, fields.source)

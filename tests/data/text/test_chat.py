@@ -46,8 +46,8 @@ def template(source: str) -> ChatTemplate:
 
 
 def said(source: str, messages: list[dict[str, Any]]) -> list[str]:
-    found = template(source).render(messages)
-    return [found.text[start:end] for start, end in found.spans]
+    text, spans = template(source).render(messages)
+    return [text[start:end] for start, end in spans]
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: "<|" not in text)
@@ -62,11 +62,11 @@ chats = st.lists(
 def test_ids_and_mask_are_those_of_transformers(folder: Path, messages: list[dict[str, Any]]) -> None:
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    found = ChatTemplate.of(folder).render(messages)
-    assert found == template(PLAIN).render(messages)  # which marks nothing
-    ids, offsets = Tokenizer(folder).encode_spelled(found.text)
+    text, spans = ChatTemplate.of(folder).render(messages)
+    assert (text, spans) == template(PLAIN).render(messages)  # which marks nothing
+    ids, offsets = Tokenizer(folder).encode_spelled(text)
     assert ids == wanted["input_ids"]
-    assert assistant_mask(np.array(offsets).reshape(-1, 2), found.spans).tolist() == wanted["assistant_masks"]
+    assert assistant_mask(np.array(offsets).reshape(-1, 2), spans).tolist() == wanted["assistant_masks"]
 
 
 def test_templates_without_a_generation_prompt() -> None:
@@ -83,9 +83,9 @@ def test_a_template_with_tools_and_calls() -> None:
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
     )
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    found = template(source).render([ASK, call, {"role": "tool", "content": "3"}, SAY], [{"name": "f"}])
-    assert found.text.startswith('[{"name": "f"}]<|im_start|>user:no')
-    assert [found.text[a:b] for a, b in found.spans] == [f'[{{"name": "f"}}]{END}', f"yes{END}"]
+    text, spans = template(source).render([ASK, call, {"role": "tool", "content": "3"}, SAY], [{"name": "f"}])
+    assert text.startswith('[{"name": "f"}]<|im_start|>user:no')
+    assert [text[a:b] for a, b in spans] == [f'[{{"name": "f"}}]{END}', f"yes{END}"]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_tokens_beside_the_file_are_transformers(folder: Path, tmp_path: Path, c
     assert set(theirs.all_special_tokens) <= set(ours.special.values())
     assert ours.fingerprint != plain.fingerprint
     chat = [{"role": "user", "content": "x"}]
-    assert ChatTemplate.of(tmp_path).render(chat).text == theirs.apply_chat_template(chat, tokenize=False)
+    assert ChatTemplate.of(tmp_path).render(chat)[0] == theirs.apply_chat_template(chat, tokenize=False)
 
 
 def test_tokens_that_cannot_be_read_are_refused(folder: Path, tmp_path: Path) -> None:
