@@ -9,13 +9,9 @@
 A part is named by a digest of its shard and the settings; `--resume` creates the same shards again and skips those
 whose parts are finished. No process holds more than a batch of documents, and none imports torch or megatron.
 
-Alternatives that were rejected (benchmarks/results/2026-11-27-preprocess-cpu.txt, 2026-11-22-libraries-cpu.txt):
-
-- Megatron-LM's tools/preprocess_data.py: 5 to 7 times the CPU time, with 5 times the memory, and it cannot resume.
-- Its tools/preprocess_data_fast.py: 1.5 to 4 times the CPU time, start-up included, and it holds the corpus in memory.
-- Megatron's IndexedDatasetBuilder for joining: 11.6 s and 516 MB for a million documents of 16 tokens, compared with
-  1.2 s and 41 MB here. The output is byte-identical.
-- datatrove's MegatronDocumentTokenizer: a text that spells the end token is encoded as that token.
+docs/comparison.md compares the alternatives that were rejected: Megatron-LM's tools/preprocess_data.py, which cannot
+resume, and preprocess_data_fast.py, which holds the corpus in memory; Megatron's IndexedDatasetBuilder, whose output is
+byte-identical; and datatrove's MegatronDocumentTokenizer, which encodes a text that spells the end token as that token.
 """
 
 import hashlib
@@ -74,17 +70,12 @@ def preprocess(options: PreprocessOptions) -> Report:
     if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(made_of)):
         earlier = read_metadata(prefix)
         if made_of.items() <= earlier.items():  # a job restarted after completion must not repeat the work
-            return Report(**{name: earlier[name] for name in _counts(Report()) if name in earlier})
+            return Report(**{name: earlier[name] for name in asdict(Report()) if name in earlier})
     for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
         if (path := Path(prefix + suffix)).exists():
             raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
     with work_folder(prefix, resume=options.resume, overwrite=options.overwrite) as folder:
         return _make(options, encoder, files, folder, made_of)
-
-
-def _counts(report: Report) -> dict[str, Any]:
-    """Return what the metadata has of a report."""
-    return {name: count for name, count in asdict(report).items() if name != "reused"}
 
 
 def _make(
@@ -121,7 +112,7 @@ def _make(
     metadata: dict[str, Any] = {
         "tokenizer": options.tokenizer,
         **made_of,
-        **_counts(report),
+        **{name: count for name, count in asdict(report).items() if name != "reused"},
         "lengths": length_table(document_lengths(arrays["lengths"], arrays["counts"])),
         "document_sources": source_names,
         "turn_end": turn_end,
