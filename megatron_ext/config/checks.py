@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.cli import program
 from megatron_ext.config.blocks import BLOCKS
 from megatron_ext.config.options import Config
-from megatron_ext.config.schema import FIELDS, flag, invalid
+from megatron_ext.config.schema import FIELDS, flag, validate
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
@@ -385,7 +385,8 @@ def broken(rules: Iterable[Rule], config: Config, world_size: int = 1, **facts: 
 
 def mistakes(config: Config, world_size: int, *, training: bool = True) -> Iterator[str]:
     """Yield one line for each reason why `config` cannot run on `world_size` processes, in training or inference."""
-    if outside := list(invalid(config)):
+    sections = {name: vars(section) for name, section in vars(config).items()}
+    if outside := list(_raised(validate, sections)):  # of a configuration made in Python
         yield from outside
         return  # the rules divide by these values
     yield from broken(RULES, config, world_size, training=training)
@@ -399,7 +400,7 @@ def _raised(check: Callable[..., Any], *values: Any) -> Iterator[str]:
     try:
         check(*values)
     except UserError as error:
-        yield str(error)
+        yield from str(error).splitlines()
 
 
 def _check_window_bases(config: Config) -> None:

@@ -4,7 +4,7 @@ python -m megatron_ext.config.schema > examples/config.schema.json
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
@@ -16,7 +16,7 @@ from megatron_ext.errors import UserError, echo
 from megatron_ext.files.reading import got_and_needs
 
 ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
-SECTIONS: dict[str, Any] = {field.name: get_type_hints(Config)[field.name] for field in fields(Config)}
+SECTIONS: dict[str, Any] = get_type_hints(Config)
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,6 @@ def validate(sections: Any, prefix: str = "") -> Config:
     if lines:
         raise UserError("\n".join(prefix + line for line in lines))
     return config
-
-
-def invalid(config: Config) -> Iterator[str]:
-    """Yield a line for each option of a configuration made in Python whose value its type does not allow."""
-    try:
-        validate({name: vars(section) for name, section in vars(config).items()})
-    except UserError as error:
-        yield from str(error).splitlines()
 
 
 def json_schema() -> dict[str, Any]:
