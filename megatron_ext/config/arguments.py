@@ -20,7 +20,7 @@ from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.megatron_lm import equivalent
 from megatron_ext.config.mixture import expand_mixture
 from megatron_ext.config.options import PRESETS
-from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, flag, validate
+from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, Option, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.reading import read_yaml
@@ -192,8 +192,8 @@ class _HelpAll(argparse.Action):
 
 @functools.cache
 def _parser(everything: bool = False) -> Parser:
-    width = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)  # noqa: E731
-    parser = Parser(usage="%(prog)s --config FILE [--flag value ...]", description=_HELP, formatter_class=width)
+    narrow = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
+    parser = Parser(usage="%(prog)s --config FILE [--flag value ...]", description=_HELP, formatter_class=narrow)
     parser.equivalent = equivalent
     add = parser.add_argument
     add("--help-all", nargs=0, action=_HelpAll, help="list every flag")
@@ -206,14 +206,13 @@ def _parser(everything: bool = False) -> Parser:
     about = {section: options.__doc__ if everything else None for section, options in SECTIONS.items()}
     groups = {section: parser.add_argument_group(section, text) for section, text in about.items()}
     for name, field in FIELDS.items():
+        is_shown = everything or name in _COMMON.split()
         text = (field.description + _default(field.default)).replace("%", "%%")
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-        if not everything and name not in _COMMON.split():
-            options["help"] = argparse.SUPPRESS
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text if is_shown else argparse.SUPPRESS}
         if field.is_switch:
             options |= {"action": argparse.BooleanOptionalAction}
         else:
-            options |= {"nargs": "+" if field.default == () else None, "metavar": _metavar(name)}
+            options |= {"nargs": "+" if field.default == () else None, "metavar": _metavar(field)}
         groups[field.section].add_argument(flag(name), **options)
     return parser
 
@@ -226,9 +225,8 @@ def _default(default: Any) -> str:
     return f" [{format(default, 'g') if isinstance(default, float) else default}]"
 
 
-def _metavar(name: str) -> str:
+def _metavar(field: Option) -> str:
     """Return the value shown by --help: {choices}, N, X, or the kind of text."""
-    field = FIELDS[name]
     parts = list(dict.fromkeys(_parts(field.hint)))
     choices = ",".join(part for part in parts if isinstance(part, str))
     kind = "N" if int in parts else "X" if float in parts else "TEXT"
