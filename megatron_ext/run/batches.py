@@ -6,6 +6,7 @@ samples of the step -> rows -> tokens end to end, masks -> scores (weighted runs
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,7 @@ class BatchMaker:
         rows = [[row_at(sample) for sample in group] for group in samples]
         tokens = [lay_end_to_end(group) for group in rows]
         masks = [self._masks(group, window, self.config.mask_options()) for group in rows]
-        scores, short = self._scores(samples, tokens, masks)
+        scores, short = self._scores(samples, rows, tokens, window)
         # only the first micro-batch of the global batch is measured, so that every layout measures the same attention
         logging, seed, sampled = self.config.logging, self.config.training.seed, None
         measured = logging.attention_health_interval > 0 and step % logging.attention_health_interval == 0
@@ -68,15 +69,16 @@ class BatchMaker:
         training, data = self.config.training, self.config.data
         options = replace(self.config.mask_options(), window_mask="grid", document_mask=training.eval_document_mask)
         rows = [[row_at(sample) for sample in group] for group in self._samples(first_sample)]
-        tokens = [lay_end_to_end(group) for group in rows]
         if training.eval_stride is None or length == data.seq_length:
-            masks = [self._masks(group, length, options) for group in rows]
-            batches = [assemble(own, mask, self.context) for own, mask in zip(tokens, masks, strict=True)]
+            batches = [
+                assemble(lay_end_to_end(group), self._masks(group, length, options), self.context) for group in rows
+            ]
         else:
             sliding = ShortContext(length, min(training.eval_stride, length), every_token=True)
-            masks = [self._masks(group, data.seq_length, options) for group in rows]
-            cut = Division.of(self.config, len(tokens[0].tokens))
-            batches = sliding_evaluation(tokens, masks, sliding, cut, self.context)
+            cut = Division.of(self.config, data.micro_batch_size * data.seq_length)
+            together = list(chain.from_iterable(rows))
+            masks = self._masks(together, data.seq_length, options)
+            batches = sliding_evaluation(lay_end_to_end(together), masks, sliding, cut, self.context)
         return self._with_base(batches, window)
 
     def _samples(self, first_sample: int) -> list[list[int]]:
@@ -105,7 +107,7 @@ class BatchMaker:
         return [replace(batch, rotary_base=self.config.model.rotary_base_at(window)) for batch in batches]
 
     def _scores(
-        self, samples: list[list[int]], tokens: list[Tokens], masks: list[LayerMasks]
+        self, samples: list[list[int]], rows: list[list[TokenRow]], tokens: list[Tokens], window: int
     ) -> tuple[Sequence[RowScores | None], list[PackedBatch]]:
         """Return the inputs of each micro-batch's weights, and the batches of the step's own short-context pass."""
         weighting, seed = self.config.weighting, self.config.training.seed
@@ -118,8 +120,9 @@ class BatchMaker:
             assert self.short_losses is not None
             short = [torch.from_numpy(np.concatenate([self.short_losses(s) for s in group])) for group in samples]
         elif weighting.needs_short_losses:
-            cut = Division.of(self.config, len(tokens[0].tokens))
-            work = short_pass(tokens, masks, weighting.short(), cut, self.context, bos_id=self.bos_id)
+            together, cut = list(chain.from_iterable(rows)), Division.of(self.config, len(tokens[0].tokens))
+            masks = self._masks(together, window, self.config.mask_options())
+            work = short_pass(lay_end_to_end(together), masks, weighting.short(), cut, self.context, self.bos_id)
             batches = work.batches
             # tokens that the pass does not score have the same context in both passes: their score is 0
             same = list(torch.from_numpy(~work.scored).chunk(len(tokens)))

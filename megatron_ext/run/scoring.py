@@ -76,7 +76,7 @@ def score_missing(
             samples = mine[first : first + at_once]
             rows = [row_at(sample) for sample in samples]
             masks = options.at(length, [row.document_ends for row in rows], length)
-            work = short_pass([lay_end_to_end(rows)], [masks], short, scorer.division, scorer.context, bos_id=bos_id)
+            work = short_pass(lay_end_to_end(rows), masks, short, scorer.division, scorer.context, bos_id=bos_id)
             losses = scorer.losses(work.batches, length * len(rows))
             if losses is not None and ranks.reports_loss and ranks.context == 0:
                 for sample, row in zip(samples, losses.view(len(rows), length).cpu().numpy(), strict=True):

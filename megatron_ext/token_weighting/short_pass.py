@@ -1,7 +1,6 @@
 """Split rows into chunks and lay them out as micro-batches: for short contexts and sliding evaluations."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +10,6 @@ from megatron_ext.arrays import Bool, Int64
 from megatron_ext.batch import PackedBatch, Tokens, assemble
 from megatron_ext.config import Config
 from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.layout import concatenate
 from megatron_ext.masks import AttentionMask, LayerMasks
 from megatron_ext.short_context import Chunks, ShortContext, distribute, short_chunks
 
@@ -46,14 +44,14 @@ class Division:
 
 
 def short_pass(
-    tokens: Sequence[Tokens],
-    masks: Sequence[LayerMasks],
+    tokens: Tokens,
+    masks: LayerMasks,
     short: ShortContext,
     division: Division,
     context: ContextOptions | None,
     bos_id: int | None = None,
 ) -> ShortPass:
-    """Lay out the chunks of micro-batches, given by their tokens and masks, as new micro-batches.
+    """Lay out the chunks of rows, given by their tokens and masks, as micro-batches.
 
     If a row begins with `bos_id`, so does each of its chunks that cuts off tokens on which its first scored token
     depends: a model that was trained with BOS first in every row expects it. With BOS written B, n = 6 and s = 4:
@@ -61,17 +59,16 @@ def short_pass(
         row         B  a  b  c  d  e  f  g  h  i
         chunk 1                 B  e  f  g  h  i        d is replaced
     """
-    flat, joined = _concatenate(tokens), _concatenate_masks(masks)
-    length, first_dependencies = joined.widest.row_length, joined.first_dependencies()
+    length, first_dependencies = masks.widest.row_length, masks.first_dependencies()
     chunks = short_chunks(length, first_dependencies, short)
-    scored = np.zeros(joined.widest.tokens, dtype=np.bool_)
+    scored = np.zeros(masks.widest.tokens, dtype=np.bool_)
     scored[chunks.scored_tokens()] = True
     bos_starts = None
     if bos_id is not None:
-        row_has_bos = flat.tokens[chunks.start // length * length] == bos_id
+        row_has_bos = tokens.tokens[chunks.start // length * length] == bos_id
         is_cut_off = first_dependencies[chunks.scored] < chunks.start
         bos_starts = chunks.start[row_has_bos & is_cut_off]
-    return ShortPass(chunk_batches(flat, joined, chunks, division, context, bos_starts, bos_id or 0), scored)
+    return ShortPass(chunk_batches(tokens, masks, chunks, division, context, bos_starts, bos_id or 0), scored)
 
 
 def chunk_batches(
@@ -105,43 +102,23 @@ def chunk_batches(
 
 
 def sliding_evaluation(
-    tokens: Sequence[Tokens],
-    masks: Sequence[LayerMasks],
-    window: ShortContext,
-    division: Division,
-    context: ContextOptions | None,
+    tokens: Tokens, masks: LayerMasks, window: ShortContext, division: Division, context: ContextOptions | None
 ) -> list[PackedBatch]:
     """Lay out the windows of a sliding evaluation as micro-batches in which each token counts once.
 
     Window k holds the row's tokens [k s, k s + n) and scores the last s, the first one all of its n: each token but the
     first n has n - s to n - 1 tokens before itself, or all of its segment.
     """
-    flat, joined = _concatenate(tokens), _concatenate_masks(masks)
     # windows are cut at segment starts, not at the layers' left windows: losses are binned by position, which counts
     # from the start of the segment in the window
-    segment_starts = AttentionMask(joined.widest).first_keys()
+    segment_starts = AttentionMask(masks.widest).first_keys()
     batches = []
-    for share, length in _split(short_chunks(joined.widest.row_length, segment_starts, window), division):
+    for share, length in _split(short_chunks(masks.widest.row_length, segment_starts, window), division):
         trained = np.zeros(length, dtype=np.bool_)
-        trained[share.places_of_scored()] = flat.trained[share.scored_tokens()]
-        own = _lay_out(flat, share, length, trained=trained)
-        batches.append(assemble(own, _cut_masks(joined, share, length), context))
+        trained[share.places_of_scored()] = tokens.trained[share.scored_tokens()]
+        own = _lay_out(tokens, share, length, trained=trained)
+        batches.append(assemble(own, _cut_masks(masks, share, length), context))
     return batches
-
-
-def _concatenate(tokens: Sequence[Tokens]) -> Tokens:
-    return Tokens(*(np.concatenate([getattr(t, name) for t in tokens]) for name in ("tokens", "labels", "trained")))
-
-
-def _concatenate_masks(masks: Sequence[LayerMasks]) -> LayerMasks:
-    first = masks[0]
-    scheduled = concatenate([mask.scheduled.layout for mask in masks])
-    local = [mask.local.layout for mask in masks if mask.local is not None]
-    return replace(
-        first,
-        scheduled=replace(first.scheduled, layout=scheduled),
-        local=replace(first.local, layout=concatenate(local)) if first.local is not None else None,
-    )
 
 
 def _split(chunks: Chunks, division: Division) -> list[tuple[Chunks, int]]:

@@ -25,25 +25,27 @@ class Case:
 
     Attributes:
         masks: of each micro-batch.
+        together: the same of all rows.
         length: L.
         short: the chunks.
     """
 
     masks: list[LayerMasks]
+    together: LayerMasks
     length: int
     short: ShortContext
 
     @property
-    def tokens(self) -> list[Tokens]:
-        numbers = np.split(np.arange(self.total), len(self.masks))
-        return [Tokens(own, LABEL + own, np.ones(len(own), dtype=np.bool_)) for own in numbers]
+    def tokens(self) -> Tokens:
+        numbers = np.arange(self.total)
+        return Tokens(numbers, LABEL + numbers, np.ones(len(numbers), dtype=np.bool_))
 
     @property
     def total(self) -> int:
         return sum(mask.widest.tokens for mask in self.masks)
 
     def run(self, division: Division) -> ShortPass:
-        return short_pass(self.tokens, self.masks, self.short, division, None)
+        return short_pass(self.tokens, self.together, self.short, division, None)
 
     def first_seen(self, token: int, kind: str) -> int:
         """The first token of the segment of `token` in the long context of a kind of layers."""
@@ -87,10 +89,12 @@ def cases(draw: st.DrawFn) -> Case:
     )
     window = draw(st.integers(1, length))
     ends = st.lists(st.integers(0, length), max_size=4).map(lambda found: np.array(sorted(found), dtype=np.int64))
-    masks = [options.at(length, [draw(ends) for _ in range(rows)], window) for _ in range(batches)]
+    documents = [[draw(ends) for _ in range(rows)] for _ in range(batches)]
+    masks = [options.at(length, batch, window) for batch in documents]
+    together = options.at(length, [one for batch in documents for one in batch], window)
     n = draw(st.integers(1, 14))
     short = ShortContext(n, draw(st.integers(1, n)), draw(st.booleans()))
-    return Case(masks, length, short)
+    return Case(masks, together, length, short)
 
 
 divisions = st.builds(
@@ -150,7 +154,7 @@ def test_chunks_that_cut_a_context_off_begin_with_bos() -> None:
         tokens = Tokens(np.array([BOS, *range(1, 20)]), np.arange(20) + 1, np.ones(20, dtype=np.bool_))
         masks = MaskOptions(document_mask=bool(ends)).at(10, [np.array(ends, dtype=np.int64)] * 2, 10)
         short = ShortContext(6, 4, every_token)
-        (batch,) = short_pass([tokens], [masks], short, Division(64), None, bos_id=BOS).batches
+        (batch,) = short_pass(tokens, masks, short, Division(64), None, bos_id=BOS).batches
         borders = batch.layout.cu_seqlens.tolist()
         return [batch.tokens_t[a:b].tolist() for a, b in pairwise(borders)]
 
