@@ -19,8 +19,8 @@ float32 first, which gives the same numbers up to the order of the additions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,7 @@ class TokenLosses:
     entropy_t: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class LossTerms(Generic[Number]):
+class LossTerms(NamedTuple, Generic[Number]):
     """Sums over tokens: float64 scalars of a micro-batch on one rank, or floats of the whole global batch."""
 
     weighted_sum: Number  # sum of weight * loss (and of the z-loss); its quotient by the denominator is minimized
@@ -70,10 +69,6 @@ class LossTerms(Generic[Number]):
     weight_square_sum: Number  # sum of the squares of their weights
     zero_count: Number  # number of trained tokens with weight 0
     score_sum: Number  # sum of the scores from which the weights were computed
-
-    def stacked(self: "LossTerms[Tensor]") -> Tensor:
-        """Return the attributes in order as float64 [7], for a single reduction."""
-        return torch.stack([getattr(self, field.name) for field in fields(self)])
 
 
 def loss_terms(

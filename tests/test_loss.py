@@ -254,7 +254,7 @@ def test_z_loss_literal() -> None:
     losses, trained = TokenLosses(torch.tensor([1.0, torch.nan, 2.0]), partition), torch.tensor([True, False, True])
     total, terms = loss_terms(losses, torch.tensor([0.0, 5.0, 0.5]), trained, z_loss=0.1)
     assert total.item() == pytest.approx(0.5 * 2 + 0.1 * (4 + 16))
-    assert terms.stacked().tolist() == [pytest.approx(3.0), 3.0, 2.0, 0.5, 0.25, 1.0, 0.0]
+    assert torch.stack(terms).tolist() == [pytest.approx(3.0), 3.0, 2.0, 0.5, 0.25, 1.0, 0.0]
     total.backward()
     assert partition.grad.tolist() == [pytest.approx(0.4), 0.0, pytest.approx(-0.8)]
 
@@ -264,9 +264,9 @@ def test_loss_terms_literal() -> None:
     weights, trained = torch.tensor([1.0, 0.5, 3.0, 0.25]), torch.tensor([True, True, False, True])
     total, terms = loss_terms(of(losses), weights, trained)
     assert (total.item(), total.dtype) == (1.0 + 1.0 + 2.0, torch.float32)
-    assert terms.stacked().tolist() == [4.0, 11.0, 3.0, 1.75, 1.0 + 0.25 + 0.0625, 0.0, 0.0]
-    assert terms.stacked().dtype == torch.float64
-    assert not terms.stacked().requires_grad
+    assert torch.stack(terms).tolist() == [4.0, 11.0, 3.0, 1.75, 1.0 + 0.25 + 0.0625, 0.0, 0.0]
+    assert torch.stack(terms).dtype == torch.float64
+    assert not torch.stack(terms).requires_grad
     total.backward()
     assert losses.grad.tolist() == [1.0, 0.5, 0.0, 0.25]
     many = torch.cat([torch.full((1,), 2.0**25), torch.ones(64)])  # float32 would lose the ones
@@ -279,11 +279,11 @@ def test_untrained_losses_leak_nowhere(poison: float) -> None:
     losses = torch.tensor([poison, 2.0, poison, 1.0], requires_grad=True)
     trained = torch.tensor([False, True, False, True])
     total, terms = loss_terms(of(losses), torch.ones(4), trained, scores_t=torch.tensor([poison, 2.0, 9.0, 4.0]))
-    assert terms.stacked().tolist() == [3.0, 3.0, 2.0, 2.0, 2.0, 0.0, 6.0]
+    assert torch.stack(terms).tolist() == [3.0, 3.0, 2.0, 2.0, 2.0, 0.0, 6.0]
     total.backward()
     assert losses.grad.tolist() == [0.0, 1.0, 0.0, 1.0]
     total, terms = loss_terms(of(losses), torch.ones(4), torch.zeros(4, dtype=torch.bool))
-    assert (total.item(), terms.stacked().tolist()) == (0.0, [0.0] * 7)
+    assert (total.item(), torch.stack(terms).tolist()) == (0.0, [0.0] * 7)
     total.backward()
     assert losses.grad.tolist() == [0.0, 1.0, 0.0, 1.0]
     total, terms = loss_terms(of(losses), torch.ones(4), torch.ones(4, dtype=torch.bool))  # a trained one is not hidden

@@ -16,7 +16,7 @@ Within `_forward_backward`, Megatron's schedule determines the order. It calls
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -249,14 +249,14 @@ class Stepper:
             largest weight of a token, float32 [].
         """
         device = self.platform.device
-        everything = torch.zeros(len(fields(LossTerms)) + 1, dtype=torch.float64, device=device)
+        everything = torch.zeros(len(LossTerms._fields) + 1, dtype=torch.float64, device=device)
         sums, balance = everything[:-1], everything[-1]
         largest = torch.zeros((), device=device)
 
         def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, None]:
             weights_t, scores_t = self.weigher(batch, losses)
             total, terms = loss_terms(losses, weights_t, batch.trained_t, self.z_loss, scores_t)
-            sums.add_(terms.stacked())
+            sums.add_(torch.stack(terms))
             largest.copy_(torch.maximum(largest, (weights_t * batch.trained_t).max()))
             return total, None
 

@@ -124,8 +124,8 @@ def test_a_warning_when_s_max_exceeds_its_limit(tmp_path: Path, capsys: pytest.C
 
 
 OPTIONS = TrainingConfig(on_non_finite="skip", skip_limit=3, spike_window=2, train_iters=20)
-BAD = replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan)
-NOTHING = replace(TERMS, loss_sum=0.0, weighted_sum=0.0, token_count=0.0)
+BAD = TERMS._replace(loss_sum=math.nan, weighted_sum=math.nan)
+NOTHING = TERMS._replace(loss_sum=0.0, weighted_sum=0.0, token_count=0.0)
 STEPS: dict[str, StepResult] = {
     "well": RESULT,
     "refused": replace(RESULT, terms=BAD, outcome=Outcome.REFUSED),
