@@ -337,13 +337,12 @@ class Balancer:
 
     def _gather(self, interval: Interval, leftovers: list[Interval]) -> float:
         """Assign this interval (already removed), leftovers that fit and more whole intervals, then fill the rank."""
-        needed = self._tokens_per_rank - interval.length
-        budget = self._target - self._assign_ends(interval, interval.length, 0)
-        for leftover in leftovers:
-            if leftover.length <= needed:
-                needed, budget = needed - leftover.length, budget - self._assign_ends(leftover, leftover.length, 0)
+        needed, budget = self._tokens_per_rank, self._target
+        for whole in (interval, *leftovers):
+            if whole.length <= needed:
+                needed, budget = needed - whole.length, budget - self._assign_ends(whole, whole.length, 0)
             else:
-                insort(self._intervals, leftover)
+                insort(self._intervals, whole)
         while needed:
             index = self._next_whole_interval(needed, budget)
             if index is None:
