@@ -23,7 +23,7 @@ from megatron_ext.context_parallel.choice import ContextOptions, context_options
 from megatron_ext.context_parallel.exchange import Scheme
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.loss import adding_bytes
-from megatron_ext.masks import AttentionMask, MaskOptions
+from megatron_ext.masks import MaskOptions
 
 HEADROOM = 0.15  # share of a GPU's memory reserved for CUDA's context, NCCL's buffers and fragmentation
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -144,8 +144,8 @@ def _shapes(
 ) -> tuple[tuple[Shapes, ...], ...]:
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if context is None:
-        tokens = row_length * rows
-        return (tuple(Shapes(tokens, None, _whole(mask)) for _, mask in masks.by_layers()),)
+        lengths = (mask.layout.lengths for _, mask in masks.by_layers())
+        return (tuple(Shapes(row_length * rows, None, _call(own, own)) for own in lengths),)
     plans = [(plan, context.choose(plan)) for plan in context.plans(masks)]
     return tuple(tuple(_of_rank(plan, scheme, rank) for plan, scheme in plans) for rank in range(context.group.size))
 
@@ -153,7 +153,7 @@ def _shapes(
 def _of_rank(plan: CPPlan, scheme: Scheme, rank: int) -> Shapes:
     tokens = plan.layout.tokens // plan.cp_size
     if scheme is Scheme.ULYSSES:
-        return Shapes(tokens, scheme, _whole(plan))
+        return Shapes(tokens, scheme, _call(plan.layout.lengths, plan.layout.lengths))
     own = plan.pieces_of(rank)
     queries, keys = plan.pieces.end[own] - plan.pieces.start[own], plan.pieces.end[own] - plan.key_start[own]
     if not plan.rows_moved.any():  # every rank holds whole segments
@@ -161,10 +161,6 @@ def _of_rank(plan: CPPlan, scheme: Scheme, rank: int) -> Shapes:
     here = plan.is_local[own]
     local, remote = (_call(queries[some], keys[some]) for some in (here, ~here))
     return Shapes(tokens, scheme, local, remote)
-
-
-def _whole(mask: AttentionMask | CPPlan) -> Call | None:
-    return _call(mask.layout.lengths, mask.layout.lengths)
 
 
 def _call(queries: Int64, keys: Int64) -> Call | None:
