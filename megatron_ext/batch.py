@@ -56,10 +56,9 @@ class PackedBatch:
     weights_t: Tensor  # float32 [t], loss factors
     trained_t: Tensor  # bool [t], which labels count in the loss
     masks: LayerMasks  # segments of all T tokens, on the host
-    attention: AttentionCall  # which keys each of this rank's queries sees, in layers that follow the window schedule
+    attention: tuple[AttentionCall, ...]  # by kind of layer as in `masks`, which keys each of this rank's queries sees
     total_trained: int  # number of trained tokens among all T, on the host
     total_weight: float  # sum of their weights; equals `total_trained` if the weights depend on losses
-    local_attention: AttentionCall | None = None  # as `attention`, for local layers; None without local layers
     wanted: Tensor | None = None  # int64, this rank's tokens whose loss is requested; None for all
     places: Places | None = None  # positions of those losses, to gather them over ranks; None if they are not gathered
     scores: RowScores | None = None  # inputs of the weights, if these depend on losses
@@ -134,10 +133,10 @@ def assemble(
     if context is not None:
         plans = context.plans(masks)
         group, by_rank = context.group, plans[0].rows
-        calls = [AttentionCall.of_plan(plan, group, context.choose(plan)) for plan in plans]
+        calls = tuple(AttentionCall.of_plan(plan, group, context.choose(plan)) for plan in plans)
     else:
         group, by_rank = ContextGroup(0, 1, None), (np.arange(total, dtype=np.int64),)
-        calls = [AttentionCall.of_layout(mask.layout, mask.left_window) for _, mask in masks.by_layers()]
+        calls = tuple(AttentionCall.of_layout(mask.layout, mask.left_window) for mask in masks.by_kind)
     mine = by_rank[group.rank]
     places = None
     if tokens.wanted is not None or scores is not None:  # the losses are gathered over ranks
@@ -151,10 +150,9 @@ def assemble(
         weights_t=torch.from_numpy(weights[mine]),
         trained_t=torch.from_numpy(tokens.trained[mine]),
         masks=masks,
-        attention=calls[0],
+        attention=calls,
         total_trained=int(tokens.trained.sum()),
         total_weight=float(weights[tokens.trained].sum(dtype=np.float64)),
-        local_attention=calls[1] if len(calls) > 1 else None,
         wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[mine])),
         places=places,
         scores=scores,

@@ -59,15 +59,19 @@ class AttentionMask:
 class LayerMasks:
     """Attention masks of all layers in one micro-batch."""
 
-    scheduled: AttentionMask  # mask of the layers that follow the window schedule
-    # mask of local layers; None without local layers. Its segments contain those of `scheduled`.
-    local: AttentionMask | None = None
-    is_local: tuple[bool, ...] = (False,)  # one flag per layer of the model, in order
+    # of the layers that follow the window schedule, then of local layers if any, whose segments contain the others
+    by_kind: tuple[AttentionMask, ...]
+    is_local: tuple[bool, ...] = (False,)  # one flag per layer of the model, in order: the index of its mask
+
+    @property
+    def scheduled(self) -> AttentionMask:
+        """The mask of layers that follow the window schedule."""
+        return self.by_kind[0]
 
     @property
     def widest(self) -> PackedLayout:
         """The widest segments of any layer; positions that restart in them are valid for all layers."""
-        return (self.local or self.scheduled).layout
+        return self.by_kind[-1].layout
 
     @property
     def context_sum(self) -> int:
@@ -75,11 +79,9 @@ class LayerMasks:
         return sum(layers * mask.context_sum for layers, mask in self.by_layers())
 
     def by_layers(self) -> Iterator[tuple[int, AttentionMask]]:
-        """Yield each mask with the number of layers that use it."""
+        """Return each mask with the number of layers that use it."""
         local_layers = sum(self.is_local)
-        yield len(self.is_local) - local_layers, self.scheduled
-        if self.local is not None:
-            yield local_layers, self.local
+        return zip((len(self.is_local) - local_layers, local_layers), self.by_kind, strict=False)
 
     def first_dependencies(self) -> Int64:
         """Return the first token on which the model's output at each token depends, through all layers; int64 [T].
@@ -92,11 +94,10 @@ class LayerMasks:
             sees from             0  0  0  1  2  3  4 | 7  7  7
             its keys see from     0  0  0  0  0  1  2 | 7  7  7
         """
-        scheduled = self.scheduled.first_keys()
-        local = scheduled if self.local is None else self.local.first_keys()
-        first = np.arange(len(scheduled), dtype=np.int64)
+        first_keys = [mask.first_keys() for mask in self.by_kind]
+        first = np.arange(len(first_keys[0]), dtype=np.int64)
         for is_local in reversed(self.is_local):
-            first = (local if is_local else scheduled)[first]
+            first = first_keys[is_local][first]
         return first
 
 
@@ -116,13 +117,13 @@ class MaskOptions:
         """Return whether a layer, counted from 1, is local."""
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
-    def bounds(self, row_length: int, window: int) -> tuple[Bounds, Bounds | None]:
+    def bounds(self, row_length: int, window: int) -> tuple[Bounds, ...]:
         """Return what bounds scheduled layers, and what bounds local layers if there are any."""
         grid = window if self.window_mask == "grid" else row_length
         # the window of a whole row bounds nothing: without a left window, backends use their plain causal kernel
         left = None if window >= row_length else {"sliding": window, "sliding_w": window - 1}.get(self.window_mask)
         if self.local_window is None:
-            return (grid, left), None
+            return ((grid, left),)
         local_left = self.local_window - 1
         if self.local_fixed:
             return (grid, left), (row_length, local_left)
@@ -132,28 +133,26 @@ class MaskOptions:
 
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:
         """Build the masks of concatenated rows, each given by its documents' exclusive ends."""
-        scheduled, local = self.bounds(row_length, window)
+        by_kind = self.bounds(row_length, window)
         documents = [ends if self.document_mask else () for ends in document_ends]
         layouts = {
             grid: concatenate([build_layout(row_length, ends, grid) for ends in documents])
-            for grid in {scheduled[0], (local or scheduled)[0]}
+            for grid in {grid for grid, _ in by_kind}
         }
         # where local layers have the same bounds, they share the mask and its plan
-        masks = {bounds: AttentionMask(layouts[bounds[0]], bounds[1]) for bounds in {scheduled, local or scheduled}}
+        masks = {(grid, left): AttentionMask(layouts[grid], left) for grid, left in by_kind}
         is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
-        return LayerMasks(masks[scheduled], None if local is None else masks[local], is_local)
+        return LayerMasks(tuple(masks[bounds] for bounds in by_kind), is_local)
 
     def whole_row_context(self, row_length: int, window: int) -> float:
         """Compute C, the mean over tokens and layers, of a row that is one document, without arrays."""
         total = 0
         local_layers = sum(self.is_local(number) for number in range(1, self.num_layers + 1))
         layers = (self.num_layers - local_layers, local_layers)
-        for count, bounds in zip(layers, self.bounds(row_length, window), strict=True):
-            if bounds is not None:
-                grid, left = bounds
-                blocks, rest = divmod(row_length, grid)
-                pairs = blocks * segment_pairs(grid, left) + segment_pairs(rest, left)
-                total += count * sum_of_contexts(pairs, row_length)
+        for count, (grid, left) in zip(layers, self.bounds(row_length, window), strict=False):
+            blocks, rest = divmod(row_length, grid)
+            pairs = blocks * segment_pairs(grid, left) + segment_pairs(rest, left)
+            total += count * sum_of_contexts(pairs, row_length)
         return total / (self.num_layers * row_length)
 
 

@@ -28,7 +28,7 @@ def test_literal_rows() -> None:
     assert batch.trained_t.tolist() == [True, True, False, True, True, True, True, True]
     assert batch.weights_t.tolist() == [1.0] * 8
     assert batch.layout.cu_seqlens.tolist() == [0, 3, 4, 8]
-    assert (batch.wanted, batch.places, batch.scores, batch.local_attention) == (None,) * 4
+    assert (batch.wanted, batch.places, batch.scores, len(batch.attention)) == (None, None, None, 1)
     restarts = pack(ROWS, 3, MaskOptions(document_mask=False)).layout  # the window, at each row
     assert restarts.cu_seqlens.tolist() == [0, 3, 4, 7, 8]
     rows = [replace(row, weights=np.float32([1, 2, 3, n])) for n, row in enumerate(ROWS)]

@@ -52,7 +52,7 @@ def test_masks_are_the_formulas(length, ends, window, local_window, every, kind,
     depends = np.eye(length, dtype=np.int64)  # [token, token of the input], through the layers so far
     for number in range(1, 5):
         local = options.is_local(number)
-        mask = masks.local if local else masks.scheduled
+        mask = masks.by_kind[local]
         expected = formula(length, ends, options, window, local)
         np.testing.assert_array_equal(seen(mask), expected)
         np.testing.assert_array_equal(mask.first_keys(), expected.argmax(axis=1))
@@ -79,7 +79,7 @@ def test_local_layers_obey_the_schedule() -> None:
     w = 2, blocks 01 23 45 67; w = 3, blocks 012 345 67; w = 4, blocks 0123 4567, in which i - 2 cuts.
     """
     options, nothing = MaskOptions(False, "grid", 3, 2, num_layers=2), np.empty(0, dtype=np.int64)
-    masks = [options.at(8, [nothing], window).local for window in (2, 3, 4)]
+    masks = [options.at(8, [nothing], window).by_kind[1] for window in (2, 3, 4)]
     # a block within the local window needs no reach, so that backends take their plain causal kernel
     assert [mask.left_window for mask in masks] == [None, None, 2]
     assert masks[0].first_keys().tolist() == [0, 0, 2, 2, 4, 4, 6, 6]

@@ -11,7 +11,7 @@ from megatron_ext.short_context import Chunks, ShortContext, distribute, short_c
 
 
 def chunks_of(layout: PackedLayout, short: ShortContext) -> Chunks:
-    return short_chunks(layout.row_length, LayerMasks(AttentionMask(layout)).first_dependencies(), short)
+    return short_chunks(layout.row_length, LayerMasks((AttentionMask(layout),)).first_dependencies(), short)
 
 
 def test_the_drawn_example() -> None:

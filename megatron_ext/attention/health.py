@@ -57,8 +57,7 @@ class Probe:
     rows_q: Tensor  # int64, this rank's queries, as indices into its own tokens
     tokens_Q: Tensor  # int64, the queries as indices into all T tokens, rank 0's first
     tokens_t: Tensor  # int64, this rank's tokens as indices into the T tokens
-    scheduled_2Q: Tensor  # the keys visible in layers that follow the window schedule, as `visible_from` returns them
-    local_2Q: Tensor | None  # the keys visible in local layers; None if there are none
+    visible: tuple[Tensor, ...]  # by kind of layer as in `LayerMasks`, what `visible_from` returns
     # by layer, counted from 1: what `find` returned, and the softmax scale
     found: dict[int, tuple[Tensor, float]] = field(default_factory=dict, init=False, repr=False)
 
@@ -73,8 +72,7 @@ class Probe:
             rows_q=torch.from_numpy(rows[context.rank]),
             tokens_Q=torch.from_numpy(tokens),
             tokens_t=torch.from_numpy(by_rank[context.rank]),
-            scheduled_2Q=visible_from(masks.scheduled, tokens),
-            local_2Q=visible_from(masks.local, tokens) if masks.local is not None else None,
+            visible=tuple(visible_from(mask, tokens) for mask in masks.by_kind),
         )
 
     @torch.no_grad()
@@ -85,13 +83,12 @@ class Probe:
         """
         if layer_number in self.found:
             return
-        visible_2Q = self.local_2Q if local else self.scheduled_2Q
-        assert visible_2Q is not None
         shape = query_tNH.shape[1:]
         mine = query_tNH.index_select(0, self.rows_q).float().flatten()
         everyone = self.context.gather(mine, [count * shape.numel() for count in self.counts])
         query_QNH = everyone.unflatten(0, (-1, *shape))
-        self.found[layer_number] = find(query_QNH, key_tGH, self.tokens_Q, self.tokens_t, visible_2Q, scale), scale
+        found = find(query_QNH, key_tGH, self.tokens_Q, self.tokens_t, self.visible[local], scale)
+        self.found[layer_number] = found, scale
 
     def measured(self) -> tuple[list[int], Tensor]:
         """Return the layers measured here, ascending, and their statistics as in `by_head`, float64 [6, layers, N].

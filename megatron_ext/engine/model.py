@@ -92,10 +92,8 @@ class PackedAttention(MegatronModule):
             batch.probe.observe(self.layer_number, self.local, query_tNH, key, self.scale)
         if packed_seq_params.extend is not None:  # the cached keys and values of each text come first
             key_tGH, value_tGW = packed_seq_params.extend(self.layer_number, key_tGH, value_tGW)
-        call = batch.local_attention if self.local else batch.attention
-        assert call is not None
         inputs = QKV(query_tNH, key_tGH, value_tGW, self.softmax_offset)
-        out_tNH = call.run(self.backend, inputs, self.scale, expand)
+        out_tNH = batch.attention[self.local].run(self.backend, inputs, self.scale, expand)
         return out_tNH.flatten(1).unsqueeze(1)
 
 

@@ -270,11 +270,10 @@ class Generator:
             positions_t=torch.from_numpy(appended.positions.astype(np.int32)),
             weights_t=torch.zeros(total),
             trained_t=torch.zeros(total, dtype=torch.bool),
-            masks=LayerMasks(AttentionMask(PackedLayout(total, borders.astype(np.int32)))),
-            attention=appended.call(None),
+            masks=LayerMasks((AttentionMask(PackedLayout(total, borders.astype(np.int32))),)),
+            attention=tuple(map(appended.call, [None] if local is None else [None, local - 1])),
             total_trained=0,
             total_weight=0.0,
-            local_attention=None if local is None else appended.call(local - 1),
             wanted=torch.arange(real) if every else torch.from_numpy(borders[1 : texts_given + 1] - 1),
             rotary_base=self.rotary_base,
         ).to(device)

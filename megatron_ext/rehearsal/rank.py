@@ -204,8 +204,7 @@ class _StepRunner:
         step = self._batches(window, microbatches)
         if meter.device == "cpu":  # its batches are made on the device
             for batch in step.train:
-                borders = [call.borders for call in (batch.attention, batch.local_attention) if call is not None]
-                for tensor in chain(vars(batch).values(), *borders):
+                for tensor in chain(vars(batch).values(), *(call.borders for call in batch.attention)):
                     if isinstance(tensor, Tensor):
                         meter.allocations.add(tensor.untyped_storage(), Part.OTHER, "batches")
         fault = None

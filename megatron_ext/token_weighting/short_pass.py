@@ -139,8 +139,5 @@ def _lay_out(tokens: Tokens, chunks: Chunks, length: int, *, trained: Bool) -> T
 def _cut_masks(masks: LayerMasks, chunks: Chunks, length: int) -> LayerMasks:
     """Return the masks inside the chunks; padding to `length` is a segment of its own."""
     padding = length - int(chunks.lengths.sum())
-
-    def cut(mask: AttentionMask) -> AttentionMask:
-        return replace(mask, layout=chunks.layout(mask.layout, padding))
-
-    return replace(masks, scheduled=cut(masks.scheduled), local=None if masks.local is None else cut(masks.local))
+    by_kind = tuple(replace(mask, layout=chunks.layout(mask.layout, padding)) for mask in masks.by_kind)
+    return replace(masks, by_kind=by_kind)

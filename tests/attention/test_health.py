@@ -35,7 +35,7 @@ def draw(size: float = 2.0) -> tuple[Tensor, Tensor]:
 
 def dense(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, queries: list[int]) -> dict[str, float]:
     """The measures, token by token and head by head, from what a token sees by the definition of its mask."""
-    mask = masks.local if local else masks.scheduled
+    mask = masks.by_kind[local]
     assert mask is not None
     entropies, firsts, distances, largest = [], [], [], []
     segment = np.repeat(np.arange(mask.layout.segments), mask.layout.lengths)
@@ -86,7 +86,7 @@ def test_measures_are_those_of_a_dense_computation(kind: str, share: str, monkey
         monkeypatch.setattr("megatron_ext.attention.health._SCORES", 5 * HEADS * 2 * LENGTH)
     masks, (query, key) = masks_of(kind), draw()
     queries = sample_queries(1, 2, 2 * LENGTH, 9) if share == "sampled" else np.arange(2 * LENGTH)
-    for local in [False] if masks.local is None else [False, True]:
+    for local in map(bool, range(len(masks.by_kind))):
         expected = dense(query, key, masks, local=local, queries=queries.tolist())
         assert_close(measured(query, key, masks, local=local, queries=queries), expected)
 
@@ -104,7 +104,7 @@ def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
         assert sorted(sampled.tokens_Q.tolist()) == queries.tolist()
         assert sampled.tokens_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
         tokens = sampled.tokens_Q, sampled.tokens_t
-        parts.append(find(query[tokens[0]], key[tokens[1]], *tokens, sampled.scheduled_2Q, SCALE))
+        parts.append(find(query[tokens[0]], key[tokens[1]], *tokens, sampled.visible[0], SCALE))
     heads = by_head(torch.stack(parts, dim=1).double(), SCALE)
     health = AttentionHealth.of(of_layers(heads[:, None]).flatten().tolist())
     assert_close(health, dense(query, key, masks, local=False, queries=queries.tolist()))

@@ -47,10 +47,10 @@ class Case:
     def run(self, division: Division) -> ShortPass:
         return short_pass(self.tokens, self.together, self.short, division, None)
 
-    def first_seen(self, token: int, kind: str) -> int:
+    def first_seen(self, token: int, kind: int) -> int:
         """The first token of the segment of `token` in the long context of a kind of layers."""
         batch, place = divmod(token, self.total // len(self.masks))
-        mask = self.masks[batch].local if kind == "local" else self.masks[batch].scheduled
+        mask = self.masks[batch].by_kind[kind]
         return token - place + segment_start(mask.layout, place)
 
     def chunk_start(self, token: int) -> int:
@@ -105,14 +105,12 @@ divisions = st.builds(
 @given(cases(), divisions)
 def test_every_scored_token_sees_its_short_context_and_no_more(case: Case, division: Division) -> None:
     found = case.run(division)
-    kinds = ["scheduled", "local"] if case.masks[0].local is not None else ["scheduled"]
     for batch in found.batches:
         tokens = batch.tokens_t.numpy()
         for place in batch.wanted.numpy():
             token = int(tokens[place])
-            for kind in kinds:
-                mask = batch.masks.local if kind == "local" else batch.masks.scheduled
-                original = case.masks[0].local if kind == "local" else case.masks[0].scheduled
+            for kind, original in enumerate(case.masks[0].by_kind):
+                mask = batch.masks.by_kind[kind]
                 assert mask.left_window == original.left_window
                 near = max(case.first_seen(token, kind), case.chunk_start(token))
                 seen = tokens[segment_start(mask.layout, int(place)) : place + 1]
