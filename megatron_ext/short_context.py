@@ -95,15 +95,10 @@ def short_chunks(length: int, first_dependencies: Int64, context: ShortContext) 
 
 
 def distribute(lengths: Int64, capacity: int, multiple: int = 1) -> list[Int64]:
-    """Distribute chunks over micro-batches of about `capacity` tokens: as few as possible, of similar lengths.
+    """Distribute chunks of `lengths` tokens, int64 [K], over as few micro-batches as possible, of similar lengths.
 
-    Args:
-        lengths: int64 [K], tokens of each chunk.
-        capacity: tokens of a micro-batch; it may be exceeded by less than the longest chunk.
-        multiple: the number of micro-batches is a multiple of this.
-
-    Returns:
-        The chunk indices of each micro-batch, ascending; some may be empty.
+    A micro-batch has about `capacity` tokens, beyond it by less than the longest chunk; their number is a multiple of
+    `multiple`. Returns the chunk indices of each one, ascending; some may be empty.
     """
     total = int(lengths.sum())
     if not total:

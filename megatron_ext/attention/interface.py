@@ -85,7 +85,6 @@ class AttentionCall:
         return replace(whole, local=whole._of_pieces(local), remote=whole._of_pieces(~local))
 
     def _of_pieces(self, chosen: Bool) -> "AttentionCall":
-        """Return the call restricted to the chosen pieces."""
         counts = (np.diff(cu)[chosen] for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         q, kv = (np.concatenate([[0], np.cumsum(count)]).astype(np.int32) for count in counts)
         return AttentionCall.of(q, kv, self.left_window)

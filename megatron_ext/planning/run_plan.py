@@ -51,9 +51,8 @@ def describe(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
         yield f"                 and {flops.scoring:.3e} ({flops.scoring / flops.scheduled:.0%}) to score tokens"
     yield f"memory per GPU   {gibibytes(memory.total)} at least, of the fullest pipeline stage:"
     for name, size in vars(memory).items():
-        if name == "host" and not size:
-            continue
-        yield f"  {name:<14} {gibibytes(size):>10}"
+        if size or name != "host":
+            yield f"  {name:<14} {gibibytes(size):>10}"
     for line in uncounted(config):
         yield f"not counted      {line}"
     for line in broken(WARNINGS, config):

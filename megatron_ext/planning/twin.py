@@ -102,7 +102,6 @@ def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_sto
 
 def _data(data: DataConfig, scale: Scale, data_path: str) -> dict[str, Any]:
     def smaller(options: tuple[str, ...]) -> tuple[str, ...]:
-        """Scale down the options of a packing policy that count tokens or rows."""
         shrunk: dict[str, str] = dict(option.split("=") for option in options)
         for name in shrunk.keys() & set(_PACKING_LENGTHS):
             shrunk[name] = str(scale.length(int(shrunk[name])))

@@ -65,11 +65,9 @@ class _Stream:
     wait_event = record = wait = record_stream = wait_stream
 
     def record_event(self, event: Any = None) -> Any:
-        """Return the event, or a new one."""
         return event or _Stream()
 
     def synchronize(self) -> None:
-        """Record a host synchronization."""
         on_sync("stream or event .synchronize")
 
 

@@ -169,7 +169,6 @@ class Meter(TorchDispatchMode):
         self.flops[name] += 2 * products * pairs * heads * size
 
     def _count_collective(self, func: Any, args: Sequence[Any]) -> None:
-        """Count an operator of namespace c10d."""
         boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
         assert boxed, f"{func} names no process group"
         group = dist.ProcessGroup.unbox(boxed[0])

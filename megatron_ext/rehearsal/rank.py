@@ -199,7 +199,6 @@ class _StepRunner:
         )
 
     def run(self, window: int, microbatches: int) -> Step:
-        """Measure one step of a number of micro-batches."""
         meter = self.meter
         step = self._batches(window, microbatches)
         if meter.device == "cpu":  # its batches are made on the device
