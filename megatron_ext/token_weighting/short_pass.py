@@ -1,6 +1,7 @@
 """Split rows into chunks and lay them out as micro-batches: for short contexts and sliding evaluations."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,14 +87,13 @@ def chunk_batches(
     `bos_starts` is replaced by `bos_id`.
     """
     batches = []
-    for share, length in _split(chunks, division):
-        wanted = np.zeros(length, dtype=np.bool_)
+    for share, own, own_masks in _micro_batches(tokens, masks, chunks, division):
+        wanted = np.zeros_like(own.trained)
         wanted[share.places_of_scored()] = True
-        own = replace(_lay_out(tokens, share, length, trained=np.zeros(length, dtype=np.bool_)), wanted=wanted)
         if bos_starts is not None:
             firsts = np.cumsum(share.lengths) - share.lengths
             own.tokens[firsts[np.isin(share.start, bos_starts)]] = bos_id
-        batch = assemble(own, _cut_masks(masks, share, length), context)
+        batch = assemble(replace(own, wanted=wanted), own_masks, context)
         assert batch.places is not None
         # `assemble` indexes this micro-batch; the losses belong to the tokens of all rows
         order = torch.from_numpy(share.tokens())[batch.places.order]
@@ -112,32 +112,27 @@ def sliding_evaluation(
     # windows are cut at segment starts, not at the layers' left windows: losses are binned by position, which counts
     # from the start of the segment in the window
     segment_starts = AttentionMask(masks.widest).first_keys()
-    batches = []
-    for share, length in _split(short_chunks(masks.widest.row_length, segment_starts, window), division):
-        trained = np.zeros(length, dtype=np.bool_)
-        trained[share.places_of_scored()] = tokens.trained[share.scored_tokens()]
-        own = _lay_out(tokens, share, length, trained=trained)
-        batches.append(assemble(own, _cut_masks(masks, share, length), context))
+    chunks, batches = short_chunks(masks.widest.row_length, segment_starts, window), []
+    for share, own, own_masks in _micro_batches(tokens, masks, chunks, division):
+        own.trained[share.places_of_scored()] = tokens.trained[share.scored_tokens()]
+        batches.append(assemble(own, own_masks, context))
     return batches
 
 
-def _split(chunks: Chunks, division: Division) -> list[tuple[Chunks, int]]:
-    """Return for each micro-batch its chunks and its length, which is the same for all."""
+def _micro_batches(
+    tokens: Tokens, masks: LayerMasks, chunks: Chunks, division: Division
+) -> Iterator[tuple[Chunks, Tokens, LayerMasks]]:
+    """Yield the chunks of each micro-batch, their tokens, of which none is trained, and the masks inside the chunks.
+
+    Micro-batches are padded with zeros, a segment of its own, to one length: the pipeline sends tensors of one shape,
+    and context-parallel ranks split each evenly.
+    """
     shares = [chunks.chosen(share) for share in distribute(chunks.lengths, division.capacity, division.multiple)]
-    # equal lengths, because the pipeline sends tensors of one shape and context-parallel ranks split each evenly
     longest = max((int(share.lengths.sum()) for share in shares), default=0)
-    return [(share, -(-longest // division.unit) * division.unit) for share in shares]
-
-
-def _lay_out(tokens: Tokens, chunks: Chunks, length: int, *, trained: Bool) -> Tokens:
-    """Concatenate the chunks' tokens, padded with zeros to `length`."""
-    source = chunks.tokens()
-    padding = np.zeros(length - len(source), dtype=tokens.tokens.dtype)
-    return Tokens(np.append(tokens.tokens[source], padding), np.append(tokens.labels[source], padding), trained)
-
-
-def _cut_masks(masks: LayerMasks, chunks: Chunks, length: int) -> LayerMasks:
-    """Return the masks inside the chunks; padding to `length` is a segment of its own."""
-    padding = length - int(chunks.lengths.sum())
-    by_kind = tuple(replace(mask, layout=chunks.layout(mask.layout, padding)) for mask in masks.by_kind)
-    return replace(masks, by_kind=by_kind)
+    length = -(-longest // division.unit) * division.unit
+    for share in shares:
+        source = share.tokens()
+        padding = np.zeros(length - len(source), dtype=tokens.tokens.dtype)
+        ids, labels = (np.append(values[source], padding) for values in (tokens.tokens, tokens.labels))
+        by_kind = tuple(replace(mask, layout=share.layout(mask.layout, len(padding))) for mask in masks.by_kind)
+        yield share, Tokens(ids, labels, np.zeros(length, dtype=np.bool_)), replace(masks, by_kind=by_kind)
