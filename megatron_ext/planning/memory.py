@@ -144,7 +144,7 @@ def _shapes(
 ) -> tuple[tuple[Shapes, ...], ...]:
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if context is None:
-        lengths = (mask.layout.lengths for _, mask in masks.by_layers())
+        lengths = (mask.layout.lengths for mask in masks.by_kind)
         return (tuple(Shapes(row_length * rows, None, _call(own, own)) for own in lengths),)
     plans = [(plan, context.choose(plan)) for plan in context.plans(masks)]
     return tuple(tuple(_of_rank(plan, scheme, rank) for plan, scheme in plans) for rank in range(context.group.size))

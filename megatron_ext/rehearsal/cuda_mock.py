@@ -22,10 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ext.launch import read_launch
 
 # untyped, because types do not allow the patches
-_cuda: Any = torch.cuda
 _torch: Any = torch
-_groups: Any = dist
-_Tensor: Any = torch.Tensor
+_cuda = _torch.cuda
 # what FlashAttention 4 compiles for
 HOPPER = {
     "FLASH_ATTENTION_ARCH": "sm_90",
@@ -98,7 +96,7 @@ def _device() -> None:
     _cuda.Stream = _cuda.Event = _Stream
     _cuda.current_stream = _cuda.default_stream = lambda device=None: _Stream()
     _cuda.stream = contextlib.nullcontext
-    _Tensor.record_stream = lambda self, stream: None
+    _torch.Tensor.record_stream = lambda self, stream: None
     _cuda.default_generators = (torch.default_generator,)
     _cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     for owner in (_cuda, _cuda.random):
@@ -121,7 +119,8 @@ def _processes() -> None:
         on_sync("all_gather_object")
         object_list[:] = [obj] * len(object_list)
 
-    _groups.init_process_group, _groups.all_gather_object = init_process_group, all_gather_object
+    groups: Any = dist
+    groups.init_process_group, groups.all_gather_object = init_process_group, all_gather_object
 
 
 def _values() -> None:
@@ -168,7 +167,7 @@ def _kernels() -> None:
     for name in KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             _KERNELS.impl(name, not_called, "CUDA")
-    functional: Any = torch.nn.functional
+    functional = _torch.nn.functional
     functional.scaled_dot_product_attention = sdpa_kernel(SDPBackend.MATH)(functional.scaled_dot_product_attention)
 
 
@@ -179,8 +178,7 @@ def _storage_copies() -> None:
     def copy_(self: Any, source: Any, non_blocking: bool | None = None) -> Any:
         return self if self.device.type == "meta" else original(self, source, non_blocking)
 
-    storage: Any = torch.UntypedStorage
-    storage.copy_ = copy_
+    _torch.UntypedStorage.copy_ = copy_
 
 
 def _module_moves() -> None:
