@@ -1,5 +1,6 @@
 """Agree on errors: if an action fails on one process, all raise, so that none waits for the others."""
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -73,7 +74,33 @@ def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = Fals
     return everyones
 
 
-def wait_for_threads(working: Future[Any], device: Any) -> None:
+def in_thread(name: str, work: Callable[[], Answer]) -> Future[Answer]:
+    """Run `work` in a daemon thread with this process's device, while the main thread waits or continues training."""
+    done: Future[Answer] = Future()
+    device = current_device()
+
+    def run() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a new thread starts with device 0
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
+def together_in_threads(name: str, action: Callable[[], None]) -> None:
+    """Run an action in a thread of each process, however long it takes; raise what `together` raises. Collective."""
+    working = in_thread(name, action)
+    wait_for_threads(working)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    together(working.result)
+
+
+def wait_for_threads(working: Future[Any]) -> None:
     """Wait until the threads of all processes have ended. Collective.
 
     A thread may take longer than the timeout of a collective or of the watchdog, as long as any process sends
@@ -82,7 +109,7 @@ def wait_for_threads(working: Future[Any], device: Any) -> None:
     before, pause_s = -1, 0.001
     while True:
         mine = [float(not working.done()), float(heartbeat.beats)]
-        state = torch.tensor(mine, dtype=torch.float64, device=device)
+        state = torch.tensor(mine, dtype=torch.float64, device=current_device())
         dist.all_reduce(state)
         alive, beats = state.tolist()
         if not alive:
@@ -92,6 +119,10 @@ def wait_for_threads(working: Future[Any], device: Any) -> None:
             before = beats + dist.get_world_size()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.2)
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def cannot_write(error: OSError, path: Path) -> str:

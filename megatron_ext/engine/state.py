@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import shutil
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +101,7 @@ class Checkpointer:
             "pipeline": ranks.pipeline_size,
             "context": ranks.context_size,
             "data": ranks.data_size,
-            "device": torch.device(_device()).type,
+            "device": agreement.current_device().type,
         } | ({"expert": ranks.expert_size} if ranks.expert_size > 1 else {})
         self._data = tuple(data)
         self._copies: list[Tensor] = []  # with async_save: host memory of this process's shards, in order
@@ -212,7 +211,7 @@ class Checkpointer:
                 raise
             return folder
 
-        self._writing = _in_thread("checkpoint writer", write_together)
+        self._writing = agreement.in_thread("checkpoint writer", write_together)
         self.threads += 1
         self._stalled += time.perf_counter() - began
         if not self.options.async_save:
@@ -224,7 +223,7 @@ class Checkpointer:
         if writing is None:
             return
         began = time.perf_counter()
-        agreement.wait_for_threads(writing, _device())
+        agreement.wait_for_threads(writing)
         self._stalled += time.perf_counter() - began
         self.saved = writing.result()
 
@@ -316,7 +315,7 @@ class Checkpointer:
         """Load the tensors; random states only on request, because they fit only the layout that wrote them."""
         states = _random_states() if randomness else {}
         shards = self._shards(states)
-        _read_together(lambda: Stored(checkpoint.folder).fill(shards))
+        agreement.together_in_threads("checkpoint reader", lambda: Stored(checkpoint.folder).fill(shards))
         self.optimizer.load(checkpoint.manifest.optimizer)
         if randomness:
             torch.set_rng_state(states.pop("cpu"))
@@ -353,7 +352,7 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
         return
     folder = undamaged(pretrained.checkpoint).folder
     shards = [shard for weight in saved_weights(chunks, pretrained.model, ranks) for shard in weight.shards]
-    _read_together(lambda: Stored(folder).fill(shards, padded=True))
+    agreement.together_in_threads("checkpoint reader", lambda: Stored(folder).fill(shards, padded=True))
 
 
 def undamaged(checkpoint: Checkpoint, *, content: bool = True, past_damaged: bool = False) -> Checkpoint:
@@ -408,33 +407,3 @@ def _random_states() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return {name: state.cpu().clone() for name, state in states.items()}
-
-
-def _read_together(action: Callable[[], None]) -> None:
-    """Run `action` in a thread of every process; if it fails in one, all raise."""
-    reading = _in_thread("checkpoint reader", action)
-    agreement.wait_for_threads(reading, _device())
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    together(reading.result)
-
-
-def _in_thread(name: str, work: Callable[[], Any]) -> Future[Any]:
-    """Write or read a checkpoint in a daemon thread, while the main thread waits or continues training."""
-    done: Future[Any] = Future()
-    device = _device()
-
-    def run() -> None:
-        try:
-            if device != "cpu":
-                torch.cuda.set_device(device)  # a new thread starts with device 0
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done
-
-
-def _device() -> Any:
-    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"

@@ -3,7 +3,6 @@
 import gc
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +54,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
 
         if run is not None:
             agreement.run_on_rank0(partial(claim, run), run)
-        _load_tasks(stages, choose_platform(options.device).device)
+        _load_tasks(stages)
         ending = Ending(0, 0, None)
         for number, stage in enumerate(stages):
             if _has_ended(stage):
@@ -99,24 +98,20 @@ def _check_all(stages: Sequence[Stage]) -> None:
         open_inputs(stage.config, pretrained=stage.before is None)
 
 
-def _load_tasks(stages: Sequence[Stage], device: torch.device) -> None:
+def _load_tasks(stages: Sequence[Stage]) -> None:
     """Load the tasks of lm-eval on process 0 before the first stage starts, however long it takes. Collective.
 
     Raises:
         UserError: a task cannot be loaded.
     """
     wanted = [stage.config for stage in stages if stage.config.training.lm_eval_interval and not _has_ended(stage)]
-    if not wanted:
-        return
 
     def load() -> None:
         for config in wanted if dist.get_rank() == 0 else ():
             load_tasks(config)
 
-    with ThreadPoolExecutor(1) as thread:
-        loading = thread.submit(load)
-        agreement.wait_for_threads(loading, device)
-    agreement.together(loading.result)
+    if wanted:
+        agreement.together_in_threads("lm-eval loader", load)
 
 
 def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
