@@ -16,7 +16,7 @@ from megatron_ext.errors import PERMANENT, UserError
 Answer = TypeVar("Answer")
 
 
-def together(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+def together(action: Callable[[], Answer], group: dist.ProcessGroup | None = None) -> Answer:
     """Run an action on each process; if it fails on one, all raise an error, so that none waits. Collective.
 
     `group` is another group of all processes, for a thread.
@@ -27,7 +27,7 @@ def together(action: Callable[[], None], group: dist.ProcessGroup | None = None)
     """
     mine: BaseException | None = None
     try:
-        action()
+        answer = action()
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
         mine = error
     own = None if mine is None else (isinstance(mine, UserError), str(mine))
@@ -39,6 +39,7 @@ def together(action: Callable[[], None], group: dist.ProcessGroup | None = None)
     if failures:
         is_user_error, text = max(failures, key=lambda failure: failure[0])  # the first of its kind
         raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
+    return answer
 
 
 def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
@@ -51,12 +52,10 @@ def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = Fals
             names the file, the reason and the remedy.
         RuntimeError: any other exception on rank 0, which raises that exception itself.
     """
-    answer: list[Any] = [None]
 
-    def on_rank0() -> None:
+    def on_rank0() -> Answer | None:
         try:
-            if dist.get_rank() == 0:
-                answer[0] = action()
+            return action() if dist.get_rank() == 0 else None
         except OSError as error:
             if error.errno not in PERMANENT:
                 raise
@@ -68,9 +67,9 @@ def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = Fals
                 )
             raise UserError(refusal) from None
 
-    together(on_rank0)
-    dist.broadcast_object_list(answer, src=0)
-    everyones: Answer = answer[0]
+    box: list[Any] = [together(on_rank0)]
+    dist.broadcast_object_list(box, src=0)
+    everyones: Answer = box[0]
     return everyones
 
 

@@ -173,13 +173,12 @@ class Checkpointer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the thread uses its own stream
 
-        mine: list[Written] = []
         everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
         folder = aside.with_name(folders.folder_name(position.step))
 
-        def write_own() -> None:
+        def write_own() -> Written:
             with self._explained(aside, position.step):
-                mine.append(write(aside, self.ranks.world, shards))
+                return write(aside, self.ranks.world, shards)
 
         def publish() -> None:
             if everyone is None:
@@ -202,8 +201,8 @@ class Checkpointer:
 
         def write_together() -> Path:
             try:
-                together(write_own, self._group)
-                dist.gather_object(mine[0], everyone, group=self._group)
+                mine = together(write_own, self._group)
+                dist.gather_object(mine, everyone, group=self._group)
                 together(publish, self._group)
             except BaseException:
                 if self.ranks.world == 0:
