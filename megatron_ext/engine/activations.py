@@ -84,6 +84,7 @@ class HostCopies:
     """Copies tensors to reused host buffers and back; on CUDA the buffers are pinned, and a separate stream copies."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._free: dict[Any, list[Tensor]] = defaultdict(list)  # buffers, by shape and dtype
 
@@ -93,9 +94,9 @@ class HostCopies:
         host = free.pop() if free else torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
         return host, self._copy(host, x)
 
-    def to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+    def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
         """Return a new tensor and the event after which it holds the buffer's values; the buffer is free again."""
-        x = torch.empty_like(host, device=device)
+        x = torch.empty_like(host, device=self._device)
         event = self._copy(x, host)
         self._free[x.shape, x.dtype].append(host)  # what is copied into it next follows on the same stream
         return x, event
@@ -115,7 +116,6 @@ class _Input:
     """The input of a layer, [t / s, 1, D]."""
 
     x: Tensor | None  # on the device, or None
-    device: torch.device
     before: "_Input | None"  # the input before it, until that returns to the device
     host: Tensor | None = None  # its buffer on the host, or None
     copied: Any = None  # the event that ends the last copy
@@ -129,7 +129,7 @@ class _Input:
     def return_to_device(self, copies: HostCopies) -> None:
         """Start copying back what is on the host."""
         if self.host is not None:
-            self.x, self.copied = copies.to_device(self.host, self.device)
+            self.x, self.copied = copies.to_device(self.host)
             self.host = None
 
     def wait(self) -> None:
@@ -155,7 +155,7 @@ def keep_inputs_on_host(decoder: TransformerBlock, copies: HostCopies, group: in
                 return x
             if inputs:
                 inputs[-1].leave_device()
-            kept = _Input(x, x.device, inputs[-1] if inputs else None)
+            kept = _Input(x, inputs[-1] if inputs else None)
             if int(received) <= len(inputs) < count - 1:
                 kept.host, kept.copied = copies.to_host(x)
             inputs.append(kept)
