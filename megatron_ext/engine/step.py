@@ -87,11 +87,8 @@ class StepResult:
     def divergence(self) -> DivergedError | None:
         """Return the error for a loss or a gradient norm that is not finite; None if both are."""
         terms = self.terms
-        if not math.isfinite(terms.weighted_sum):
-            if math.isfinite(terms.loss_sum):
-                return DivergedError("weighted loss", terms.weighted_sum)
-            return DivergedError("loss", terms.loss_sum)
-        return None if math.isfinite(self.grad_norm) else DivergedError("gradient norm", self.grad_norm)
+        values = {"loss": terms.loss_sum, "weighted loss": terms.weighted_sum, "gradient norm": self.grad_norm}
+        return next((DivergedError(what, value) for what, value in values.items() if not math.isfinite(value)), None)
 
 
 @dataclass(frozen=True, eq=False)
