@@ -54,9 +54,8 @@ class LocalLinear(torch.nn.Module):
         else:  # True: Megatron sums the gradients of the ranks, which have different tokens
             self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return the product and None for a bias, as Megatron's layers do."""
-        return F.linear(x, self.weight), None
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 class LatentAttention(MegatronModule):
@@ -116,10 +115,10 @@ class LatentAttention(MegatronModule):
         if self.config.q_lora_rank is None:
             joint, _ = self.linear_q_proj(hidden_states)
         else:
-            joint, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))
+            joint, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
         query_t1NH = rotate(_rotated_first(joint.unflatten(-1, (self.heads, -1)), plain), angles)
 
-        latent, pairs = self.linear_kv_down_proj(hidden_states)[0].split(self.row, dim=-1)
+        latent, pairs = self.linear_kv_down_proj(hidden_states).split(self.row, dim=-1)
         rows = torch.cat((self.kv_layernorm(latent), pairs), dim=-1)
         if self.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows, group=self.group)
@@ -143,7 +142,7 @@ class LatentAttention(MegatronModule):
 
     def expand(self, rotated: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys [..., N, H] and values [..., N, W] from rotated [..., 1, A] and latent [..., 1, Z]."""
-        both, _ = self.linear_kv_up_proj(latent.squeeze(-2))
+        both = self.linear_kv_up_proj(latent.squeeze(-2))
         plain, value = both.unflatten(-1, (self.heads, -1)).split(self.sizes, dim=-1)
         return torch.cat((rotated.expand(*plain.shape[:-1], -1), plain), dim=-1), value
 
