@@ -144,11 +144,6 @@ class PackedGPT(GPTModel):
         if not self.post_process:
             return hidden
         group = self.pg_collection.tp
-        # every rank needs all tokens for its share of the vocabulary; backward sums the ranks' parts of the gradient
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         hidden_tD, weight_vD = self._head(hidden, batch)
         labels_t = batch.labels_t if batch.wanted is None else batch.labels_t.index_select(0, batch.wanted)
         shard = VocabularyShard(
@@ -176,8 +171,6 @@ class PackedGPT(GPTModel):
         hidden_t1D = self._hidden(batch, extend)
         if not self.post_process:
             return hidden_t1D
-        if self.config.sequence_parallel:
-            hidden_t1D = gather_from_sequence_parallel_region(hidden_t1D, group=self.pg_collection.tp)
         hidden_tD, weight_vD = self._head(hidden_t1D, batch)
         whole = gather_from_tensor_model_parallel_region(hidden_tD @ weight_vD.T, group=self.pg_collection.tp)
         return whole[:, : self.real_vocab_size].float()
@@ -188,6 +181,11 @@ class PackedGPT(GPTModel):
         A bias is appended to the matrix, and a column of ones to the hidden states, so that the loss only handles
         matrices. Seven more columns of zeros keep the width a multiple of 8, which is faster on a GPU.
         """
+        # every rank needs all tokens for its share of the vocabulary; backward sums the ranks' parts of the gradient
+        if self.config.sequence_parallel:
+            hidden_t1D = gather_from_sequence_parallel_region(hidden_t1D, group=self.pg_collection.tp)
+        else:
+            hidden_t1D = copy_to_tensor_model_parallel_region(hidden_t1D, group=self.pg_collection.tp)
         hidden_tD = hidden_t1D[:, 0]
         if batch.wanted is not None:
             hidden_tD = hidden_tD.index_select(0, batch.wanted)
