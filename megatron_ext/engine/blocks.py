@@ -13,7 +13,6 @@ Legend: t tokens, N heads of this rank, H head size, D hidden size.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,15 +24,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer import ModuleSpec, TransformerConfig, build_module
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
@@ -66,10 +61,8 @@ class WholeNorms(LocalAngles):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.q_layernorm, self.k_layernorm = (
-            HeadsNorm(heads, config, self.hidden_size_per_attention_head, config.layernorm_epsilon)
-            for heads in (config.num_attention_heads, config.num_query_groups)
-        )
+        self.q_layernorm = HeadsNorm(config.num_attention_heads, config)
+        self.k_layernorm = HeadsNorm(config.num_query_groups, config)
 
 
 class ParallelLayer(TransformerLayer):
@@ -92,23 +85,13 @@ class ParallelLayer(TransformerLayer):
         return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True), None
 
 
-@dataclass
-class SandwichSubmodules(TransformerLayerSubmodules):
-    """Adds the norms of the outputs of attention and the MLP."""
-
-    post_norm: type = IdentityOp
-
-
 class SandwichLayer(TransformerLayer):
     """Normalizes the outputs of attention and the MLP."""
 
-    def __init__(self, config: TransformerConfig, submodules: SandwichSubmodules, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, submodules, *args, **kwargs)
+    def __init__(self, config: TransformerConfig, *args: Any, post_norm: type, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.post_attention_norm, self.post_mlp_norm = (
-            build_module(
-                submodules.post_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-            )
-            for _ in range(2)
+            post_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon) for _ in range(2)
         )
         self.self_attn_bda = _normed(self.post_attention_norm, vars(self)["self_attn_bda"])
         self.mlp_bda = _normed(self.post_mlp_norm, vars(self)["mlp_bda"])
@@ -139,13 +122,14 @@ class HeadsNorm(torch.nn.Module):
     A tensor-parallel rank holds N / tp heads of x and w. The ranks sum the squares in forward, and in backward the
     products of x with its gradient. Megatron and Transformer Engine only normalize each head alone.
 
-    `heads` are those of all tensor-parallel ranks; `hidden_size` is H.
+    `heads` are those of all tensor-parallel ranks.
     """
 
-    def __init__(self, heads: int, config: Any, hidden_size: int, eps: float) -> None:
+    def __init__(self, heads: int, config: Any) -> None:
         super().__init__()
         group = get_tensor_model_parallel_group()
-        self.width, self.eps, self.group = heads * hidden_size, eps, group if group.size() > 1 else None
+        self.width, self.group = heads * config.kv_channels, group if group.size() > 1 else None
+        self.eps = config.layernorm_epsilon
         self.weight = torch.nn.Parameter(torch.ones(self.width // group.size(), dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
@@ -252,5 +236,5 @@ def _layer_spec(
         attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
     if traits.post_norm:
         layer.module = SandwichLayer
-        layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)
+        layer.params["post_norm"] = norm
     return layer, norm
