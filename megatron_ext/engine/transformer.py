@@ -78,8 +78,6 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     sizes = max(model.head_size, model.value_size), model.value_size  # smaller heads of keys are padded
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
     extra: dict[str, Any] = _expert_options(config) if model.num_experts is not None else {}
-    if parallel.recompute_granularity == "selective":
-        extra |= {"recompute_modules": list(parallel.recompute_modules or ("core_attn",))}
     if parallel.recompute_granularity == "full":
         extra |= {"recompute_method": parallel.recompute_method, "recompute_num_layers": parallel.recompute_num_layers}
     rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
@@ -90,6 +88,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
+        recompute_modules=list(parallel.recompute_modules) or None,  # None: core_attn
         num_query_groups=model.num_query_groups,
         add_qkv_bias=model.add_qkv_bias,
         hidden_dropout=model.hidden_dropout,
@@ -158,14 +157,9 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
 
 def _expert_options(config: Config) -> dict[str, Any]:
     model, parallel = config.model, config.parallel
-    return {
+    routing = {name: value for name, value in vars(model).items() if name.startswith("moe_router_")}
+    return routing | {
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "moe_router_topk": model.moe_router_topk,
-        "moe_router_score_function": model.moe_router_score_function,
-        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
-        "moe_router_num_groups": model.moe_router_num_groups,
-        "moe_router_group_topk": model.moe_router_group_topk,
-        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
         "moe_grouped_gemm": parallel.moe_grouped_gemm,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "num_moe_experts": model.num_experts,
