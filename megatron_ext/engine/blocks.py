@@ -32,11 +32,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_ext.config import ModelConfig
-from megatron_ext.config.blocks import Block
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
 from megatron_ext.engine.latent_attention import LatentAttention
 from megatron_ext.engine.norms import LayerNorm, RMSNorm, ZeroCentredRMSNorm
+from megatron_ext.engine.transformer import PackedTransformerConfig
 
 # Megatron's bias-dropout-add: ((output, bias), residual, dropout) -> residual stream
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
@@ -47,7 +46,7 @@ class LocalAngles(SelfAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         """Return attention's output and bias; with two bases the angles are [2 t, 1, 1, H], local layers second."""
-        if self.config.packed_two_bases:
+        if self.config.packed_model.rotary_base_local is not None:
             rotary_pos_emb = rotary_pos_emb.chunk(2)[int(self.core_attention.local)]
         return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
@@ -170,7 +169,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def layer_specs(
-    config: TransformerConfig, model: ModelConfig, core_attention: type, vp_stage: int | None, transformer_engine: bool
+    config: PackedTransformerConfig, core_attention: type, vp_stage: int | None, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
     """Return the specification of a model chunk.
 
@@ -178,7 +177,7 @@ def layer_specs(
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = [
-        _layer_spec(config, model.traits, core_attention, model.has_experts(first + number), transformer_engine)
+        _layer_spec(config, core_attention, config.packed_model.has_experts(first + number), transformer_engine)
         for number in range(get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
     return TransformerBlockSubmodules([layer for layer, _ in layers], layer_norm=layers[0][1])
@@ -190,11 +189,11 @@ def _submodules(module: Any) -> Any:
 
 
 def _layer_spec(
-    config: TransformerConfig, traits: Block, core_attention: type, experts: bool, transformer_engine: bool
+    config: PackedTransformerConfig, core_attention: type, experts: bool, transformer_engine: bool
 ) -> tuple[ModuleSpec, type]:
     """Return the specification of a layer with or without experts, and the class of the final norm."""
     norm: type
-    num_experts = config.num_moe_experts if experts else None
+    traits, num_experts = config.packed_model.traits, config.num_moe_experts if experts else None
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 

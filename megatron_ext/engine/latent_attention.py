@@ -75,44 +75,42 @@ class LatentAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.group = pg_collection.tp
-        heads, ranks = config.num_attention_heads, self.group.size()
-        self.heads, self.sizes = heads // ranks, (config.qk_head_dim, config.v_head_dim)
-        self.row = config.kv_lora_rank, config.qk_pos_emb_head_dim
-        query_size = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+        model, heads = config.packed_model, config.num_attention_heads
+        self.heads, self.sizes = heads // self.group.size(), (model.qk_head_dim, model.v_head_dim)
+        self.row = model.kv_lora_rank, model.qk_pos_emb_head_dim
+        query_size = heads * model.head_size
         build = functools.partial(build_module, config=config, is_expert=False, bias=False, tp_group=self.group)
         to_heads = functools.partial(
             build, column, init_method=config.init_method, gather_output=False, skip_bias_add=False
         )
-        if config.q_lora_rank is None:
+        if model.q_lora_rank is None:
             self.linear_q_proj = to_heads(config.hidden_size, query_size, tp_comm_buffer_name="q_proj")
         else:
-            self.linear_q_down_proj = LocalLinear(config.hidden_size, config.q_lora_rank, config)
-            self.q_layernorm = norm(config=config, hidden_size=config.q_lora_rank, eps=EPSILON)
-            self.linear_q_up_proj = to_heads(config.q_lora_rank, query_size, tp_comm_buffer_name="q_up_proj")
+            self.linear_q_down_proj = LocalLinear(config.hidden_size, model.q_lora_rank, config)
+            self.q_layernorm = norm(config=config, hidden_size=model.q_lora_rank, eps=EPSILON)
+            self.linear_q_up_proj = to_heads(model.q_lora_rank, query_size, tp_comm_buffer_name="q_up_proj")
         self.linear_kv_down_proj = LocalLinear(config.hidden_size, sum(self.row), config)
-        self.kv_layernorm = norm(config=config, hidden_size=config.kv_lora_rank, eps=EPSILON)
-        self.linear_kv_up_proj = LocalLinear(config.kv_lora_rank, self.heads * sum(self.sizes), config, part=True)
-        self.core_attention = build_module(
-            core_attention, config=config, layer_number=layer_number, softmax_scale=config.softmax_scale
-        )
+        self.kv_layernorm = norm(config=config, hidden_size=model.kv_lora_rank, eps=EPSILON)
+        self.linear_kv_up_proj = LocalLinear(model.kv_lora_rank, self.heads * sum(self.sizes), config, part=True)
+        self.core_attention = core_attention(config, layer_number)
         self.linear_proj = build(
             row,
-            heads * config.v_head_dim,
+            heads * model.v_head_dim,
             config.hidden_size,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
             skip_bias_add=True,
             tp_comm_buffer_name="proj",
         )
-        self.exchanges_latent = sum(self.row) < self.heads * (sum(self.sizes) + config.qk_pos_emb_head_dim)
+        self.exchanges_latent = sum(self.row) < self.heads * model.key_value_size
         self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Any, **unused: Any
     ) -> tuple[Tensor, None]:
         """Return the output and no bias; the angles are [t, 1, 1, A]."""
-        plain, angles = self.config.qk_head_dim, rotary_pos_emb
-        if self.config.q_lora_rank is None:
+        plain, angles = self.sizes[0], rotary_pos_emb
+        if self.config.packed_model.q_lora_rank is None:
             joint, _ = self.linear_q_proj(hidden_states)
         else:
             joint, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))

@@ -48,15 +48,16 @@ class PackedCall(PackedSeqParams):
 class PackedAttention(MegatronModule):
     """The `core_attention` of every layer: one packed call to the chosen backend."""
 
-    def __init__(
-        self, config: PackedTransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: Any
-    ) -> None:
+    def __init__(self, config: PackedTransformerConfig, layer_number: int, **unused: Any) -> None:
         super().__init__(config)
         self.layer_number = layer_number
         self.local = config.packed_masks.is_local(layer_number)
-        self.scale = softmax_scale or config.kv_channels**-0.5
-        self.rotary_size = config.packed_rotary_size
-        self.rotary_factor = config.packed_score_factors[layer_number - 1]
+        self.scale = config.softmax_scale
+        model = config.packed_model
+        self.rotary_size = model.rotary_size
+        # YaRN multiplies rotated queries and keys by a factor each, so its square multiplies the scores
+        scaled = model.has_rope(layer_number) and not (self.local and model.rotary_base_local is not None)
+        self.rotary_factor = rope.attention_factor(model) ** 2 if scaled else 1.0
         if self.rotary_size == config.kv_channels:  # the factor applies to all dimensions: fold it into the scale
             self.scale, self.rotary_factor = self.scale * self.rotary_factor, 1.0
         self.backend = config.packed_backend
@@ -211,7 +212,7 @@ class PackedGPT(GPTModel):
         self.config.apply_rope_fusion = self.fuses_rotation and len(batch.positions_t) <= self.rotation_limit
         device = batch.positions_t.device
         angles = [rope.angles(batch.positions_t, self.frequencies.at(batch.rotary_base, device))]
-        if self.config.packed_two_bases:
+        if self.config.packed_model.rotary_base_local is not None:
             angles.append(rope.angles(batch.positions_t, self.frequencies.at(None, device, local=True)))
         hidden_t1D: Tensor = self.decoder(
             hidden_states=hidden,
@@ -254,7 +255,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
     chunks = []
     for number in range(count):
         vp_stage = number if count > 1 else None  # None: not interleaved
-        layers = layer_specs(transformer, config.model, PackedAttention, vp_stage, platform.transformer_engine)
+        layers = layer_specs(transformer, PackedAttention, vp_stage, platform.transformer_engine)
         chunk = PackedGPT(config, vocab_size, transformer, layers, vp_stage)
         if parallel.mlp_block_tokens is not None:
             for layer in chunk.decoder.layers:

@@ -26,7 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext import rope
 from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import Attend
-from megatron_ext.config import Config
+from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.checks import PLATFORM, broken
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.parallel import model_chunks
@@ -49,20 +49,12 @@ _ACTIVATIONS: dict[str, dict[str, Any]] = {  # Megatron's options
 
 @dataclass(kw_only=True)
 class PackedTransformerConfig(TransformerConfig):
-    """Megatron's configuration, extended by the options of `PackedAttention` and the routers."""
+    """Megatron's configuration, extended by what the modules of this package read."""
 
+    packed_model: ModelConfig
     packed_backend: Attend
     packed_masks: MaskOptions  # which layers are local
-    packed_score_factors: tuple[float, ...]  # for each layer, the factor of the scores of its rotated dimensions
-    packed_rotary_size: int  # number of rotated dimensions of a head; these come first
-    packed_two_bases: bool  # whether local layers have their own rotary angles
     packed_balance: LoadBalance
-    # of latent attention, under Megatron's names
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 0
-    qk_head_dim: int = 0
-    qk_pos_emb_head_dim: int = 0
-    v_head_dim: int = 0
 
 
 def transformer_config(config: Config, platform: Platform) -> PackedTransformerConfig:
@@ -81,29 +73,22 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     if parallel.recompute_granularity == "full":
         extra |= {"recompute_method": parallel.recompute_method, "recompute_num_layers": parallel.recompute_num_layers}
     rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
-    masks, two_bases = config.mask_options(), model.rotary_base_local is not None
-    scaled = [has_rope and not (two_bases and masks.is_local(n)) for n, has_rope in enumerate(rotated, start=1)]
     return PackedTransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
-        recompute_modules=list(parallel.recompute_modules) or None,  # None: core_attn
         num_query_groups=model.num_query_groups,
         add_qkv_bias=model.add_qkv_bias,
         hidden_dropout=model.hidden_dropout,
         multi_latent_attention=model.multi_latent_attention,
-        q_lora_rank=model.q_lora_rank,
-        kv_lora_rank=model.kv_lora_rank,
-        qk_head_dim=model.qk_head_dim,
-        qk_pos_emb_head_dim=model.qk_pos_emb_head_dim,
-        v_head_dim=model.v_head_dim,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         tp_comm_overlap=parallel.tp_comm_overlap,
         recompute_granularity=parallel.recompute_granularity,
+        recompute_modules=list(parallel.recompute_modules) or None,  # None: core_attn
         **extra,
         kv_channels=model.head_size,
         normalization=traits.norm,
@@ -143,15 +128,10 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         persist_layer_norm=False,
         fp8=config.training.fp8_format,
         fp8_recipe=config.training.fp8_recipe,
+        packed_model=model,
         packed_backend=select(parallel.attention_backend, platform.device, dtype, *sizes, sinks=model.has_sinks),
-        packed_masks=masks,
-        packed_two_bases=two_bases,
+        packed_masks=config.mask_options(),
         packed_balance=LoadBalance(config.training.moe_aux_loss_coeff, config.balances_rows, config.data.seq_length),
-        # YaRN multiplies rotated queries and keys by a factor each, so its square multiplies the scores
-        packed_score_factors=tuple(
-            rope.attention_factor(model) ** 2 if rotated_layer else 1.0 for rotated_layer in scaled
-        ),
-        packed_rotary_size=model.rotary_size,
     )
 
 

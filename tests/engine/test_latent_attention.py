@@ -57,10 +57,9 @@ def build(layout: Layout) -> Any:
     flags += f" --tensor-model-parallel-size {layout.tp}" + f" --q-lora-rank {QUERY_LATENT}" * layout.query_latent
     flags += " --sequence-parallel" * layout.sp + " --recompute-granularity selective" * layout.recompute
     config = parse(flags.split())
-    model = config.model
     transformer = transformer_config(config, platform.Platform(CPU, "gloo", transformer_engine=False))
     transformer.params_dtype = torch.float64
-    (spec,) = layer_specs(transformer, model, PackedAttention, None, transformer_engine=False).layer_specs
+    (spec,) = layer_specs(transformer, PackedAttention, None, transformer_engine=False).layer_specs
     attention = build_module(spec, config=transformer, layer_number=1).self_attention
     for name, weight in attention.named_parameters():
         axis = getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1

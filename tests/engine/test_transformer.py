@@ -19,6 +19,7 @@ from megatron_ext.config.options import PRESETS
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import parallel
 from megatron_ext.engine import transformer as choice
+from megatron_ext.engine.model import PackedAttention
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.transformer import fusions_here, rotation_limit, transformer_config
 from megatron_ext.masks import MaskOptions
@@ -133,4 +134,5 @@ def test_layers_without_rope_have_no_yarn_factor() -> None:
     rotated = [model.has_rope(number) for number in range(1, 5)]
     assert sorted(set(rotated)) == [False, True]
     assert transformer.no_rope_freq == [int(not has_rope) for has_rope in rotated]
-    assert transformer.packed_score_factors == pytest.approx([factor if has_rope else 1.0 for has_rope in rotated])
+    factors = [PackedAttention(transformer, number).scale / transformer.softmax_scale for number in range(1, 5)]
+    assert factors == pytest.approx([factor if has_rope else 1.0 for has_rope in rotated])
