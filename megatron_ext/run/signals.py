@@ -21,6 +21,7 @@ a save (default 30 s, then SIGKILL).
 
 import json
 import signal
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,26 +35,18 @@ STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
 VALIDATION_LOSS = "validation loss"
 
 
-class StopRequest:
+class StopRequest(ExitStack):
     """Records the last signal in `signal` (0: none), from `listen` to the end of the context."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
     def __init__(self) -> None:
+        super().__init__()
         self.signal = 0
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "StopRequest":
-        return self
 
     def listen(self) -> None:
         """Start recording signals; a second call changes nothing."""
-        if not self._previous:
-            self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            before = signal.signal(number, self._note)
+            self.callback(signal.signal, number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
