@@ -124,8 +124,6 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         calculate_per_token_loss=True,
         **fusions_here(platform, config),
         bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         fp8=config.training.fp8_format,
         fp8_recipe=config.training.fp8_recipe,
         packed_model=model,
