@@ -49,9 +49,7 @@ class Trajectory(Callback):
         self, config: Config, chunks: Sequence[PackedGPT], ranks: Ranks, inputs: Inputs, weigher: Weigher, step: int
     ) -> None:
         self.folder = Path(config.checkpoint.dump_trajectory or "")
-        self.config, self.chunks, self.ranks, self.weigher = config, chunks, ranks, weigher
-        self.vocab_size = inputs.vocab_size
-        self.row_at: RowAt = inputs.train.row
+        self.config, self.chunks, self.ranks, self.inputs, self.weigher = config, chunks, ranks, inputs, weigher
         if not run_on_rank0(self._describe, self.folder) or step == 0:
             self.weights("initial")
 
@@ -67,14 +65,14 @@ class Trajectory(Callback):
                 plain, local_window=None, window_attn_skip_freq=None, rotary_base_local=None, no_rope_freq=None
             )
         plain = replace(plain, softmax_type="vanilla")
-        entries = hugging_face_config(plain, self.vocab_size, self.config.data.seq_length)
+        entries = hugging_face_config(plain, self.inputs.vocab_size, self.config.data.seq_length)
         entries.pop("rope_scaling", None)
         (self.folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
         return (self.folder / "initial.safetensors").is_file()
 
     def weights(self, name: str) -> None:
         """Write the current weights, as `initial` or `final`."""
-        if (full := gather(self.chunks, self.config.model, self.vocab_size, self.ranks)) is None:
+        if (full := gather(self.chunks, self.config.model, self.inputs.vocab_size, self.ranks)) is None:
             return
         config, model, options = self.config, self.config.model, self.config.optimizer
         if not model.untie_embeddings_and_output_weights:
@@ -97,7 +95,8 @@ class Trajectory(Callback):
     def after_step(self, done: StepRecord) -> None:
         """Write the rows, the window and the weights of one optimizer step."""
         ranks, mine = self.ranks, self.weigher.take_rows()
-        weighted, row_at = self.config.weighting.by_losses, self.row_at
+        weighted = self.config.weighting.by_losses
+        row_at: RowAt = self.inputs.train.row
         if self.config.weighting.by_exposure:
             row_at = exposure_rows(row_at, done.samples, self.config)
         parts: list[Any] | None = [None] * ranks.world_size if ranks.world == 0 else None
