@@ -3,9 +3,7 @@
 `launch` does not synchronize with the device: sums, division, clipping and the loss are computed on the device and
 returned as tensors, which the caller reads later in one copy. Exceptions: a process without trained tokens of its own
 checks whether others have some; a step that may be refused (`accepts`) is read before its update; the dispatcher of
-experts needs the number of tokens of each, and ranks that share experts the number of short contexts of the others. Two
-synchronizations of Megatron are avoided: reading the gradient norm (engine/optimizer.py), and the pipeline's wait after
-each exchange (`batch_p2p_sync`).
+experts needs the number of tokens of each, and ranks that share experts the number of short contexts of the others.
 
 Within `_forward_backward`, Megatron's schedule determines the order. It calls
 
