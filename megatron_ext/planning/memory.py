@@ -171,7 +171,7 @@ def _call(queries: Int64, keys: Int64) -> Call | None:
 
 
 class _Rank:
-    """Has the formulas for one GPU of a pipeline stage, in bytes; `shapes` are those of `attention_shapes`."""
+    """Formulas for one GPU of a pipeline stage, in bytes; `shapes` are those of `attention_shapes`."""
 
     def __init__(
         self, config: Config, world_size: int, vocab_size: int, stage: int, shapes: tuple[Shapes, ...]
