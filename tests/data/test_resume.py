@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -73,7 +75,7 @@ def test_a_bad_line_stops_and_keeps_what_is_finished(options: PreprocessOptions,
     assert " finished parts are kept" in refused(preprocess, replace(options, workers=2))
     assert dataset(options, SUFFIXES) == {}
     assert finished(options) >= 5
-    assert "data.parts holds an unfinished run; pass --resume" in refused(preprocess, options)
+    assert "data.parts holds an unfinished run; pass --resume" in refused(preprocess, replace(options, workers=2))
     skipped = preprocess(replace(options, resume=True, skip_bad_lines=True))
     assert (skipped.reused >= 5, skipped.skipped, skipped.documents, skipped.empty) == (True, 1, 114, 6)
     assert skipped.problems == [f"{file}:61: invalid JSON (Expecting value at column 1)"]
@@ -85,7 +87,7 @@ def test_a_mended_file_is_read_again_and_only_it(options: PreprocessOptions, wan
     file = Path(options.inputs[0]) / "b.jsonl"
     good, times = file.read_text(), file.stat()
     spoil(options)
-    assert "finished parts are kept" in refused(preprocess, options)
+    assert "finished parts are kept" in refused(preprocess, replace(options, workers=2))
     file.write_text(good)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
     report = preprocess(replace(options, resume=True))
@@ -203,6 +205,21 @@ def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "error: workers: one of 2 was killed, perhaps for memory; pass fewer --workers" in err
     assert dataset(options, SUFFIXES) == {}
+
+
+def test_a_worker_killed_while_another_starts_ends_the_run(
+    options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ProcessPoolExecutor._spawn_process
+
+    def start_late(pool: Any) -> None:
+        for worker in pool._processes.values():
+            worker.kill()
+            assert wait_until(lambda: pool._broken, 60)
+        start(pool)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", start_late)
+    assert "workers: one of 2 was killed" in refused(preprocess, replace(options, workers=2))
 
 
 def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> None:

@@ -178,21 +178,25 @@ def make_in_processes(shards: Mapping[Path, Shard], options: PreprocessOptions, 
     spawn = multiprocessing.get_context("spawn")  # a fork would copy locks held by tokenizers' threads
     pool = ProcessPoolExecutor(min(options.workers, len(shards)) or 1, spawn, _start_worker)
     hashable = replace(options, inputs=())
-    # workers start with Ctrl-C blocked, so that it does not interrupt their imports
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        # not pool.map, which cancels futures while the pool's thread may be failing them for a killed worker
-        futures = [pool.submit(make_part, part, hashable, shard) for part, shard in shards.items()]
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     total = sum(shard.size for shard in shards.values())
     bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
     try:
+        # workers start with Ctrl-C blocked, so that it does not interrupt their imports
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            # not pool.map, which cancels futures while the pool's thread may be failing them for a killed worker
+            futures = [pool.submit(make_part, part, hashable, shard) for part, shard in shards.items()]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         with bar:
             for shard, future in zip(shards.values(), futures, strict=True):
                 future.result()
                 bar.update(shard.size)
-    except BrokenProcessPool:
+    except (BrokenProcessPool, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # of a file; the pool's own has none, if it broke while starting
+            raise
+        for worker in multiprocessing.active_children():  # the pool would wait for one that started in the meantime
+            worker.terminate()
         raise UserError(
             f"workers: one of {options.workers} was killed, perhaps for memory; pass fewer --workers or a smaller "
             "--max-document-bytes"
