@@ -30,6 +30,8 @@ settings.register_profile("no deadline", deadline=None)  # a busy machine is no 
 settings.load_profile("no deadline")
 
 ROOT = Path(__file__).resolve().parents[1]
+# the processes that tests start run this checkout as well, also where another copy is installed
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 VOCABULARY = 1024
 
 

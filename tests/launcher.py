@@ -31,8 +31,6 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 240  # of a whole command; generous, for a busy machine
 LEFT_BEHIND_S = 15  # in which processes notice that one of them is lost
-# for interpreters that start in another folder: the project, and the Megatron-Core of `make test-megatron`
-PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import PYTHONPATH, ROOT
+from tests.launcher import ROOT
 
 COMMANDS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/tutorial.md").read_text(encoding="utf-8"), re.M | re.S)
 PROGRAMS = ("pretrain_skyladder.py", "tools")
@@ -20,7 +20,7 @@ PROGRAMS = ("pretrain_skyladder.py", "tools")
 def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
     for name in PROGRAMS:
         (tmp_path / name).symlink_to(ROOT / name)
-    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = {}
     for command in COMMANDS:

@@ -15,7 +15,7 @@ from results import page, read  # noqa: E402
 
 
 def gpu_sh(*parts: str, output: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = os.environ | {"OUTPUT": str(output), "CUDA_VISIBLE_DEVICES": ""} | environment
+    given = os.environ | {"OUTPUT": str(output), "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable} | environment
     command = [ROOT / "benchmarks" / "gpu.sh", *parts]
     return subprocess.run(command, capture_output=True, text=True, env=given, check=False)
 

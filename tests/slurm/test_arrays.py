@@ -1,6 +1,7 @@
 """`preprocess.sbatch` and `score.sbatch` on a real Slurm: an array makes what one process makes."""
 
 import functools
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import zarr
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import SmallData
-from tests.launcher import PYTHONPATH, Commands
+from tests.launcher import Commands
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_launch import launch, refusal
 
@@ -30,7 +31,7 @@ def finish(cluster: Cluster, job: str, parts: int, folder: Path) -> None:
 
 
 def environment(folder: Path, **settings: object) -> dict[str, str]:
-    here = {"VENV": sys.prefix, "PYTHONPATH": PYTHONPATH, "LOGS": str(folder / "logs")}
+    here = {"VENV": sys.prefix, "PYTHONPATH": os.environ["PYTHONPATH"], "LOGS": str(folder / "logs")}
     return here | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in settings.items()}
 
 

@@ -1,6 +1,7 @@
 """`examples/slurm/pretrain.sbatch` on a real Slurm of two nodes: stopped by a warning or a preemption, and requeued."""
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 
 from megatron_ext.checkpoint.folders import saved_steps
 from tests.conftest import SmallData
-from tests.launcher import PYTHONPATH
 from tests.runs import read_jsonl, without_times
 from tests.slurm.cluster import JOB_S, Cluster, wait_until
 
@@ -24,7 +24,7 @@ class Job:
 
     def __init__(self, cluster: Cluster, data: SmallData, run: Path) -> None:
         self.cluster, self.run, self.output = cluster, run, run.with_name(f"{run.name}.log")
-        environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": PYTHONPATH}
+        environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": os.environ["PYTHONPATH"]}
         environment |= {"MASTER_ADDR": socket.gethostname(), "OMP_NUM_THREADS": "1"}
         config = ["--config", "examples/configs/cpu_smoke.yaml", "--seq-length", "256", "--train-iters", str(STEPS)]
         command = ["examples/slurm/pretrain.sbatch", *config, "--no-tensorboard", *data.flags]
