@@ -155,8 +155,8 @@ def one_by_one(
 
     Megatron uses it without CUDA, where it gathers parameters and reduces gradients. torch's `_coalescing_manager`
     merges them into one call. With many such asynchronous all-gathers in flight, gloo in torch 2.13 occasionally
-    corrupts the heap (2 of 16 runs with 300 of them; none of 14 without merging; cause unknown). Remove when torch is
-    fixed (tests/engine/test_compat.py describes how to reproduce it).
+    corrupts the heap (2 of 16 runs with 300 of them; none of 14 without merging; cause unknown). Remove when the oldest
+    supported torch does not (tests/engine/test_compat.py describes how to reproduce it).
     """
     assert device is None, device
     calls = torch_distributed._world.pg_coalesce_state.setdefault(group, [])  # torch records the calls here
