@@ -2,8 +2,8 @@
 #   docker build --tag megatron_ext .                     for GPUs, on NVIDIA's PyTorch image
 #   docker build --target cpu --tag megatron_ext:cpu .    for laptops and CI
 # `make docker-digests` asks the registries for the digests of these tags, which are those of all platforms. NVIDIA's image
-# has Python 3.12, torch 2.13 and CUDA 13; its Transformer Engine must be in the range of the extra `gpu`, and
-# docker/flash-attn-4.lock is for linux/amd64.
+# has Python 3.12, torch 2.13 and CUDA 13; its Transformer Engine must be in the range of the extra `gpu`, its numpy 2.0 or
+# later, and docker/flash-attn-4.lock is for linux/amd64.
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3@sha256:43c018d6a12963f1a1bad85ef8574b5c2a978eec2be0ebcacfb87f69e0d210e1
 ARG CPU_IMAGE=python:3.13.16-slim-bookworm@sha256:a1165e272e578941b84abc79e4ab38a0305cd12803a5c4247979ac7655f4d641
 

@@ -107,7 +107,7 @@ class Checkpointer:
         self._copies: list[Tensor] = []  # with async_save: host memory of this process's shards, in order
         self._unpin: Callable[[], object] = lambda: None
         self._writing: Future[Any] | None = None  # the complete checkpoint's folder
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None  # torch types what new_group returns also for ranks outside of it
         self._folder = -1  # rank 0's descriptor of RUN/checkpoints
         self.threads = 0
         self._stalled = 0.0

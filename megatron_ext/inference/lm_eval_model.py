@@ -43,7 +43,7 @@ class Requests:
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         # lm-eval may prepare data for a long time between two requests
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         self.failed = False
 
     def compute(self, method: str, *args: Any) -> Any:

@@ -161,12 +161,12 @@ def length_table(lengths: Int64) -> list[dict[str, Any]]:
     return [
         {
             "length": name,
-            "documents": int(d),
-            "share_of_documents": round(float(d / max(documents.sum(), 1)), 6),
-            "tokens": int(t),
-            "share_of_tokens": round(float(t / max(tokens.sum(), 1)), 6),
+            "documents": d,
+            "share_of_documents": round(d / max(int(documents.sum()), 1), 6),
+            "tokens": t,
+            "share_of_tokens": round(t / max(int(tokens.sum()), 1), 6),
         }
-        for name, d, t in zip(LENGTHS, documents, tokens, strict=True)
+        for name, d, t in zip(LENGTHS, documents.tolist(), tokens.tolist(), strict=True)
     ]
 
 
