@@ -58,7 +58,7 @@ golden: setup    ## rewrite the reference losses of tests/golden, after an inten
 	REWRITE_GOLDEN=1 $(BIN)/python -m pytest -q tests/golden
 	git --no-pager diff --stat tests/golden
 
-SCRIPTS := .ci/run benchmarks/*.sh docs/experiments/*.sh examples/*.sh examples/slurm/*.sh examples/slurm/*.sbatch
+SCRIPTS := .ci/run .ci/trixie benchmarks/*.sh docs/experiments/*.sh examples/*.sh examples/slurm/*.sh examples/slurm/*.sbatch
 
 check: setup     ## lint, format and types
 	$(BIN)/ruff check .
