@@ -101,9 +101,16 @@ def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) ->
     made = preprocess(options)
     times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
     assert preprocess(replace(options, resume=True)) == made
-    for other in (replace(options, min_tokens=2), replace(options, inputs=[f"{options.inputs[0]}/a.jsonl"])):
-        assert "data.bin exists; pass --overwrite" in refused(preprocess, replace(other, resume=True))
+    only = f"{options.inputs[0]}/a.jsonl"
+    for other, name in ((replace(options, min_tokens=2), "min_tokens"), (replace(options, inputs=[only]), "sources")):
+        problem = f"data.bin is complete, and was made with other {name}; pass --overwrite"
+        assert problem in refused(preprocess, replace(other, resume=True))
+    text = Path(only).read_text()
+    Path(only).write_text(text.replace("a1", "b1"))  # as long as before
+    assert problem in refused(preprocess, replace(options, resume=True))
     assert [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == times
+    preprocess(replace(options, resume=True, overwrite=True))
+    assert dataset(options)[".bin"] != wanted[".bin"]
 
 
 def command(options: PreprocessOptions, *flags: str) -> list[str]:

@@ -65,15 +65,18 @@ def preprocess(options: PreprocessOptions) -> Report:
     for file in files if options.messages_field is not None else []:
         if file.ending in (".txt", ".parquet"):
             raise UserError(f"input: {file.path} holds no lines of JSON, which messages_field needs; convert it")
-    sources = [{"path": str(file.path), "bytes": file.size} for file in files]
+    sources = [{"path": str(file.path), "bytes": file.size, "mtime_ns": file.mtime_ns} for file in files]
     made_of = {**encoder.settings(), "max_document_bytes": options.max_document_bytes, "sources": sources}
+    state = "exists"
     if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(made_of)):
         earlier = read_metadata(prefix)
-        if made_of.items() <= earlier.items():  # a job restarted after completion must not repeat the work
+        changed = [name for name, value in made_of.items() if earlier.get(name) != value]
+        if not changed:  # a job restarted after completion must not repeat the work
             return Report(**{name: earlier[name] for name in asdict(Report()) if name in earlier})
+        state = f"is complete, and was made with other {', '.join(changed)}"
     for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
         if (path := Path(prefix + suffix)).exists():
-            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
+            raise UserError(f"output_prefix: {path} {state}; pass --overwrite or another --output-prefix")
     with work_folder(prefix, resume=options.resume, overwrite=options.overwrite) as folder:
         return _make(options, encoder, files, folder, made_of)
 
