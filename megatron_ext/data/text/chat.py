@@ -106,7 +106,8 @@ class ChatTemplate:
         """The special token with which the template ends the assistant's turns; None if it has none."""
         text, spans = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         start, end = spans[-1]
-        return next((token for token in self.special if text[start:end].endswith(token)), None)
+        turn = text[start:end].rstrip()  # white space after the end token may be marked, too
+        return max((token for token in self.special if turn.endswith(token)), key=len, default=None)
 
     def _source(self, tools: Any) -> str:
         if tools is None or self.tool_source is None:

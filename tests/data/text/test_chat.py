@@ -233,6 +233,7 @@ UNTRAINED_END = MARKED.replace(f"+ '{END}' }}}}{{% endgeneration %}}", f"}}}}{{%
     ("source", "ended"),
     [
         (MARKED, True),
+        (MARKED.replace(END, END + "\n"), True),
         (LLAMA, True),
         (PLAIN.replace(END, ""), False),
         (UNTRAINED_END, False),
