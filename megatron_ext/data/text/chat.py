@@ -29,6 +29,7 @@ TOOL_USE = "tool_use"  # the name of the template for conversations with tools, 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 INSTEAD_OF_CONTENT = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+JSON_ARGUMENTS = re.compile(r'"arguments": ("\{(?:[^"\\]|\\.)*")')  # in JSON: a string that holds an object
 Messages = list[dict[str, Any]]
 Spans = tuple[tuple[int, int], ...]  # the characters [start, end) of each of the assistant's messages
 
@@ -237,6 +238,12 @@ def _texts(message: dict[str, Any]) -> list[str]:
     return [part["text"] for part in content]
 
 
+def has_json_in_json(messages: Messages, text: str) -> bool:
+    """Return whether a template wrote arguments that are a string of JSON as the JSON of this string."""
+    strings = JSON_ARGUMENTS.findall(json.dumps(messages, ensure_ascii=False, default=str))
+    return any(string in text for string in strings)
+
+
 def _read_sources(file: Path) -> dict[str, str]:
     """Return the templates beside tokenizer.json, `file`, by name; a file is preferred to the configuration."""
     sources: dict[str, str] = {}
@@ -252,7 +259,7 @@ def _read_sources(file: Path) -> dict[str, str]:
 
 
 def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
-    whole = json.dumps(value, ensure_ascii=False)
+    whole = json.dumps(value, ensure_ascii=False, default=str)  # a table may hold dates
     spelled = next((token for token in special if token in whole), None)
     if spelled is not None:
         raise ChatError(f"{who} the special token {spelled!r}")

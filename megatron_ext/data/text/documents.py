@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
+from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans, has_json_in_json
 from megatron_ext.errors import UserError, first_line, optional_module
 from megatron_ext.launch import is_first
 
@@ -26,6 +26,7 @@ LINES = {f".{name}{packed}": f".jsonl{packed}" for name in ("jsonl", "json") for
 SUFFIXES = (*LINES, ".parquet", ".txt")
 BLOCK = 1 << 20
 ROWS_AT_ONCE = 64  # of a .parquet file
+TOOLS = "tools"  # the field of the tools of a conversation, which may be missing
 LARGEST_WINDOW = 31  # of a .zst file: 2^31 bytes, as `zstd --long=31` makes it; memory is used as the file needs it
 EVERYTHING = 2**63  # larger than any file
 MAX_DOCUMENT_BYTES = 64 << 20  # a text is tokenized as a whole, in up to 130 bytes of memory per byte [measured]
@@ -193,13 +194,16 @@ def row_group_sizes(file: FileRange, columns: Sequence[str]) -> list[int]:
         return [table.metadata.row_group(group).total_byte_size for group in range(table.metadata.num_row_groups)]
 
 
-def read_rows(file: FileRange, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Exception]]:
+def read_rows(
+    file: FileRange, columns: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, Any] | Exception]]:
     """Yield (1-based row of the .parquet file, its values by column) of the range's row groups; raises as above.
 
-    A row that Python cannot represent, such as one with text that is no
+    `optional` are columns that may be missing. A row that Python cannot represent, such as one with text that is no
     UTF-8, is the error instead.
     """
     with _open_table(file, columns) as table:
+        columns = [*columns, *(set(optional) & set(table.schema_arrow.names) - set(columns))]
         groups = list(range(file.start, min(file.end, table.metadata.num_row_groups)))
         row = sum(table.metadata.row_group(group).num_rows for group in range(file.start))
         for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False):
@@ -241,6 +245,7 @@ class Document:
     key: str | None = None  # the value of `Fields.key`
     source_name: str | None = None  # the value of `Fields.source`
     spans: Spans = ()  # the characters of the assistant's messages in a conversation
+    json_in_json: bool = False  # whether a template wrote a call's arguments, a string of JSON, as JSON once more
 
 
 @dataclass(frozen=True)
@@ -256,6 +261,10 @@ class Fields:
     @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys(name for name in (self.text, self.key, self.source) if name is not None))
+
+    @property
+    def optional_columns(self) -> list[str]:
+        return [] if self.chat is None else [TOOLS]
 
 
 class _BadDocumentError(Exception):
@@ -301,7 +310,10 @@ def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Docu
 def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[str, Any] | Exception]]:
     """Yield the numbers and contents of a .txt file, of lines counted from the start of the range, or of rows."""
     if file.ending == ".parquet":
-        yield from read_rows(file, fields.columns)
+        for number, row in read_rows(file, fields.columns, fields.optional_columns):
+            if fields.chat is not None and isinstance(row, dict):
+                row = {name: _without_nulls(value) for name, value in row.items()}
+            yield number, row
     elif file.ending == ".txt":
         with file.path.open("rb") as text:
             yield 1, text.read(fields.limit + 1).removeprefix(codecs.BOM_UTF8)  # enough to detect that it is too long
@@ -337,11 +349,13 @@ def _undecodable(error: Exception) -> _BadDocumentError:
 
 def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
     spans: Spans = ()
+    json_in_json = False
     if fields.chat is None:
         text = _field(record, fields.text, str, "a string")
     else:
         messages = _field(record, fields.text, list, "a list of messages")
-        text, spans = fields.chat.render(messages, record.get("tools")) if messages else ("", ())
+        text, spans = fields.chat.render(messages, record.get(TOOLS)) if messages else ("", ())
+        json_in_json = has_json_in_json(messages, text)
     key, source = (
         None if name is None else str(_field(record, name, (str, int), "a string"))
         for name in (fields.key, fields.source)
@@ -350,9 +364,20 @@ def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
         size, _ = len(text.encode()), f"{key}{source}".encode()
     except UnicodeEncodeError:  # such as JSON's \ud83d
         raise _BadDocumentError("holds half a surrogate pair, which is no character") from None
-    if size > fields.limit and fields.chat is None:  # a text of a .parquet file
+    if size > fields.limit:  # a text of a .parquet file, or one that a chat template made longer
         raise _BadDocumentError(too_long(fields.limit))
-    return Document(text, path, key, source, spans)
+    return Document(text, path, key, source, spans, json_in_json)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table as a line of JSON has it: in a struct a null is a missing key; a map is an object."""
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        value = dict(value)
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...], needed: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,6 +225,47 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
     put_chats(file, [[ASK, SAY]], field="chat")
     assert "see --messages-field" in refused(preprocess, replace(options, overwrite=True))
     assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
+
+
+def test_chats_in_a_table_are_those_of_lines(options: PreprocessOptions, tmp_path: Path) -> None:
+    """A struct has the keys of all rows, and a null where a row has none."""
+    folder = put_tokenizer(tmp_path / "tokenizer", "{{ tools | tojson }}" + CALLING)
+    rows: list[dict[str, Any]] = [{"messages": chat, "tools": None} for chat in conversations(40)]
+    for place, arguments in enumerate(({"city": "Rome"}, {"days": 3, "unit": "C"})):
+        tools = [{"name": "f", "parameters": dict.fromkeys(arguments, "x")}]
+        rows[place * 20] = {"messages": [ASK, call(arguments), SAY], "tools": tools}
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    Path(options.inputs[0]).write_text(lines)
+    options = replace(options, tokenizer=str(folder))
+    preprocess(options)
+    table = tmp_path / "chats.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table, row_group_size=7)
+    tabular = replace(options, inputs=[str(table)], output_prefix=f"{options.output_prefix}-table")
+    assert preprocess(tabular).documents == 40
+    for suffix in (".bin", ".idx", ".mask.npy"):
+        assert Path(tabular.output_prefix + suffix).read_bytes() == Path(options.output_prefix + suffix).read_bytes()
+    text = tmp_path / "chats.txt"
+    text.write_text(lines)
+    assert "chats.txt holds no messages" in refused(preprocess, replace(tabular, inputs=[str(text)], overwrite=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "warned"),
+    [
+        (CALLING, '{"city": "Rome"}', True),
+        (CALLING, {"city": '{"name": "Rome"}'}, False),
+        (CALLING.replace(" | tojson", ""), '{"city": "Rome"}', False),
+    ],
+)
+def test_arguments_that_become_json_twice(
+    options, tmp_path: Path, caplog, source: str, arguments, warned: bool
+) -> None:
+    """They are warned about: a model would learn to write a string where its template's examples have an object."""
+    folder = put_tokenizer(tmp_path / "tokenizer", source)
+    put_chats(Path(options.inputs[0]), [[ASK, call(arguments)], [ASK, SAY]])
+    preprocess(replace(options, tokenizer=str(folder)))
+    messages = [record.getMessage() for record in caplog.records]
+    assert ["in 1 conversations the arguments of a call" in message for message in messages] == [True] * warned
 
 
 UNTRAINED_END = MARKED.replace(f"+ '{END}' }}}}{{% endgeneration %}}", f"}}}}{{% endgeneration %}}{END}")
