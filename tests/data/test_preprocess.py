@@ -73,7 +73,10 @@ def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
     assert sum(row["tokens"] for row in about["lengths"]) == report.tokens
     wanted = {"vocab_size": 300, "eod_id": 0, "documents": len(TEXTS), "tokens": report.tokens, "skipped": 0}
     wanted |= {"tokenizer_fingerprint": Tokenizer(tokenizer).fingerprint}
-    wanted |= {"sources": [{"path": str(path), "bytes": path.stat().st_size} for path in paths]}
+    times = [path.stat().st_mtime_ns for path in paths]
+    sizes = [path.stat().st_size for path in paths]
+    sources = zip(paths, sizes, times, strict=True)
+    wanted |= {"sources": [{"path": str(path), "bytes": size, "mtime_ns": time} for path, size, time in sources]}
     assert wanted.items() <= about.items()
 
 

@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import _ExecutorManagerThread
 from dataclasses import replace
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,16 @@ def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) ->
     made = preprocess(options)
     times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
     assert preprocess(replace(options, resume=True)) == made
-    for other in (replace(options, min_tokens=2), replace(options, inputs=[f"{options.inputs[0]}/a.jsonl"])):
-        assert "data.bin exists; pass --overwrite" in refused(preprocess, replace(other, resume=True))
+    only = f"{options.inputs[0]}/a.jsonl"
+    for other, name in ((replace(options, min_tokens=2), "min_tokens"), (replace(options, inputs=[only]), "sources")):
+        problem = f"data.bin is complete, and was made with other {name}; pass --overwrite"
+        assert problem in refused(preprocess, replace(other, resume=True))
+    text = Path(only).read_text()
+    Path(only).write_text(text.replace("a1", "b1"))  # as long as before
+    assert problem in refused(preprocess, replace(options, resume=True))
     assert [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == times
+    preprocess(replace(options, resume=True, overwrite=True))
+    assert dataset(options)[".bin"] != wanted[".bin"]
 
 
 def command(options: PreprocessOptions, *flags: str) -> list[str]:
@@ -210,12 +219,14 @@ def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
 def test_a_worker_killed_while_another_starts_ends_the_run(
     options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = ProcessPoolExecutor._spawn_process
+    """Whether Python breaks the pool while the other starts, as 3.11 does, or waits for the start, as 3.13 does."""
+    start, waits = ProcessPoolExecutor._spawn_process, hasattr(_ExecutorManagerThread, "_terminate_broken")
 
     def start_late(pool: Any) -> None:
         for worker in pool._processes.values():
             worker.kill()
-            assert wait_until(lambda: pool._broken, 60)
+            assert connection.wait([worker.sentinel], 60)
+            assert waits or wait_until(lambda: pool._broken, 60)
         start(pool)
 
     monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", start_late)

@@ -48,6 +48,7 @@ class Report:
     too_long: int = 0  # documents omitted because of `max_tokens`
     unanswered: int = 0  # conversations omitted because they have no assistant's token
     trained: int = 0  # number of the assistant's tokens
+    json_in_json: int = 0  # conversations with a call's arguments as the JSON of a string of JSON
     reused: int = 0  # number of parts that an interrupted run had finished
 
     def add(self, other: "Report") -> None:
@@ -188,6 +189,7 @@ class Encoder:
         for number, document in enumerate(documents, start=1):
             if self.tokenizer.fast is not None and number in COMPARED_DOCUMENTS:
                 self._compare(document, number)
+            report.json_in_json += document.json_in_json
             sequences, mask = self._encode(document)
             if not sequences:
                 report.empty += 1

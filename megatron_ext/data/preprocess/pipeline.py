@@ -15,6 +15,7 @@ byte-identical; and datatrove's MegatronDocumentTokenizer, which encodes a text 
 """
 
 import hashlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -47,6 +48,7 @@ from megatron_ext.data.text.documents import FileRange, find_files
 from megatron_ext.errors import DISK_FULL, UserError
 from megatron_ext.files.lock import LOCK_FILE, lock
 
+logger = logging.getLogger(__name__)
 EDGES = np.concatenate([[0], 1 << np.arange(10, 20)])  # of the table of lengths: 0, 1K, 2K ... 512K tokens
 LENGTHS = ["below 1K", *(f"{1 << k}K to {2 << k}K" for k in range(9)), "512K and more"]
 
@@ -63,17 +65,20 @@ def preprocess(options: PreprocessOptions) -> Report:
     encoder = Encoder(options)
     files = [FileRange.of(path) for path in find_files(options.inputs)]
     for file in files if options.messages_field is not None else []:
-        if file.ending in (".txt", ".parquet"):
-            raise UserError(f"input: {file.path} holds no lines of JSON, which messages_field needs; convert it")
-    sources = [{"path": str(file.path), "bytes": file.size} for file in files]
+        if file.ending == ".txt":
+            raise UserError(f"input: {file.path} holds no messages; messages_field needs lines of JSON, or .parquet")
+    sources = [{"path": str(file.path), "bytes": file.size, "mtime_ns": file.mtime_ns} for file in files]
     made_of = {**encoder.settings(), "max_document_bytes": options.max_document_bytes, "sources": sources}
+    state = "exists"
     if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(made_of)):
         earlier = read_metadata(prefix)
-        if made_of.items() <= earlier.items():  # a job restarted after completion must not repeat the work
+        changed = [name for name, value in made_of.items() if earlier.get(name) != value]
+        if not changed:  # a job restarted after completion must not repeat the work
             return Report(**{name: earlier[name] for name in asdict(Report()) if name in earlier})
+        state = f"is complete, and was made with other {', '.join(changed)}"
     for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
         if (path := Path(prefix + suffix)).exists():
-            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
+            raise UserError(f"output_prefix: {path} {state}; pass --overwrite or another --output-prefix")
     with work_folder(prefix, resume=options.resume, overwrite=options.overwrite) as folder:
         return _make(options, encoder, files, folder, made_of)
 
@@ -108,6 +113,11 @@ def _make(
             f"{report.too_short} with too few tokens, {report.too_long} with too many, {report.unanswered} without an "
             "assistant's turn); check --input, --min-tokens and --max-tokens"
         )
+    if report.json_in_json:
+        logger.warning(
+            "messages_field: in %d conversations the arguments of a call are a string of JSON, which the chat template "
+            "of %s writes as JSON once more; make them objects", report.json_in_json, options.tokenizer,
+        )  # fmt: skip
     arrays, source_names = join_arrays(parts)
     metadata: dict[str, Any] = {
         "tokenizer": options.tokenizer,

@@ -6,6 +6,9 @@ r"""Render conversations with the tokenizer's chat template, and find the charac
 If a template marks the assistant's text ({% generation %} ... {% endgeneration %}), these marks are used. Otherwise an
 assistant's turn begins at the end of the rendered preceding messages, including the generation prompt, and ends at the
 end of the text rendered up to and including it, without white space after its end token.
+
+What transformers' `apply_chat_template` renders is rendered here to the same text. A message's keys that are null are
+left out, as there. Texts in parts are given to a template as they are if it spells them, and otherwise joined.
 """
 
 import hashlib
@@ -14,14 +17,19 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
 from megatron_ext.errors import UserError, first_line, optional_module
 
 TEMPLATE_FILE = "chat_template.jinja"
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ADDITIONAL = "additional_chat_templates"
+TOOL_USE = "tool_use"  # the name of the template for conversations with tools, if a tokenizer has several
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+INSTEAD_OF_CONTENT = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+JSON_ARGUMENTS = re.compile(r'"arguments": ("\{(?:[^"\\]|\\.)*")')  # in JSON: a string that holds an object
 Messages = list[dict[str, Any]]
 Spans = tuple[tuple[int, int], ...]  # the characters [start, end) of each of the assistant's messages
 
@@ -34,12 +42,14 @@ class ChatError(Exception):
 class ChatTemplate:
     """A Jinja template, and the names and texts of tokens (bos_token, ...) that are its variables.
 
-    `special` are the texts of all special tokens, which neither messages nor tools may contain.
+    `special` are the texts of all special tokens, which neither messages nor tools may contain; `tool_source` is the
+    template for conversations with tools, if it is another one.
     """
 
     source: str
     variables: tuple[tuple[str, str], ...]
     special: tuple[str, ...]
+    tool_source: str | None = None
 
     @classmethod
     def of(cls, tokenizer: str | os.PathLike[str]) -> "ChatTemplate":
@@ -51,42 +61,38 @@ class ChatTemplate:
         file = opened.file
         if file.name != HF_FILE:
             raise UserError(f"messages_field: {file} has no chat template; needs a folder with {HF_FILE} and one")
-        config = read_beside(file, HF_CONFIG)
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several templates with names
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if file.with_name(TEMPLATE_FILE).exists():
-            source = file.with_name(TEMPLATE_FILE).read_text(encoding="utf-8")
-        if not isinstance(source, str):
+        sources = _read_sources(file)
+        if not isinstance(sources.get("default"), str):
             raise UserError(
                 f"messages_field: {file.parent} has no chat template; put {TEMPLATE_FILE} there, or chat_template into "
                 f"its {HF_CONFIG}"
             )
         # A data set must depend only on its inputs.
-        if "strftime_now" in source:
+        if any("strftime_now" in sources.get(name, "") for name in ("default", TOOL_USE)):
             raise UserError(
                 f"messages_field: the chat template of {file.parent} asks for today's date (strftime_now), so the "
                 "dataset would depend on the day; write a fixed date into the template"
             )
         _templates()  # fail here rather than in the first worker if transformers is missing
-        return cls(source, tuple(sorted(opened.named.items())), tuple(sorted(opened.special.values())))
+        variables, special = tuple(sorted(opened.named.items())), tuple(sorted(opened.special.values()))
+        return cls(sources["default"], variables, special, sources.get(TOOL_USE))
 
     @property
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 of everything that determines the text."""
-        return hashlib.sha256(json.dumps([self.source, self.variables]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.source, self.variables, self.tool_source]).encode()).hexdigest()
 
     def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the spans of the assistant's messages in it.
 
         Raises ChatError for invalid messages or tools, if the template rejects them, or if the spans cannot be found.
         """
-        _check(messages, tools, self.special)
+        messages = self._prepare(messages, tools)
         text, marked = self._render(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return text, ()
-        if not MARKED.search(self.source):  # without these marks transformers finds no spans
+        if not MARKED.search(self._source(tools)):  # without these marks transformers finds no spans
             return text, tuple(self._span(text, messages, tools, turn) for turn in turns)
         if not marked:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
@@ -94,23 +100,61 @@ class ChatTemplate:
 
     def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
         """Render a conversation up to the assistant's next turn, with the generation prompt; errors as `render`."""
-        _check(messages, tools, self.special)
-        return self._render(messages, tools, prompt=True)[0]
+        return self._render(self._prepare(messages, tools), tools, prompt=True)[0]
 
     @cached_property
     def turn_end(self) -> str | None:
         """The special token with which the template ends the assistant's turns; None if it has none."""
         text, spans = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         start, end = spans[-1]
-        return next((token for token in self.special if text[start:end].endswith(token)), None)
+        turn = text[start:end].rstrip()  # white space after the end token may be marked, too
+        return max((token for token in self.special if turn.endswith(token)), key=len, default=None)
+
+    def _source(self, tools: Any) -> str:
+        if tools is None or self.tool_source is None:
+            return self.source
+        return self.tool_source
+
+    def _prepare(self, messages: Messages, tools: Any) -> Messages:
+        """Check messages and tools, and return the messages as the template gets them."""
+        _check(messages, tools, self.special)
+        present = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        if not self._spells_parts(present, tools):
+            for message in present:
+                if "content" in message:
+                    message["content"] = "".join(_texts(message))
+        return present
+
+    def _spells_parts(self, messages: Messages, tools: Any) -> bool:
+        """Return whether the template spells the texts of all parts, by rendering others in their place.
+
+        These are characters that Python's repr of a list, which `{{ message.content }}` writes, spells otherwise.
+        """
+        probed: Messages = []
+        probes: list[str] = []
+        for message in messages:
+            if isinstance(message.get("content"), list):
+                parts = []
+                for part in message["content"]:
+                    probes.append(f"\ue000{len(probes)}\ue001")
+                    parts.append({**part, "text": probes[-1]})
+                message = {**message, "content": parts}
+            probed.append(message)
+        if not probes:
+            return True
+        try:
+            text, _ = self._render(probed, tools)
+        except ChatError:
+            return False
+        return all(probe in text for probe in probes)
 
     def _render(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, Spans]:
         try:
             texts, indices = _templates().render_jinja_template(
                 [messages],
                 tools=tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=MARKED.search(self.source) is not None,
+                chat_template=self._source(tools),
+                return_assistant_tokens_mask=MARKED.search(self._source(tools)) is not None,
                 add_generation_prompt=prompt,
                 **dict(self.variables),
             )
@@ -130,9 +174,9 @@ class ChatTemplate:
             )
         start = len(before)
         if not prompted:  # a heading such as "Assistant:" may precede the message
-            content = (messages[turn].get("content") or "").strip()
-            start = up_to_it.find(content, start)
-            if start < 0 or not content:
+            beginning = _texts(messages[turn])[0].strip()
+            start = up_to_it.find(beginning, start)
+            if start < 0 or not beginning:
                 raise ChatError(
                     f"message {turn + 1}: the chat template has no generation prompt and does not spell the message as "
                     "it is, so the assistant's tokens cannot be found; mark them in the template by {% generation %}"
@@ -162,17 +206,60 @@ def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
             raise ChatError(f"message {number} needs an object with role and content")
         if message["role"] not in ROLES:
             raise ChatError(f"message {number} has role {message['role']!r}, needs one of {', '.join(ROLES)}")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ChatError(f"message {number} has no text as content")
+        _check_content(number, message)
         _check_spelled(f"message {number} spells", message, special)  # includes tool calls
+        if isinstance(message.get("content"), list):
+            texts = _texts(message)
+            joined = ["".join(texts), "".join(text.strip() for text in texts)]  # as templates join parts
+            _check_spelled(f"message {number} spells", joined, special)
     if tools is not None and not isinstance(tools, list):
         raise ChatError(f"tools is a {type(tools).__name__}, needs a list")
     _check_spelled("tools spell", tools, special)
 
 
+def _check_content(number: int, message: dict[str, Any]) -> None:
+    content = message.get("content")
+    if content == [] or (content is None and not any(message.get(name) for name in INSTEAD_OF_CONTENT)):
+        raise ChatError(f"message {number} has no text as content")
+    if not isinstance(content, str | list | None):
+        raise ChatError(f"message {number} has a {type(content).__name__} as content, needs a text or a list of parts")
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise ChatError(f"message {number} has a part of type {kind!r}, needs parts of type 'text'")
+        if not isinstance(part.get("text"), str):
+            raise ChatError(f"message {number} has a part of type 'text' without a text")
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content]
+
+
+def has_json_in_json(messages: Messages, text: str) -> bool:
+    """Return whether a template wrote arguments that are a string of JSON as the JSON of this string."""
+    strings = JSON_ARGUMENTS.findall(json.dumps(messages, ensure_ascii=False, default=str))
+    return any(string in text for string in strings)
+
+
+def _read_sources(file: Path) -> dict[str, str]:
+    """Return the templates beside tokenizer.json, `file`, by name; a file is preferred to the configuration."""
+    sources: dict[str, str] = {}
+    configured = read_beside(file, HF_CONFIG).get("chat_template")
+    if isinstance(configured, list):
+        sources = {entry["name"]: entry["template"] for entry in configured}
+    elif configured is not None:
+        sources["default"] = configured
+    for name, place in (("default", TEMPLATE_FILE), (TOOL_USE, f"{ADDITIONAL}/{TOOL_USE}.jinja")):
+        if (file.parent / place).exists():
+            sources[name] = (file.parent / place).read_text(encoding="utf-8")
+    return sources
+
+
 def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
-    whole = json.dumps(value, ensure_ascii=False)
+    whole = json.dumps(value, ensure_ascii=False, default=str)  # a table may hold dates
     spelled = next((token for token in special if token in whole), None)
     if spelled is not None:
         raise ChatError(f"{who} the special token {spelled!r}")

@@ -6,7 +6,6 @@ paths --find_files--> FileRange --lines, rows or a text--> JSON objects --check-
 import codecs
 import glob
 import gzip
-import io
 import json
 import logging
 import os
@@ -16,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
+from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans, has_json_in_json
 from megatron_ext.errors import UserError, first_line, optional_module
 from megatron_ext.launch import is_first
 
@@ -27,6 +26,8 @@ LINES = {f".{name}{packed}": f".jsonl{packed}" for name in ("jsonl", "json") for
 SUFFIXES = (*LINES, ".parquet", ".txt")
 BLOCK = 1 << 20
 ROWS_AT_ONCE = 64  # of a .parquet file
+TOOLS = "tools"  # the field of the tools of a conversation, which may be missing
+LARGEST_WINDOW = 31  # of a .zst file: 2^31 bytes, as `zstd --long=31` makes it; memory is used as the file needs it
 EVERYTHING = 2**63  # larger than any file
 MAX_DOCUMENT_BYTES = 64 << 20  # a text is tokenized as a whole, in up to 130 bytes of memory per byte [measured]
 Refuse = Callable[[str], object]
@@ -122,26 +123,24 @@ def _inside(folder: Path) -> list[Path]:
 
 @contextmanager
 def open_lines(file: FileRange) -> Iterator[BinaryIO]:
-    """Open a file of lines; a stream is decompressed in bounded pieces, and UserError raised if it is damaged."""
-    try:
-        if file.ending == ".jsonl":
-            with file.path.open("rb") as plain:
-                yield plain
-        elif file.ending == ".jsonl.gz":
-            with gzip.open(file.path, "rb") as stream:
-                yield cast(BinaryIO, stream)
-        else:
-            # unlike zstandard's own reader, pyarrow detects truncated data
-            pyarrow = optional_module(str(file.path), "pyarrow")
-            with (
-                pyarrow.CompressedInputStream(pyarrow.OSFile(str(file.path)), "zstd") as compressed,
-                io.BufferedReader(compressed, BLOCK) as lines,
-            ):
-                yield lines
-    except (EOFError, zlib.error, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # a disk error; those about the data have no errno
-            raise
-        raise UserError(f"{file.path}: damaged or cut off ({error}); make it again") from None
+    """Open a file of lines; a stream is decompressed in bounded pieces. Raises UserError if that is impossible."""
+    failures: tuple[type[Exception], ...] = ()
+    opened: Any
+    if file.ending == ".jsonl":
+        opened = file.path.open("rb")
+    elif file.ending == ".jsonl.gz":
+        opened = gzip.GzipFile(file.path, "rb")
+        failures = (EOFError, zlib.error, gzip.BadGzipFile)
+    else:
+        # unlike zstandard's reader it detects truncated data, and unlike pyarrow's it reads every window
+        zstd = optional_module(str(file.path), "backports.zstd", "backports.zstd")
+        opened = zstd.open(file.path, options={zstd.DecompressionParameter.window_log_max: LARGEST_WINDOW})
+        failures = (EOFError, zstd.ZstdError)
+    with opened:
+        try:
+            yield opened
+        except failures as error:
+            raise UserError(f"{file.path}: cannot be decompressed ({first_line(error)}); make it again") from None
 
 
 def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[bytes]:
@@ -195,14 +194,31 @@ def row_group_sizes(file: FileRange, columns: Sequence[str]) -> list[int]:
         return [table.metadata.row_group(group).total_byte_size for group in range(table.metadata.num_row_groups)]
 
 
-def read_rows(file: FileRange, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (1-based row of the .parquet file, its values by column) of the range's row groups; raises as above."""
+def read_rows(
+    file: FileRange, columns: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[int, dict[str, Any] | Exception]]:
+    """Yield (1-based row of the .parquet file, its values by column) of the range's row groups; raises as above.
+
+    `optional` are columns that may be missing. A row that Python cannot represent, such as one with text that is no
+    UTF-8, is the error instead.
+    """
     with _open_table(file, columns) as table:
+        columns = [*columns, *(set(optional) & set(table.schema_arrow.names) - set(columns))]
         groups = list(range(file.start, min(file.end, table.metadata.num_row_groups)))
         row = sum(table.metadata.row_group(group).num_rows for group in range(file.start))
         for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False):
-            yield from enumerate(batch.to_pylist(), start=row + 1)
+            yield from enumerate(_rows(batch), start=row + 1)
             row += len(batch)
+
+
+def _rows(batch: Any) -> list[Any]:
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if len(batch) == 1:
+            return [error]
+        return [row for place in range(len(batch)) for row in _rows(batch.slice(place, 1))]
+    return rows
 
 
 @contextmanager
@@ -216,10 +232,10 @@ def _open_table(file: FileRange, columns: Sequence[str]) -> Iterator[Any]:
                     have = ", ".join(map(repr, names[:8])) or "none"
                     raise UserError(f"{file.path}: has no column {name!r} (it has {have}; see --json-key)")
             yield table
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno:  # a disk error; pyarrow's own have no errno
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None):  # of the disk; pyarrow's own have no errno
             raise
-        raise UserError(f"{file.path}: damaged, or no .parquet file ({first_line(error)}); make it again") from None
+        raise UserError(f"{file.path}: cannot be read as .parquet ({first_line(error)}); make it again") from None
 
 
 @dataclass(frozen=True)
@@ -229,6 +245,7 @@ class Document:
     key: str | None = None  # the value of `Fields.key`
     source_name: str | None = None  # the value of `Fields.source`
     spans: Spans = ()  # the characters of the assistant's messages in a conversation
+    json_in_json: bool = False  # whether a template wrote a call's arguments, a string of JSON, as JSON once more
 
 
 @dataclass(frozen=True)
@@ -244,6 +261,10 @@ class Fields:
     @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys(name for name in (self.text, self.key, self.source) if name is not None))
+
+    @property
+    def optional_columns(self) -> list[str]:
+        return [] if self.chat is None else [TOOLS]
 
 
 class _BadDocumentError(Exception):
@@ -272,6 +293,8 @@ def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Docu
     number, is_text = 0, file.ending == ".txt"
     for number, raw in _items(file, fields):
         try:
+            if isinstance(raw, Exception):
+                raise _undecodable(raw)
             if isinstance(raw, dict):
                 yield _document(raw, file.path, fields)
             elif is_text or raw.strip():  # a blank line is no document
@@ -284,10 +307,13 @@ def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Docu
         refuse(f"{file.path}: the file is empty")
 
 
-def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[str, Any] | Exception]]:
     """Yield the numbers and contents of a .txt file, of lines counted from the start of the range, or of rows."""
     if file.ending == ".parquet":
-        yield from read_rows(file, fields.columns)
+        for number, row in read_rows(file, fields.columns, fields.optional_columns):
+            if fields.chat is not None and isinstance(row, dict):
+                row = {name: _without_nulls(value) for name, value in row.items()}
+            yield number, row
     elif file.ending == ".txt":
         with file.path.open("rb") as text:
             yield 1, text.read(fields.limit + 1).removeprefix(codecs.BOM_UTF8)  # enough to detect that it is too long
@@ -305,7 +331,7 @@ def _record(raw: bytes, is_text: bool, fields: Fields) -> dict[str, Any]:
         text = raw.decode()
         value = {fields.text: text} if is_text else json.loads(text)
     except UnicodeDecodeError as error:
-        raise _BadDocumentError(f"invalid UTF-8 (0x{raw[error.start]:02x}) at byte {error.start + 1}") from None
+        raise _undecodable(error) from None
     except json.JSONDecodeError as error:
         raise _BadDocumentError(f"invalid JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # a number with too many digits, or too deeply nested brackets
@@ -315,13 +341,21 @@ def _record(raw: bytes, is_text: bool, fields: Fields) -> dict[str, Any]:
     return value
 
 
+def _undecodable(error: Exception) -> _BadDocumentError:
+    if not isinstance(error, UnicodeDecodeError):
+        return _BadDocumentError(first_line(error))
+    return _BadDocumentError(f"invalid UTF-8 (0x{error.object[error.start]:02x}) at byte {error.start + 1}")
+
+
 def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
     spans: Spans = ()
+    json_in_json = False
     if fields.chat is None:
         text = _field(record, fields.text, str, "a string")
     else:
         messages = _field(record, fields.text, list, "a list of messages")
-        text, spans = fields.chat.render(messages, record.get("tools")) if messages else ("", ())
+        text, spans = fields.chat.render(messages, record.get(TOOLS)) if messages else ("", ())
+        json_in_json = has_json_in_json(messages, text)
     key, source = (
         None if name is None else str(_field(record, name, (str, int), "a string"))
         for name in (fields.key, fields.source)
@@ -330,9 +364,20 @@ def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
         size, _ = len(text.encode()), f"{key}{source}".encode()
     except UnicodeEncodeError:  # such as JSON's \ud83d
         raise _BadDocumentError("holds half a surrogate pair, which is no character") from None
-    if size > fields.limit and fields.chat is None:  # a text of a .parquet file
+    if size > fields.limit:  # a text of a .parquet file, or one that a chat template made longer
         raise _BadDocumentError(too_long(fields.limit))
-    return Document(text, path, key, source, spans)
+    return Document(text, path, key, source, spans, json_in_json)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table as a line of JSON has it: in a struct a null is a missing key; a map is an object."""
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        value = dict(value)
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...], needed: str) -> Any:

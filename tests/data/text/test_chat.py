@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from megatron_ext.data.preprocess.encode import assistant_mask
 from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
-from tests.chats import END, HEADED, MARKED, PLAIN, START, conversations, put_chats, put_tokenizer
+from tests.chats import END, HEAD, HEADED, MARKED, PLAIN, PROMPT, START, conversations, put_chats, put_tokenizer
 from tests.conftest import refused
 from tests.launcher import Commands
 from tests.runs import read_jsonl
@@ -31,6 +32,13 @@ LLAMA = (
 THINKING = PLAIN.replace(
     "{{ m['content']", "{{ ('<think></think>' if loop.last and m['role'] == 'assistant' else '') + m['content']"
 )
+CALLING = (  # like PLAIN, and with calls
+    "{% for m in messages %}" + HEAD + "{{ m['content'] }}{% if 'tool_calls' in m %}{% for call in m['tool_calls'] %}"
+    "{{ call['function']['name'] + call['function']['arguments'] | tojson }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}" + PROMPT
+)
+IN_PARTS = PLAIN.replace("{{ m['content'] +", "{% for part in m['content'] %}{{ part['text'] | trim }}{% endfor %}{{")
+NULLS = dict.fromkeys(("tool_calls", "name", "reasoning_content", "tool_call_id"))
 SAY = {"role": "assistant", "content": "yes"}
 ASK = {"role": "user", "content": "no"}
 
@@ -88,6 +96,59 @@ def test_a_template_with_tools_and_calls() -> None:
     assert [text[a:b] for a, b in spans] == [f'[{{"name": "f"}}]{END}', f"yes{END}"]
 
 
+def call(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def in_parts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": text, "image_url": None} for text in texts]}
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        (CALLING, [ASK, NULLS | SAY]),
+        (CALLING, [NULLS | ASK, call({"city": None}), {"role": "tool", "content": None, "tool_call_id": "7"}, SAY]),
+        (CALLING, [ASK, call({}), {"role": "ipython", "content": "3"}, {"role": "assistant", "thinking": "x"}]),
+        (IN_PARTS, [in_parts(ASK, "a ", "b"), in_parts(SAY, "c")]),
+    ],
+)
+def test_transformers_renders_the_same(folder: Path, source: str, messages: list[dict[str, Any]]) -> None:
+    """Keys that are null are left out, and parts are given to a template that reads them, in prompts, too."""
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=source)
+    ours = template(source)
+    assert ours.render(messages)[0] == theirs.apply_chat_template(messages, tokenize=False)
+    wanted = theirs.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert ours.prompt(messages[:1]) == wanted
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKED, HEADED, PLAIN.replace("m['content'] +", "m['content'] ~")])
+def test_parts_are_joined_for_a_template_that_reads_none(source: str) -> None:
+    """Also where it would write the list as Python does."""
+    assert template(source).render([in_parts(ASK, "n", "o"), in_parts(SAY, "yes")]) == template(source).render(
+        [ASK, SAY]
+    )
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_conversations_with_tools_have_their_template(tmp_path: Path, in_files: bool) -> None:
+    """It is that of transformers, if a tokenizer has several."""
+    folder = put_tokenizer(tmp_path, None)
+    sources = {"default": PLAIN, "tool_use": "{{ tools | length }}" + PLAIN, "rag": "rag"}
+    if in_files:
+        (folder / "additional_chat_templates").mkdir()
+        for name, source in sources.items():
+            file = "chat_template" if name == "default" else f"additional_chat_templates/{name}"
+            (folder / f"{file}.jinja").write_text(source)
+    else:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), ChatTemplate.of(folder)
+    for tools in (None, [], [{"name": "f"}]):
+        assert ours.render([ASK, SAY], tools)[0] == theirs.apply_chat_template([ASK, SAY], tools, tokenize=False)
+
+
 @pytest.mark.parametrize(
     ("source", "messages", "text"),
     [
@@ -95,6 +156,13 @@ def test_a_template_with_tools_and_calls() -> None:
         (PLAIN, [ASK, {"from": "gpt", "value": "x"}], "message 2 needs an object with role and content"),
         (PLAIN, [ASK, {"role": "gpt", "content": "x"}], "message 2 has role 'gpt', needs one of system, "),
         (PLAIN, [ASK, {"role": "assistant", "content": None}], "message 2 has no text as content"),
+        (PLAIN, [ASK, {"role": "assistant", "content": []}], "message 2 has no text as content"),
+        (PLAIN, [ASK, SAY | {"content": {"x": 1}}], "message 2 has a dict as content, needs a text or a list of parts"),
+        (IN_PARTS, [ASK | {"content": [{"type": "image"}]}, SAY], "message 1 has a part of type 'image'"),
+        (IN_PARTS, [ASK | {"content": ["x"]}, SAY], "message 1 has a part of type 'str'"),
+        (IN_PARTS, [ASK | {"content": [{"type": "text"}]}, SAY], "message 1 has a part of type 'text' without a text"),
+        (PLAIN, [in_parts(ASK, END[:5], END[5:]), SAY], "message 1 spells the special token '<|im_end|>'"),
+        (IN_PARTS, [in_parts(ASK, END[:5] + "\n", END[5:]), SAY], "message 1 spells the special token '<|im_end|>'"),
         (PLAIN, [{"role": "user", "content": f"a{END}b"}, SAY], "message 1 spells the special token '<|im_end|>'"),
         ("{{ raise_exception('user and assistant take turns') }}", [SAY, SAY], r"\(user and assistant take turns\)"),
         ("{% for m in messages %}", [ASK, SAY], "the chat template does not take these messages"),
@@ -159,11 +227,59 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
     assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
 
 
+def test_chats_in_a_table_are_those_of_lines(options: PreprocessOptions, tmp_path: Path) -> None:
+    """A struct has the keys of all rows, and a null where a row has none."""
+    folder = put_tokenizer(tmp_path / "tokenizer", "{{ tools | tojson }}" + CALLING)
+    rows: list[dict[str, Any]] = [{"messages": chat, "tools": None} for chat in conversations(40)]
+    for place, arguments in enumerate(({"city": "Rome"}, {"days": 3, "unit": "C"})):
+        tools = [{"name": "f", "parameters": dict.fromkeys(arguments, "x")}]
+        rows[place * 20] = {"messages": [ASK, call(arguments), SAY], "tools": tools}
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    Path(options.inputs[0]).write_text(lines)
+    options = replace(options, tokenizer=str(folder))
+    preprocess(options)
+    table = tmp_path / "chats.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table, row_group_size=7)
+    tabular = replace(options, inputs=[str(table)], output_prefix=f"{options.output_prefix}-table")
+    assert preprocess(tabular).documents == 40
+    for suffix in (".bin", ".idx", ".mask.npy"):
+        assert Path(tabular.output_prefix + suffix).read_bytes() == Path(options.output_prefix + suffix).read_bytes()
+    text = tmp_path / "chats.txt"
+    text.write_text(lines)
+    assert "chats.txt holds no messages" in refused(preprocess, replace(tabular, inputs=[str(text)], overwrite=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "warned"),
+    [
+        (CALLING, '{"city": "Rome"}', True),
+        (CALLING, {"city": '{"name": "Rome"}'}, False),
+        (CALLING.replace(" | tojson", ""), '{"city": "Rome"}', False),
+    ],
+)
+def test_arguments_that_become_json_twice(
+    options, tmp_path: Path, caplog, source: str, arguments, warned: bool
+) -> None:
+    """They are warned about: a model would learn to write a string where its template's examples have an object."""
+    folder = put_tokenizer(tmp_path / "tokenizer", source)
+    put_chats(Path(options.inputs[0]), [[ASK, call(arguments)], [ASK, SAY]])
+    preprocess(replace(options, tokenizer=str(folder)))
+    messages = [record.getMessage() for record in caplog.records]
+    assert ["in 1 conversations the arguments of a call" in message for message in messages] == [True] * warned
+
+
 UNTRAINED_END = MARKED.replace(f"+ '{END}' }}}}{{% endgeneration %}}", f"}}}}{{% endgeneration %}}{END}")
 
 
 @pytest.mark.parametrize(
-    ("source", "ended"), [(MARKED, True), (LLAMA, True), (PLAIN.replace(END, ""), False), (UNTRAINED_END, False)]
+    ("source", "ended"),
+    [
+        (MARKED, True),
+        (MARKED.replace(END, END + "\n"), True),
+        (LLAMA, True),
+        (PLAIN.replace(END, ""), False),
+        (UNTRAINED_END, False),
+    ],
 )
 def test_turns_without_a_trained_end(options: PreprocessOptions, tmp_path: Path, caplog, source: str, ended) -> None:
     """They are warned about."""

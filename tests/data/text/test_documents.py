@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from backports import zstd as zstd_library
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,26 +90,54 @@ def put_parquet(path: Path, columns: dict[str, object]) -> Path:
     return path
 
 
-def test_damaged_compression_is_named(tmp_path: Path) -> None:
+DICTIONARY = zstd_library.train_dict([b"naive %d two " % i * 20 for i in range(1000)], 500)
+
+
+def test_what_cannot_be_decompressed_is_named_with_its_reason(tmp_path: Path) -> None:
     raw = lines(TEXTS * 100)
     for name, whole in (("a.jsonl.gz", gzip.compress(raw)), ("a.jsonl.zst", zstd(raw))):
         assert len(list(read_documents([put(tmp_path / name, whole)]))) == 400
         for damaged in (whole[:-9], b"nonsense", whole + b"nonsense"):
-            assert f"{name}: damaged or cut off" in refused(list, read_documents([put(tmp_path / name, damaged)]))
+            message = refused(list, read_documents([put(tmp_path / name, damaged)]))
+            assert re.search(rf"{name}: cannot be decompressed \(.*\w.*\); make it again", message)
+    for content, reason in (
+        (whole[:-9], "ended before"),
+        (raw, "Unknown frame"),
+        (zstd_library.compress(raw, zstd_dict=DICTIONARY), "Dictionary"),
+        (bytes.fromhex("28b52ffd00d0010000"), "too much memory"),  # a window of 64 GiB
+    ):
+        assert reason in refused(list, read_documents([put(tmp_path / "a.jsonl.zst", content)]))
+
+
+def test_a_window_of_any_size_is_read(tmp_path: Path) -> None:
+    """The command `zstd --long=31` writes 2 GiB for a stream, whose size it does not know."""
+    sizes = zstd_library.CompressionParameter
+    options = {sizes.window_log: 31, sizes.hash_log: 10, sizes.chain_log: 10}
+    compressor = zstd_library.ZstdCompressor(options=options)
+    file = put(tmp_path / "a.jsonl.zst", compressor.compress(lines(TEXTS)) + compressor.flush())
+    with pytest.raises(zstd_library.ZstdError, match="too much memory"):
+        zstd_library.decompress(file.read_bytes())
+    assert [document.text for document in read_documents([file])] == TEXTS
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
     latin = pyarrow.array([b"ok", b"caf\xe9"]).view(pyarrow.string())
     for columns, problem in (
         ({"text": ["a", "b", "c", None]}, "a.parquet:4: field 'text' is a NoneType, needs a string"),
-        ({"text": latin}, "byte 0xe9"),
+        ({"text": latin}, "a.parquet:2: invalid UTF-8 (0xe9) at byte 4; correct it, or pass --skip-bad-lines"),
         ({"text": pyarrow.array([], pyarrow.string())}, "a.parquet: the file is empty; correct it, or pass --skip-bad"),
         ({"body": ["x"], "n": [1]}, "a.parquet: has no column 'text' (it has 'body', 'n'; see --json-key)"),
     ):
         file = put_parquet(tmp_path / "a.parquet", columns)
         assert problem in refused(list, read_documents([file]))
     for damaged in (file.read_bytes()[:-10], b""):
-        assert "a.parquet: damaged, or no .parquet file" in refused(list, read_documents([put(file, damaged)]))
+        assert "a.parquet: cannot be read as .parquet (" in refused(list, read_documents([put(file, damaged)]))
+
+
+def test_a_bad_row_of_a_table_is_left_out_alone(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"a", b"caf\xe9", b"b"]).view(pyarrow.string())
+    file = FileRange.of(put_parquet(tmp_path / "a.parquet", {"text": texts}))
+    assert items([file], Fields()) == ["a", f"{file.path}:2: invalid UTF-8 (0xe9) at byte 4", "b"]
 
 
 @given(
