@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError, echo, optional_module
-from megatron_ext.files.atomic import atomic_write
+from megatron_ext.files.atomic import atomic_write, write_whole
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
@@ -138,8 +139,8 @@ class MetricsWriter:
         if resume_step:
             cut_back(evaluation, lambda step: step <= resume_step)
             cut_back(metrics, lambda step: step < resume_step)
-        mode = "ab" if resume_step else "wb"
-        self._files = {"train": metrics.open(mode), "validation": evaluation.open(mode)}
+        mode = "a" if resume_step else "w"
+        self._files = {"train": FileIO(metrics, mode), "validation": FileIO(evaluation, mode)}
         # a view hides everything from resume_step on, but the evaluation at that step is still valid
         for record in read_jsonl(evaluation):
             if record["step"] == resume_step:
@@ -147,12 +148,8 @@ class MetricsWriter:
 
     def write(self, group: str, record: Record) -> None:
         """Write the record of a step ("train"), or of an evaluation ("validation")."""
-        file, line = self._files[group], json.dumps(_plain(record), allow_nan=False)
-        try:
-            file.write(line.encode() + b"\n")
-            file.flush()  # survives a crash of this process, but not a power failure
-        except OSError as error:  # a write does not tell which file it is
-            raise OSError(error.errno, error.strerror, file.name) from None
+        line = json.dumps(_plain(record), allow_nan=False) + "\n"
+        write_whole(self._files[group], line.encode())  # survives a crash of this process, but not a power failure
         self._show(group, record)
 
     def close(self) -> None:
