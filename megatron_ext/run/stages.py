@@ -41,7 +41,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
             stage that has not ended.
     """
     run, options = stages[0].run, stages[0].config.parallel
-    with StopRequest() as request:
+    with StopRequest(run) as request:
         _check_all(stages)
         parallel.join(options, choose_platform(options.device))
         held = []
