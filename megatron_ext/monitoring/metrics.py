@@ -1,4 +1,4 @@
-"""Write and read a run's records, and send their numbers to TensorBoard and W&B, the views.
+"""Write and read a run's records, and send their numbers to the views.
 
     metrics.jsonl       each step
     evaluation.jsonl    each validation, and each run of lm-eval
@@ -7,8 +7,6 @@
 
 One line is one JSON object with an integer `step`. JSON has no NaN and no infinity, so non-finite numbers are written
 as `null` (the views get the number itself). Only rank 0 writes.
-
-All views get the same numbers under the same names: `train/<key>` and `validation/<key>`.
 """
 
 import datetime
@@ -24,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import UserError, echo, optional_module
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_write, write_whole
+from megatron_ext.monitoring.views import Views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
@@ -123,24 +122,19 @@ class MetricsWriter:
     read. The run folder is created if missing. `logging` selects the views, some of which show the `config`.
 
     Raises:
-        UserError: a corrupt line in a file, or a requested view that is not installed.
+        UserError: a corrupt line in a file.
     """
 
     def __init__(self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: dict[str, Any]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # first: a package may be missing
-        self._views: list[Wandb | TensorBoard] = []
-        if logging.wandb_project is not None:
-            self._views.append(Wandb(self.folder, logging, config, resume_step))
-        if logging.tensorboard:
-            self._views.append(TensorBoard(self.folder, config, resume_step))
         metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
         if resume_step:
             cut_back(evaluation, lambda step: step <= resume_step)
             cut_back(metrics, lambda step: step < resume_step)
         mode = "a" if resume_step else "w"
         self._files = {"train": FileIO(metrics, mode), "validation": FileIO(evaluation, mode)}
+        self._views = Views(self.folder, logging, config, resume_step)
         # a view hides everything from resume_step on, but the evaluation at that step is still valid
         for record in read_jsonl(evaluation):
             if record["step"] == resume_step:
@@ -156,58 +150,11 @@ class MetricsWriter:
         """Close every file and view."""
         for file in self._files.values():
             file.close()
-        for view in self._views:
-            view.close()
+        self._views.close()
 
     def _show(self, group: str, record: Record) -> None:
         named = {f"{group}/{name}": value for name, value in scalars(record)}
-        for view in self._views:
-            view.show(group, record["step"], named)
-
-
-class TensorBoard:
-    """Writes event files to RUN/tensorboard; it hides older events from `resume_step` on."""
-
-    def __init__(self, folder: Path, config: dict[str, Any], resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step, flush_secs=10)
-        text = json.dumps(config, indent=2, default=str)
-        self._writer.add_text("configuration", "\n".join("    " + line for line in text.splitlines()), resume_step)
-
-    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-        if group == "validation":
-            self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """Logs to a Weights & Biases run; its id is kept in RUN/wandb_id.txt."""
-
-    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
-        wandb, id_file = optional_module("wandb_project", "wandb"), folder / "wandb_id.txt"
-        known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
-        self._run = wandb.init(
-            project=logging.wandb_project,
-            name=logging.wandb_exp_name,
-            config=config,
-            dir=str(folder),
-            id=known,
-            resume="allow" if known else None,
-        )
-        id_file.write_text(self._run.id + "\n")
-        for group in ("train", "validation"):  # our step as the axis: W&B's own refuses to go back after a resume
-            self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
-
-    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars) | {f"{group}/step": step})
-
-    def close(self) -> None:
-        self._run.finish()
+        self._views.show(group, record["step"], named)
 
 
 def _plain(value: Any) -> Any:

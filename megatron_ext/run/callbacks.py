@@ -183,8 +183,8 @@ class RunRecords(Callback):
         """Close the metrics, end the progress line and record the end after `step` steps: how the run ended."""
         self.progress.close()
         if self.metrics is not None:
-            self.metrics.close()
             note_history(self.metrics.folder, "end", step, {"how": how})
+            self.metrics.close()  # W&B may take a while
 
     def _watch_s_max(self, step: int, attention: AttentionHealth) -> None:
         """Warn if attention scores exceed the limit, once until they are below it again."""

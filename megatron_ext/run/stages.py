@@ -20,6 +20,7 @@ from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.lock import lock
 from megatron_ext.launch import report_to_torchrun
+from megatron_ext.monitoring.views import check_views
 from megatron_ext.run.identity import checked_vocab_size
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.lm_eval import load_tasks
@@ -37,13 +38,15 @@ def train_stages(stages: Sequence[Stage]) -> int:
         The exit status described in run/signals.py.
 
     Raises:
-        UserError: any error of `train`, a folder that cannot be written or that another trainer uses, or a previous
-            stage that has not ended.
+        UserError: any error of `train`, a view that is not installed, a folder that cannot be written or that another
+            trainer uses, or a previous stage that has not ended.
     """
     run, options = stages[0].run, stages[0].config.parallel
     with StopRequest(run) as request:
         _check_all(stages)
         parallel.join(options, choose_platform(options.device))
+        for stage in stages:
+            agreement.run_on_rank0(partial(check_views, stage.config.logging), Path())
         held = []
 
         def claim(run: Path) -> None:

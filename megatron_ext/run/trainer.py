@@ -43,7 +43,7 @@ from megatron_ext.engine.state import Checkpointer, Position, agree, load_weight
 from megatron_ext.engine.step import PendingStep, Stepper
 from megatron_ext.engine.transformer import fusions_here
 from megatron_ext.engine.weights import initialise
-from megatron_ext.errors import DivergedError
+from megatron_ext.errors import DivergedError, UserError, first_line
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.callbacks import Callback, Incidents, Losses, RunInfo, RunRecords, StepRecord
@@ -388,9 +388,12 @@ class Trainer:
         self.checkpointer.save(self.folder, Position(self.step, consumed, self.incidents.state_dict()))
         if ranks.reports_loss and ranks.context == 0 and ranks.data == 0:
             model = self.config.data.tokenizer_model
-            passage = self.stepper.weigher.passage(self.step - 1, Tokenizer(model) if model else None)
-            if passage is not None:
-                passage.write(self.folder)
+            try:
+                passage = self.stepper.weigher.passage(self.step - 1, Tokenizer(model) if model else None)
+                if passage is not None:
+                    passage.write(self.folder)
+            except (UserError, OSError) as error:  # only the report shows it
+                logger.warning("warning: no passage is written (%s); training goes on without it", first_line(error))
 
     def _finish(self, run: Path | None, has_next_stage: bool) -> Ending:
         """Publish the last checkpoint, report how the run ended, and close its files."""
