@@ -66,6 +66,8 @@ def _is_metric(key: str, value: Any) -> bool:
             key in ("by_length", "by_position") and all(map(str.isdecimal, value))
         )
         return known and all(_is_metric("", one) for one in value.values())
+    if key == "setting":
+        return isinstance(value, str)
     return value is None or (isinstance(value, (int, float)) and abs(value) <= 1e308)
 
 

@@ -141,15 +141,18 @@ class RunRecords(Callback):
         if self.metrics is not None:
             self.metrics.write("train", record)
 
-    def evaluation(self, step: int, losses: Losses, by_position: Mapping[int, float]) -> None:
-        """Record a validation after `step` steps: its losses by context length, those of the longest by position."""
+    def evaluation(self, step: int, losses: Losses, by_position: Mapping[int, float], setting: str) -> None:
+        """Record a validation after `step` steps: its losses by context length, those of the longest by position.
+
+        Records with the same `setting` are comparable.
+        """
         training, loss = self.config.training, losses[max(losses)]
         record = {
             "step": step,
             "valid_loss": loss,
             "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # avoid float overflow
             "tokens": training.eval_iters * self.tokens_per_step,
-            # records are comparable only if these two are equal
+            "setting": setting,
             "document_mask": training.eval_document_mask,
             "stride": training.eval_stride,
             "by_length": losses,

@@ -26,7 +26,7 @@ from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.lm_eval import load_tasks
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
-from megatron_ext.run.validation import read_losses, read_scored, stop_reason
+from megatron_ext.run.validation import read_losses, read_scored, read_validated, stop_reason
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def _has_ended(stage: Stage) -> bool:
     config, steps = stage.config, _steps(stage.config)
     # it may have been stopped between its last checkpoint and these
     training, save = config.training, config.checkpoint.save
-    validated = not training.eval_interval or steps in read_losses(save, steps)
+    validated = not training.eval_interval or steps in read_validated(save, steps)
     validated &= not training.lm_eval_interval or steps in read_scored(save, steps)
     return validated and _has_all_steps(config, steps)
 
