@@ -535,6 +535,13 @@ class CheckpointConfig(_Section):
     dump_trajectory: Folder | None = _option(None, "folder for everything that reproduces the run elsewhere", "FOLDER")
 
 
+# addresses and permissions of one start, which a configuration to resume with must not repeat
+OF_ONE_START = (
+    *("load", "load_if_present", "load_latest_complete", "verify_load", "override"),
+    *("init_from", "init_optimizer", "dump_trajectory"),
+)
+
+
 @dataclass(frozen=True)
 class LoggingConfig(_Section):
     """Where progress is logged, in addition to metrics.jsonl."""

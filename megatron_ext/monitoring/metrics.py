@@ -2,8 +2,8 @@
 
     metrics.jsonl       each step
     evaluation.jsonl    each validation, and each run of lm-eval
-    history.jsonl       each start: when, how and on which machine; each end: when and how. A killed process writes no
-                        end. Lines are never removed: steps that were repeated also cost time.
+    history.jsonl       each start: when, how, on which machine, and what it loaded; each end: when and how. A killed
+                        process writes no end. Lines are never removed: steps that were repeated also cost time.
 
 One line is one JSON object with an integer `step`. JSON has no NaN and no infinity, so non-finite numbers are written
 as `null` (the views get the number itself). Only rank 0 writes.
@@ -219,6 +219,12 @@ def read_history(folder: Path) -> History:
     lines = read_jsonl(path) if path.is_file() else []
     starts = tuple(line for line in lines if line.get("event") == "start")
     return History(starts, lines[-1] if lines and lines[-1].get("event") == "end" else None)
+
+
+def weights_at_start(folder: Path) -> str | None:
+    """Return the `init_from` of the newest start at step 0 of a run's history, if any. Raises as `read_jsonl` does."""
+    firsts = [start for start in read_history(folder).starts if start["step"] == 0]
+    return firsts[-1].get("init_from") if firsts else None
 
 
 def local_time(seconds: float) -> str:
