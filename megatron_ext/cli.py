@@ -98,8 +98,7 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
-        except BrokenPipeError:  # Python flushes standard output again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:
             return NO_READER
         except Exception as error:
             user_must_act = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in PERMANENT)
@@ -108,8 +107,19 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
             else:
                 print_traceback(error)
             return BAD_INPUT if user_must_act else FAILED
+        finally:
+            _drop_unwritten()
 
     return run
+
+
+def _drop_unwritten() -> None:
+    """Drop output that cannot be written: Python would try again at exit, print a traceback and exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a full disk, a terminal that is gone, a reader that has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_error(error: Exception) -> None:

@@ -62,6 +62,7 @@ def serve() -> None:
 def do(job: dict[str, Any], main: Callable[..., Any] | None) -> None:
     """Do a job in this child and leave, with the exit status in `said`.status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.setsid()
     os.chdir(job["folder"])
     os.environ.update(job["environment"])

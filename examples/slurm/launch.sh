@@ -13,6 +13,9 @@
 #   DRY_RUN=1         print the srun command and stop
 set -euo pipefail
 
+# those that can be caught and would end the shell
+SIGNALS=(HUP INT QUIT ALRM TERM USR1 USR2 XCPU VTALRM PROF IO PWR STKFLT)
+
 fail() {
   echo "launch.sh: $*" >&2
   exit 2
@@ -114,13 +117,21 @@ srun_command() {
   )
 }
 
-# Run the command and set its status. The step's processes get the signals from Slurm; the shell must outlive them.
-# `wait` returns early after a trap.
+# Pass a signal of the batch shell on to the ranks: sbatch --signal=B:USR1@..., or scancel --batch. They may have it
+# already: on a preemption Slurm sends SIGTERM to all. An unresponsive controller must not end the job.
+pass_on() {
+  interrupted=1
+  scancel --signal="$(kill -l "$1")" "$job" ||
+    echo "job $job: SIG$1 was not passed on; in a job that Slurm ends, all ranks have it"
+}
+
+# Run the command and set its status. The shell must outlive the step's processes. `wait` returns early after a trap.
 run_step() {
-  local step
-  # sbatch --signal=B:USR1@..., or scancel --batch; an unresponsive controller must not end the job
-  trap 'interrupted=1; scancel --signal=USR1 "$job" || echo "job $job: a warning could not be passed on"' USR1
-  trap 'interrupted=1' TERM # cancelled or preempted
+  local step name
+  for name in "${SIGNALS[@]}"; do
+    # shellcheck disable=SC2064 # expands now
+    trap "pass_on $name" "$name"
+  done
   "${command[@]}" &
   step=$!
   while :; do
@@ -129,8 +140,8 @@ run_step() {
     wait "$step" || status=$?
     [[ $interrupted ]] || break
   done
-  trap '' USR1 # ignore later warnings
-  trap - TERM
+  trap '' "${SIGNALS[@]}" # ignore later warnings
+  trap - TERM INT
 }
 
 # Find files of this name in the run folder, or in those of its stages.
@@ -195,16 +206,19 @@ may_crash_again() {
 }
 
 # 0: done; 2: bad input; 86 or diverged.json: diverged; 130: Ctrl-C; 85 or stopped.json: stopped by a warning, and
-# saved; 138 (USR1), 143 (TERM): ended before it could save; all else is a crash, including a rank that hung (87). 138
-# counts as a crash, because start-up may take longer than the time limit. 143 does not, because a preemption may come
-# at any moment. Without RUN there are no checkpoints, and the command resumes by itself.
+# saved; 143 (TERM) and 128 + another of SIGNALS, such as 138 (USR1): ended before it could save; all else is a crash,
+# including a rank that hung (87). 138 counts as a crash, because start-up may take longer than the time limit. 143 does
+# not, because a preemption may come at any moment. Without RUN there are no checkpoints, and the command resumes by
+# itself.
 decide() {
   if [[ $(of_run stopped.json) ]]; then status=85; fi
   if [[ $(of_run diverged.json) ]]; then status=86; fi
   case $status in
     0 | 2 | 86 | 130) verdict=end ;;
     85 | 143) verdict=again ;;
-    138) if [[ ! ${RUN:-} ]] || may_crash_again; then verdict=again; else verdict=end; fi ;;
+    129 | 131 | 138 | 140 | 142 | 152)
+      if [[ ! ${RUN:-} ]] || may_crash_again; then verdict=again; else verdict=end; fi
+      ;;
     *) if may_crash_again; then verdict=again; else verdict=end; fi ;;
   esac
 }

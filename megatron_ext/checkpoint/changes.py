@@ -84,7 +84,7 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
     free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
     if config.training.moe_aux_loss_coeff and not config.balances_rows:
         free -= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced
-    if config.training.early_stopping_patience:  # the losses would be compared with those of other texts
+    if config.training.early_stopping_patience:  # it would count anew
         free -= {"valid_data_path", "eval_packing"}
     restricted = [one for one in changes if one.section not in _FREE_SECTIONS and one.name not in free]
     refused = [change for change in restricted if change.name not in config.checkpoint.override]

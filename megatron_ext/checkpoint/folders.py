@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkpoint.manifest import MANIFEST, Manifest
-from megatron_ext.config import Config
+from megatron_ext.config import CheckpointConfig, Config
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write, sync
 
@@ -194,11 +194,14 @@ def delete_superfluous(run: Path, newest: int, last: int, every: int) -> None:
 def find_checkpoint(config: Config) -> Checkpoint | None:
     """Find the checkpoint that `--load` names; None to start from scratch.
 
+    With `load_if_present` a command may be given again: it continues `save`, if that has checkpoints of this command.
+
     Raises:
         UserError: there is none, it is damaged, or `--save` has the checkpoints of another run.
     """
     options = config.checkpoint
-    source = locate(Path(options.load), past_damaged=options.load_latest_complete) if options.load else None
+    load = options.save if _was_begun_by(options) else options.load
+    source = locate(Path(load), past_damaged=options.load_latest_complete) if load else None
     if options.load and source is None and not options.load_if_present:
         raise UserError(
             f"load: got {options.load}, which holds no checkpoint; "
@@ -218,6 +221,15 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
             f"add --load {options.save} to continue that run, or choose another folder"
         )
     return source
+
+
+def _was_begun_by(options: CheckpointConfig) -> bool:
+    """Return whether `save` goes on from the checkpoint of `load`, by a command that may be given again."""
+    if not (options.save and options.load and options.load_if_present):
+        return False
+    saved = locate(Path(options.save), past_damaged=options.load_latest_complete)
+    loaded = saved.manifest.config.get("checkpoint", {}).get("load") if saved is not None else None
+    return loaded is not None and Path(loaded).resolve() == Path(options.load).resolve()
 
 
 def end_of_samples(config: Config, checkpoint: Checkpoint | None) -> int:

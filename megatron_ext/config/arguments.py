@@ -19,7 +19,7 @@ from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.megatron_lm import equivalent
 from megatron_ext.config.mixture import expand_mixture
-from megatron_ext.config.options import PRESETS
+from megatron_ext.config.options import OF_ONE_START, PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, Option, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.errors import UserError, echo
@@ -105,6 +105,21 @@ def parse_dry_run(argv: Sequence[str]) -> tuple[str | None, int | None]:
 def dump_yaml(config: Config) -> str:
     """Return all values as YAML, section by section; parsing it gives the same configuration."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def dump_run(config: Config) -> str:
+    """Return as YAML what belongs to a run: all values, except those of `OF_ONE_START`."""
+    values = to_dict(config)
+    for name in OF_ONE_START:
+        del values["checkpoint"][name]
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def of_start(config: Config) -> dict[str, Any]:
+    """Return the values of `OF_ONE_START` that are not the default."""
+    values = to_dict(config)["checkpoint"]
+    defaults = to_dict(Config())["checkpoint"]
+    return {name: values[name] for name in OF_ONE_START if values[name] != defaults[name]}
 
 
 def to_dict(config: Config) -> Values:

@@ -523,7 +523,7 @@ class CheckpointConfig(_Section):
     load: Folder | None = _option(None, "run folder to continue from, or one of its checkpoint folders", "RUN")
     init_from: Folder | None = _option(None, "initial weights: a Hugging Face model, a run or a checkpoint", "FOLDER")
     init_optimizer: bool = _option(False, "start with the optimizer state of --init-from, a run or checkpoint, as well")
-    load_if_present: bool = _option(False, "start from scratch if --load has no checkpoint")
+    load_if_present: bool = _option(False, "start from scratch if --load has none; given again, continue --save")
     load_latest_complete: bool = _option(False, "if the newest checkpoint is damaged, load the one before it")
     verify_load: bool = _option(True, "compare each file of a checkpoint with its checksum before loading")
     override: tuple[str, ...] = _option((), "options that may differ from the checkpoint's", "OPTION")
@@ -533,6 +533,13 @@ class CheckpointConfig(_Section):
     keep_last: NonNegativeInt = _option(0, "number of newest checkpoints to keep; 0: all")
     keep_every: NonNegativeInt = _option(0, "with keep_last: also keep checkpoints of every n-th step; 0: none")
     dump_trajectory: Folder | None = _option(None, "folder for everything that reproduces the run elsewhere", "FOLDER")
+
+
+# addresses and permissions of one start, which a configuration to resume with must not repeat
+OF_ONE_START = (
+    *("load", "load_if_present", "load_latest_complete", "verify_load", "override"),
+    *("init_from", "init_optimizer", "dump_trajectory"),
+)
 
 
 @dataclass(frozen=True)

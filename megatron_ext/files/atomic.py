@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from megatron_ext.errors import DISK_FULL
@@ -22,6 +23,20 @@ def sync(paths: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def write_whole(file: FileIO, content: bytes) -> None:
+    """Write to an unbuffered file: a buffer whose flush has failed would be flushed again when the file is closed.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
+    """
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from None
 
 
 @contextmanager

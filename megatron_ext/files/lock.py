@@ -12,10 +12,11 @@ import logging
 import os
 import socket
 import time
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from megatron_ext.errors import UserError, printable
+from megatron_ext.files.atomic import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ PATIENCE_S = 120  # NFS 4 keeps the locks of a lost node for 90 s
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
-def lock(folder: Path, option: str) -> TextIO:
+def lock(folder: Path, option: str) -> FileIO:
     """Lock a folder until the returned file is closed; warn if its file system has no locks.
 
     An earlier start of the same Slurm job may still be ending on another node: its lock is waited for.
@@ -34,7 +35,7 @@ def lock(folder: Path, option: str) -> TextIO:
         OSError: the folder cannot be written.
     """
     job = f" job {os.environ['SLURM_JOB_ID']}," if os.environ.get("SLURM_JOB_ID") else ""
-    file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="replace")
+    file = (folder / LOCK_FILE).open("a+b", buffering=0)
     for seconds in range(PATIENCE_S + 1):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,12 +47,12 @@ def lock(folder: Path, option: str) -> TextIO:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
         file.seek(0)
-        holder = printable(file.readline(200).strip()) or "a process that has just started"
+        holder = printable(file.readline(200).decode(errors="replace").strip()) or "a process that has just started"
         if not job or job not in holder or seconds == PATIENCE_S:
             raise UserError(f"{option}: {folder} is in use by {holder}; wait for its end or choose another folder")
         time.sleep(1)
     file.truncate(0)
-    file.write(f"host {socket.gethostname()}, pid {os.getpid()},{job} since {time.strftime('%F %T %z')}\n")
-    file.flush()
+    text = f"host {socket.gethostname()}, pid {os.getpid()},{job} since {time.strftime('%F %T %z')}\n"
+    write_whole(file, text.encode())
     os.fsync(file.fileno())  # NFS shows it to others only then
     return file

@@ -1,14 +1,12 @@
-"""Write and read a run's records, and send their numbers to TensorBoard and W&B, the views.
+"""Write and read a run's records, and send their numbers to the views.
 
     metrics.jsonl       each step
     evaluation.jsonl    each validation, and each run of lm-eval
-    history.jsonl       each start: when, how and on which machine; each end: when and how. A killed process writes no
-                        end. Lines are never removed: steps that were repeated also cost time.
+    history.jsonl       each start: when, how, on which machine, and what it loaded; each end: when and how. A killed
+                        process writes no end. Lines are never removed: steps that were repeated also cost time.
 
 One line is one JSON object with an integer `step`. JSON has no NaN and no infinity, so non-finite numbers are written
 as `null` (the views get the number itself). Only rank 0 writes.
-
-All views get the same numbers under the same names: `train/<key>` and `validation/<key>`.
 """
 
 import datetime
@@ -17,14 +15,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import UserError, echo, optional_module
-from megatron_ext.files.atomic import atomic_write
+from megatron_ext.errors import UserError, echo
+from megatron_ext.files.atomic import atomic_write, write_whole
+from megatron_ext.monitoring.views import Views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
@@ -66,6 +66,8 @@ def _is_metric(key: str, value: Any) -> bool:
             key in ("by_length", "by_position") and all(map(str.isdecimal, value))
         )
         return known and all(_is_metric("", one) for one in value.values())
+    if key == "setting":
+        return isinstance(value, str)
     return value is None or (isinstance(value, (int, float)) and abs(value) <= 1e308)
 
 
@@ -122,24 +124,19 @@ class MetricsWriter:
     read. The run folder is created if missing. `logging` selects the views, some of which show the `config`.
 
     Raises:
-        UserError: a corrupt line in a file, or a requested view that is not installed.
+        UserError: a corrupt line in a file.
     """
 
     def __init__(self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: dict[str, Any]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # first: a package may be missing
-        self._views: list[Wandb | TensorBoard] = []
-        if logging.wandb_project is not None:
-            self._views.append(Wandb(self.folder, logging, config, resume_step))
-        if logging.tensorboard:
-            self._views.append(TensorBoard(self.folder, config, resume_step))
         metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
         if resume_step:
             cut_back(evaluation, lambda step: step <= resume_step)
             cut_back(metrics, lambda step: step < resume_step)
-        mode = "ab" if resume_step else "wb"
-        self._files = {"train": metrics.open(mode), "validation": evaluation.open(mode)}
+        mode = "a" if resume_step else "w"
+        self._files = {"train": FileIO(metrics, mode), "validation": FileIO(evaluation, mode)}
+        self._views = Views(self.folder, logging, config, resume_step)
         # a view hides everything from resume_step on, but the evaluation at that step is still valid
         for record in read_jsonl(evaluation):
             if record["step"] == resume_step:
@@ -147,70 +144,19 @@ class MetricsWriter:
 
     def write(self, group: str, record: Record) -> None:
         """Write the record of a step ("train"), or of an evaluation ("validation")."""
-        file, line = self._files[group], json.dumps(_plain(record), allow_nan=False)
-        try:
-            file.write(line.encode() + b"\n")
-            file.flush()  # survives a crash of this process, but not a power failure
-        except OSError as error:  # a write does not tell which file it is
-            raise OSError(error.errno, error.strerror, file.name) from None
+        line = json.dumps(_plain(record), allow_nan=False) + "\n"
+        write_whole(self._files[group], line.encode())  # survives a crash of this process, but not a power failure
         self._show(group, record)
 
     def close(self) -> None:
         """Close every file and view."""
         for file in self._files.values():
             file.close()
-        for view in self._views:
-            view.close()
+        self._views.close()
 
     def _show(self, group: str, record: Record) -> None:
         named = {f"{group}/{name}": value for name, value in scalars(record)}
-        for view in self._views:
-            view.show(group, record["step"], named)
-
-
-class TensorBoard:
-    """Writes event files to RUN/tensorboard; it hides older events from `resume_step` on."""
-
-    def __init__(self, folder: Path, config: dict[str, Any], resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step, flush_secs=10)
-        text = json.dumps(config, indent=2, default=str)
-        self._writer.add_text("configuration", "\n".join("    " + line for line in text.splitlines()), resume_step)
-
-    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-        if group == "validation":
-            self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """Logs to a Weights & Biases run; its id is kept in RUN/wandb_id.txt."""
-
-    def __init__(self, folder: Path, logging: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
-        wandb, id_file = optional_module("wandb_project", "wandb"), folder / "wandb_id.txt"
-        known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
-        self._run = wandb.init(
-            project=logging.wandb_project,
-            name=logging.wandb_exp_name,
-            config=config,
-            dir=str(folder),
-            id=known,
-            resume="allow" if known else None,
-        )
-        id_file.write_text(self._run.id + "\n")
-        for group in ("train", "validation"):  # our step as the axis: W&B's own refuses to go back after a resume
-            self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
-
-    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars) | {f"{group}/step": step})
-
-    def close(self) -> None:
-        self._run.finish()
+        self._views.show(group, record["step"], named)
 
 
 def _plain(value: Any) -> Any:
@@ -273,6 +219,12 @@ def read_history(folder: Path) -> History:
     lines = read_jsonl(path) if path.is_file() else []
     starts = tuple(line for line in lines if line.get("event") == "start")
     return History(starts, lines[-1] if lines and lines[-1].get("event") == "end" else None)
+
+
+def weights_at_start(folder: Path) -> str | None:
+    """Return the `init_from` of the newest start at step 0 of a run's history, if any. Raises as `read_jsonl` does."""
+    firsts = [start for start in read_history(folder).starts if start["step"] == 0]
+    return firsts[-1].get("init_from") if firsts else None
 
 
 def local_time(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """Print the progress of training: a live bar on a terminal, plain lines in a log file."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -9,6 +10,14 @@ from tqdm import tqdm
 
 EVERY_SECONDS = 10.0
 _BAR = "{desc} |{bar:8}| {percentage:3.0f}% {postfix} [{elapsed} < {remaining}]"
+
+
+def print_above(text: str, stream: TextIO | None = None) -> None:
+    """Print a line on stderr or `stream`, above a progress bar; a terminal that is gone or a full disk ends nothing."""
+    stream = stream or sys.stderr
+    with contextlib.suppress(OSError):
+        tqdm.write(text, file=stream)
+        stream.flush()
 
 
 class Progress:
@@ -64,10 +73,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a separate line, on a terminal above the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        elif self._enabled:
-            print(text, file=self._stream, flush=True)
+        if self._enabled:
+            print_above(text, self._stream)
 
     def close(self) -> None:
         """End the bar's line; safe to call twice."""

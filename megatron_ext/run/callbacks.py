@@ -16,11 +16,11 @@ import numpy as np
 
 from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config
-from megatron_ext.config.arguments import dump_yaml, to_dict
+from megatron_ext.config.arguments import as_flag, dump_run, of_start, to_dict
 from megatron_ext.engine.step import Outcome, StepResult
-from megatron_ext.errors import DivergedError
+from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.metrics import MetricsWriter, note_history
+from megatron_ext.monitoring.metrics import MetricsWriter, note_history, weights_at_start
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.planning.flops import step_flops, utilisation
 
@@ -93,15 +93,22 @@ class RunRecords(Callback):
         """Write config.yaml and the start to the run's folder; open its metrics, without the steps to be repeated.
 
         Raises:
-            UserError: a damaged line of metrics, or a requested view that is not installed.
+            UserError: a damaged line of metrics, or a run that began with other weights and saved nothing yet.
             OSError: a file cannot be written.
         """
+        init_from = self.config.checkpoint.init_from
+        began_with = weights_at_start(folder)
+        if not self._began and init_from is None and began_with is not None:
+            raise UserError(
+                f"init_from: got none, but {folder}, which has no checkpoint yet, began with the weights of "
+                f"{began_with}; add {as_flag('init_from', began_with)}, or choose another folder"
+            )
         self.metrics = MetricsWriter(
             folder, resume_step=self._began, logging=self.config.logging, config=to_dict(self.config)
         )
         with atomic_write(folder / "config.yaml") as aside:
-            aside.write_text(dump_yaml(self.config))
-        note_history(folder, "start", self._began, self.info.facts)
+            aside.write_text(dump_run(self.config))
+        note_history(folder, "start", self._began, {**self.info.facts, **of_start(self.config)})
 
     def after_step(self, done: StepRecord) -> None:
         """Write the metrics of a step."""
@@ -141,15 +148,18 @@ class RunRecords(Callback):
         if self.metrics is not None:
             self.metrics.write("train", record)
 
-    def evaluation(self, step: int, losses: Losses, by_position: Mapping[int, float]) -> None:
-        """Record a validation after `step` steps: its losses by context length, those of the longest by position."""
+    def evaluation(self, step: int, losses: Losses, by_position: Mapping[int, float], setting: str) -> None:
+        """Record a validation after `step` steps: its losses by context length, those of the longest by position.
+
+        Records with the same `setting` are comparable.
+        """
         training, loss = self.config.training, losses[max(losses)]
         record = {
             "step": step,
             "valid_loss": loss,
             "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # avoid float overflow
             "tokens": training.eval_iters * self.tokens_per_step,
-            # records are comparable only if these two are equal
+            "setting": setting,
             "document_mask": training.eval_document_mask,
             "stride": training.eval_stride,
             "by_length": losses,
@@ -183,8 +193,8 @@ class RunRecords(Callback):
         """Close the metrics, end the progress line and record the end after `step` steps: how the run ended."""
         self.progress.close()
         if self.metrics is not None:
-            self.metrics.close()
             note_history(self.metrics.folder, "end", step, {"how": how})
+            self.metrics.close()  # W&B may take a while
 
     def _watch_s_max(self, step: int, attention: AttentionHealth) -> None:
         """Warn if attention scores exceed the limit, once until they are below it again."""

@@ -81,8 +81,13 @@ def open_scores(config: Config, vocab_size: int, end: int | None = None) -> Scor
 
 
 def data_fingerprints(config: Config) -> list[str]:
-    """Return a fingerprint of each of `config.data.parts`, in order, from the sizes and both ends of its files."""
-    return [fingerprint(*_ends(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")) for part in config.data.parts]
+    """Return a fingerprint of each of `config.data.parts`, in order."""
+    return [data_fingerprint(part.prefix) for part in config.data.parts]
+
+
+def data_fingerprint(prefix: str) -> str:
+    """Return a fingerprint of a data set, from the sizes and both ends of its files."""
+    return fingerprint(*_ends(f"{prefix}.idx"), *_ends(f"{prefix}.bin"))
 
 
 def _ends(name: str) -> list[str | bytes]:

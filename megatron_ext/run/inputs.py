@@ -15,11 +15,12 @@ from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import PlanKey, load_plan
 from megatron_ext.data.packing.policies import plan_key
 from megatron_ext.data.row import RowSource, TokenRow
-from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
+from megatron_ext.data.rows.blend import BlendedRows, LaidSequences, scaled
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
-from megatron_ext.run.identity import bos_of, checked_vocab_size, open_scores
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.run.identity import bos_of, checked_vocab_size, data_fingerprint, open_scores
 from megatron_ext.token_weighting.store import ScoreStore
 
 RowAt = Callable[[int], TokenRow]
@@ -136,6 +137,24 @@ def open_rows(config: Config, vocab_size: int, share: int = TRAINING) -> RowSour
     if len(sources) == 1:
         return sources[0]
     return BlendedRows(sources, [one.part.weight for one in opened], [one.part.label for one in opened])
+
+
+def validation_setting(config: Config, vocab_size: int) -> str:
+    """Return a fingerprint of what a validation measures at its longest context, besides the model.
+
+    Losses of validations with the same one are comparable. Raises what `open_part` raises.
+    """
+    data, training = config.data, config.training
+    length = max(training.eval_lengths, default=data.seq_length)
+    stride = training.eval_stride if length < data.seq_length else None
+    opened = splits(config, vocab_size, VALIDATION)
+    weights = scaled([split.part.weight for split in opened])
+    facts: list[object] = [data.seq_length, data.global_batch_size, data.eod_mask_loss]
+    facts += [training.eval_iters, length, stride, training.eval_document_mask]
+    for split, weight in zip(opened, weights, strict=True):
+        facts += [data_fingerprint(split.part.prefix), split.documents, split.length, split.seed, weight]
+        facts += [split.part.packing, split.part.packing_options]
+    return fingerprint(repr(facts))[:16]
 
 
 def open_split(split: Split, config: Config) -> RowDataset | PackedRows:

@@ -15,7 +15,7 @@ from megatron_ext.engine import parallel
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.step import Pipeline
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step
+from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step, weights_at_start
 from megatron_ext.run.trainer import build
 
 
@@ -43,9 +43,10 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     first = records[step - 1]["consumed_samples"] if step - 1 in records else recorded["consumed_samples"] - rows
     end = recorded.get("consumed_samples", first + rows)
     weights = run / "checkpoints" / folder_name(before[-1]) if before else None
+    init_from = weights_at_start(run) if weights is None else str(weights)
     config = replace(
         config,
-        checkpoint=CheckpointConfig(init_from=str(weights) if weights is not None else config.checkpoint.init_from),
+        checkpoint=CheckpointConfig(init_from=init_from),
         training=replace(config.training, eval_interval=0),
         logging=LoggingConfig(tensorboard=False),
         parallel=ParallelConfig(device=config.parallel.device),

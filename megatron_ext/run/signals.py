@@ -1,14 +1,15 @@
-"""Handle SIGTERM, SIGUSR1 and SIGINT: save a checkpoint and exit after the current step.
+"""Handle signals that ask the process to end: save a checkpoint and exit after the current step.
 
 The exit status of every process, once the checkpoint is complete:
 
     0     all steps done
     2     bad input, one error line: do not restart
-    85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: run the same command again (REQUEUE)
+    85    stopped by SIGTERM, SIGUSR1 (Slurm's warning), SIGHUP (the terminal is gone) or another signal but SIGINT,
+          saved: run the same command again (REQUEUE)
     86    diverged: a loss (of training or validation) or the gradient norm is not finite, or the loss is a spike
           with --on-spike stop: the same command would diverge again
     87    made no progress (run/watchdog.py): counts as a crash
-    130   stopped by SIGINT (a person), saved
+    130   stopped by SIGINT (a person), saved; or ended by a second one, without saving
     128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
     else  a crash: the newest complete checkpoint is intact
 
@@ -20,36 +21,101 @@ a save (default 30 s, then SIGKILL).
 """
 
 import json
+import math
+import os
 import signal
+import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from megatron_ext.errors import DivergedError
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.launch import is_first
+from megatron_ext.monitoring.progress import print_above
 
 REQUEUE, DIVERGED, HUNG = 85, 86, 87
 STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
 VALIDATION_LOSS = "validation loss"
 
 
-class StopRequest(ExitStack):
-    """Records the last signal in `signal` (0: none), from `listen` to the end of the context."""
+# signals that end nothing, that cannot be caught, that Python makes an OSError, and faults of the process itself
+_OTHER = {
+    *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
+    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ),
+    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP),
+}
+REQUESTS = set(signal.Signals) - _OTHER
+_ALWAYS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # a shell lets its background commands ignore SIGINT
+_TWICE_S = 1.0  # a terminal and a launcher may both pass on one Ctrl-C
 
-    def __init__(self) -> None:
+
+class StopRequest(ExitStack):
+    """Records the last of `REQUESTS` in `signal` (0: none), from `listen` to the end of the context.
+
+    A thread reads the signals, because the main thread may be in a kernel or a collective for minutes: it prints at
+    once that the run will stop. A second SIGINT ends this process without saving.
+
+    A signal that is ignored (SIGHUP under nohup) or has a handler (timers) stays so, except the three of launchers.
+    """
+
+    def __init__(self, run: Path | None) -> None:
         super().__init__()
+        self.run = run  # folder of the run, if it has one
         self.signal = 0
+        self._listens = False
 
     def listen(self) -> None:
         """Start recording signals; a second call changes nothing."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            before = signal.signal(number, self._note)
-            self.callback(signal.signal, number, before)
+        if self._listens:
+            return
+        self._listens = True
+        reading, writing = os.pipe()
+        self.callback(os.close, writing)  # the thread ends
+        os.set_blocking(writing, False)
+        self.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writing, warn_on_full_buffer=False))
+        threading.Thread(target=self._read, args=(reading,), name="signals", daemon=True).start()
+        for number in REQUESTS:
+            before = signal.getsignal(number)
+            if number in _ALWAYS or before in (signal.SIG_DFL, signal.default_int_handler):
+                self.callback(signal.signal, number, before)
+                signal.signal(number, lambda *_: None)  # Python writes the number into the pipe
+        os.register_at_fork(after_in_child=self.close)  # a forked child's signals are its own
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
+    def _read(self, reading: int) -> None:
+        """Record each signal; the thread of `listen`."""
+        interrupted_at = math.inf
+        repeats = {signal.SIGINT}
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            repeats.add(signal.SIGTERM)  # torchrun's workers get this one for its second SIGINT
+        with open(reading, "rb", buffering=0) as numbers:
+            for byte in iter(partial(numbers.read, 1), b""):
+                number = ord(byte)
+                if number not in REQUESTS:
+                    continue
+                if number in repeats and time.monotonic() > interrupted_at + _TWICE_S:
+                    self._say("ended by a second Ctrl-C, without saving")
+                    os._exit(128 + signal.SIGINT)
+                if number == signal.SIGINT:
+                    interrupted_at = min(interrupted_at, time.monotonic())
+                before = self.signal
+                self.signal = number
+                if number != before:
+                    self._acknowledge(signal.Signals(number))
+
+    def _acknowledge(self, number: signal.Signals) -> None:
+        what = "saves and stops after the current step"
+        if self.run is None:
+            what = "stops after the current step, and saves nothing without --save"
+        again = "; a second Ctrl-C ends it now, without saving" if number == signal.SIGINT else ""
+        self._say(f"{number.name}: the run {what}{again}")
+
+    def _say(self, text: str) -> None:
+        if is_first():
+            print_above(text)
 
 
 @dataclass(frozen=True)

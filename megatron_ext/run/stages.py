@@ -20,12 +20,13 @@ from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.lock import lock
 from megatron_ext.launch import report_to_torchrun
+from megatron_ext.monitoring.views import check_views
 from megatron_ext.run.identity import checked_vocab_size
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.lm_eval import load_tasks
 from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
-from megatron_ext.run.validation import read_losses, read_scored, stop_reason
+from megatron_ext.run.validation import read_losses, read_scored, read_validated, stop_reason
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,15 @@ def train_stages(stages: Sequence[Stage]) -> int:
         The exit status described in run/signals.py.
 
     Raises:
-        UserError: any error of `train`, a folder that cannot be written or that another trainer uses, or a previous
-            stage that has not ended.
+        UserError: any error of `train`, a view that is not installed, a folder that cannot be written or that another
+            trainer uses, or a previous stage that has not ended.
     """
     run, options = stages[0].run, stages[0].config.parallel
-    with StopRequest() as request:
+    with StopRequest(run) as request:
         _check_all(stages)
         parallel.join(options, choose_platform(options.device))
+        for stage in stages:
+            agreement.run_on_rank0(partial(check_views, stage.config.logging), Path())
         held = []
 
         def claim(run: Path) -> None:
@@ -159,7 +162,7 @@ def _has_ended(stage: Stage) -> bool:
     config, steps = stage.config, _steps(stage.config)
     # it may have been stopped between its last checkpoint and these
     training, save = config.training, config.checkpoint.save
-    validated = not training.eval_interval or steps in read_losses(save, steps)
+    validated = not training.eval_interval or steps in read_validated(save, steps)
     validated &= not training.lm_eval_interval or steps in read_scored(save, steps)
     return validated and _has_all_steps(config, steps)
 

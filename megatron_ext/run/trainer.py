@@ -43,16 +43,16 @@ from megatron_ext.engine.state import Checkpointer, Position, agree, load_weight
 from megatron_ext.engine.step import PendingStep, Stepper
 from megatron_ext.engine.transformer import fusions_here
 from megatron_ext.engine.weights import initialise
-from megatron_ext.errors import DivergedError
+from megatron_ext.errors import DivergedError, UserError, first_line
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.callbacks import Callback, Incidents, Losses, RunInfo, RunRecords, StepRecord
 from megatron_ext.run.identity import data_fingerprints
-from megatron_ext.run.inputs import Inputs, open_inputs
+from megatron_ext.run.inputs import Inputs, open_inputs, validation_setting
 from megatron_ext.run.lm_eval import LmEval
 from megatron_ext.run.signals import Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
-from megatron_ext.run.validation import Validation, read_losses, read_scored
+from megatron_ext.run.validation import Validation, read_losses, read_scored, read_validated
 from megatron_ext.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -210,17 +210,39 @@ class Trainer:
         # the folder, if the run resumes from a checkpoint inside it
         source = inputs.checkpoint
         self.continued = folder if source and folder and source.run.resolve() == folder.resolve() else None
+        setting = ""
+        if config.training.eval_interval:
+            setting = agreement.run_on_rank0(lambda: validation_setting(config, inputs.vocab_size), Path(), reads=True)
         losses: Losses = {}
+        validated: set[int] = set()
         scored: set[int] = set()
-        if (own := self.continued) is not None:
-            losses, scored = agreement.run_on_rank0(
-                lambda: (read_losses(own, self.start.step), read_scored(own, self.start.step)), own, reads=True
+        if self.continued is not None:
+            losses, validated, scored = agreement.run_on_rank0(
+                lambda: (
+                    read_losses(self.continued, self.step, setting),
+                    read_validated(self.continued, self.step),
+                    read_scored(self.continued, self.step),
+                ),
+                self.continued,
+                reads=True,
             )
+        if config.training.early_stopping_patience and len(validated) > len(losses):
+            others = len(validated) - len(losses)
+            self.records.note(f"early stopping counts anew: {others} earlier validations measured something else")
         lm_eval = None
         if config.training.lm_eval_interval:
             lm_eval = LmEval(config, self.stepper, inputs.vocab_size, inputs.bos_id)
         self.validation = Validation(
-            config, self.stepper, self.batches, inputs.valid, self.records, lm_eval, losses, scored
+            config=config,
+            stepper=self.stepper,
+            batches=self.batches,
+            rows=inputs.valid,
+            records=self.records,
+            lm_eval=lm_eval,
+            setting=setting,
+            losses=losses,
+            validated=validated,
+            scored=scored,
         )
         self.callbacks: list[Callback] = [self.incidents, self.records]  # in this order
         self.trajectory: Trajectory | None = None
@@ -388,9 +410,12 @@ class Trainer:
         self.checkpointer.save(self.folder, Position(self.step, consumed, self.incidents.state_dict()))
         if ranks.reports_loss and ranks.context == 0 and ranks.data == 0:
             model = self.config.data.tokenizer_model
-            passage = self.stepper.weigher.passage(self.step - 1, Tokenizer(model) if model else None)
-            if passage is not None:
-                passage.write(self.folder)
+            try:
+                passage = self.stepper.weigher.passage(self.step - 1, Tokenizer(model) if model else None)
+                if passage is not None:
+                    passage.write(self.folder)
+            except (UserError, OSError) as error:  # only the report shows it
+                logger.warning("warning: no passage is written (%s); training goes on without it", first_line(error))
 
     def _finish(self, run: Path | None, has_next_stage: bool) -> Ending:
         """Publish the last checkpoint, report how the run ended, and close its files."""

@@ -36,8 +36,10 @@ class Validation:
     rows: RowSource | None  # None if the run never validates
     records: RunRecords
     lm_eval: LmEval | None  # None if the run never runs it
-    # of the validations so far, also those before the run was resumed; the steps of lm-eval so far
+    setting: str  # of `validation_setting`; "" if the run never validates
+    # also before the run was resumed: losses of validations with this setting, steps of all validations and of lm-eval
     losses: Losses
+    validated: set[int]
     scored: set[int]
 
     @property
@@ -66,7 +68,7 @@ class Validation:
             UserError: lm-eval cannot run a task.
         """
         training = self.config.training
-        validates = is_due(training.eval_interval, step, training) and step not in self.losses
+        validates = is_due(training.eval_interval, step, training) and step not in self.validated
         if validates and (received := self._validate(step, request)):
             return received
         if self.runs_lm_eval(step):
@@ -103,8 +105,9 @@ class Validation:
         for loss in losses.values():
             if loss is not None and not math.isfinite(loss):
                 raise DivergedError(VALIDATION_LOSS, loss)
-        self.records.evaluation(step, losses, losses_by_position(sums[lengths[-1]]))
+        self.records.evaluation(step, losses, losses_by_position(sums[lengths[-1]]), self.setting)
         self.losses[step] = losses[lengths[-1]]
+        self.validated.add(step)
         return 0
 
 
@@ -113,12 +116,21 @@ def is_due(interval: int, step: int, training: TrainingConfig) -> bool:
     return interval > 0 and (step % interval == 0 or step == training.train_iters)
 
 
-def read_losses(run: Path | str | None, step: int) -> Losses:
+def read_losses(run: Path | str | None, step: int, setting: str | None = None) -> Losses:
     """Read the losses of a run's validations after at most `step` steps; {} without a folder.
 
-    They are not in a checkpoint, which is saved before the validation of the same step.
+    Only those with one `setting` are comparable: the given one, or that of the last validation. They are not in a
+    checkpoint, which is saved before the validation of the same step.
     """
-    return _read("valid_loss", run, step)
+    records = _read("valid_loss", run, step)
+    if records and setting is None:
+        setting = records[max(records)].get("setting")
+    return {after: record["valid_loss"] for after, record in records.items() if record.get("setting") == setting}
+
+
+def read_validated(run: Path | str | None, step: int) -> set[int]:
+    """Read after which steps a run has validated, with any setting, as `read_losses`."""
+    return set(_read("valid_loss", run, step))
 
 
 def read_scored(run: Path | str | None, step: int) -> set[int]:
@@ -126,9 +138,9 @@ def read_scored(run: Path | str | None, step: int) -> set[int]:
     return set(_read("lm_eval", run, step))
 
 
-def _read(key: str, run: Path | str | None, step: int) -> dict[int, Any]:
+def _read(key: str, run: Path | str | None, step: int) -> dict[int, dict[str, Any]]:
     records = {} if run is None else read_by_step(Path(run) / EVALUATION_FILE)
-    return {after: record[key] for after, record in records.items() if after <= step and key in record}
+    return {after: record for after, record in records.items() if after <= step and key in record}
 
 
 def stop_reason(losses: Losses, training: TrainingConfig) -> str | None:

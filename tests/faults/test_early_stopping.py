@@ -64,6 +64,19 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
     assert history(run)[-1]["how"] == last["how"]
 
 
+def test_validations_that_measure_something_else_are_not_compared(
+    flags: list[object], alone: Commands, tmp_path: Path
+) -> None:
+    """By a delta that no loss is better by, a run ends with the second validation of a setting."""
+    early = [*flags, "--early-stopping-patience", 1, "--early-stopping-delta", 100, "--save", tmp_path]
+    alone.run(TRAINER, *early)
+    assert saved_steps(tmp_path) == [EVERY]
+    (done,) = alone.run(TRAINER, *early, "--load", tmp_path, "--eval-iters", 3)
+    assert "early stopping counts anew: 2 earlier validations measured something else" in done.stderr
+    assert saved_steps(tmp_path) == [EVERY, 3 * EVERY]
+    assert [record["step"] for record in read_jsonl(tmp_path / "evaluation.jsonl")] == [0, 2, 4, 6]
+
+
 @pytest.mark.slow
 def test_a_stage_that_stopped_early_is_complete(flags: list[object], alone: Commands, tmp_path: Path) -> None:
     """A delta that no loss is better by: the first stage ends after as many validations as it has patience."""

@@ -1,15 +1,25 @@
 """Stopped by a signal: saved, with the exit status and the file that a launch script reads."""
 
+import contextlib
+import fcntl
 import json
+import multiprocessing
+import os
 import signal
+import subprocess
+import sys
+import termios
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megatron_ext.checkpoint.folders import folder_name, locate
+from megatron_ext.run.signals import StopRequest
 from tests.conftest import SmallData
-from tests.launcher import TIMEOUT_S, Commands, Running
+from tests.launcher import TIMEOUT_S, Commands, Running, call, clean_environment, torchrun, wait_until
 from tests.runs import CONFIG, TRAINER, read_jsonl
 
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 1000, "--window-schedule", "constant"]
@@ -31,6 +41,7 @@ def stopped(running: Running, number: signal.Signals, rank: int = 0) -> list[int
     [
         (1, signal.SIGTERM, ("--async-save", "--save-interval", 1)),
         (1, signal.SIGINT, ()),
+        (1, signal.SIGHUP, ()),
         (2, signal.SIGUSR1, ("--async-save", "--save-interval", 1)),
     ],
 )
@@ -94,3 +105,142 @@ def test_an_interrupted_validation_is_repeated_on_resume(small_data: SmallData, 
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 3]
     assert "checkpoint of another layout: random states start anew" in again.stderr
     assert len(read_jsonl(run / "metrics.jsonl")) == 3
+
+
+def unrequested(rank: int) -> list[str]:
+    """The signals that end a process, can be caught and are no fault of its own, but that StopRequest lets pass."""
+    faults = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"}
+    as_errors = {"SIGPIPE", "SIGXFSZ"}  # Python ignores them: the write fails
+    unknown = []
+    with StopRequest(None) as request:
+        request.listen()
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+            if number.name in faults | as_errors or not ends_a_process(number):
+                continue
+            signal.raise_signal(number)
+            if not wait_until(lambda number=number: request.signal == number, 10):
+                unknown.append(number.name)
+    return unknown
+
+
+def ends_a_process(number: signal.Signals) -> bool:
+    child = os.fork()
+    if child == 0:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        os._exit(0)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def test_every_signal_that_ends_a_process_and_can_be_caught_is_a_request_to_stop() -> None:
+    assert call(unrequested, 1, group=False) == [[]]
+
+
+def sleeping(begun: Any) -> None:
+    begun.set()
+    time.sleep(60)
+
+
+def terminated_child(rank: int) -> tuple[int | None, int]:
+    with StopRequest(None) as request:
+        request.listen()
+        begun = multiprocessing.get_context("fork").Event()
+        child = multiprocessing.get_context("fork").Process(target=sleeping, args=(begun,))
+        child.start()
+        begun.wait(60)
+        child.terminate()
+        child.join(10)
+        time.sleep(0.5)
+        return child.exitcode, request.signal
+
+
+def test_a_child_that_is_terminated_stops_no_run() -> None:
+    """Libraries end workers that they forked by SIGTERM."""
+    assert call(terminated_child, 1, group=False) == [(-signal.SIGTERM, 0)]
+
+
+def test_an_ignored_sighup_stays_ignored() -> None:
+    """As nohup asks for."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(None) as request:
+            request.listen()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_closed_loses_no_step(small_data: SmallData, tmp_path: Path) -> None:
+    """The trainer gets SIGHUP, and every line that it then prints is an error."""
+    run = tmp_path / "run"
+    terminal, end = os.openpty()
+
+    def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        fcntl.ioctl(end, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, TRAINER, *map(str, [*COMMON, *small_data.flags, "--save", run])]
+    pipes = {"stdin": end, "stdout": end, "stderr": end}
+    trainer = subprocess.Popen(
+        command, env=clean_environment(), start_new_session=True, preexec_fn=take_terminal, **pipes
+    )
+    os.close(end)
+    os.set_blocking(terminal, False)
+
+    def trains() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 2**16)  # a terminal that nobody reads is full after a few lines
+        return len(read_jsonl(run / "metrics.jsonl")) >= 2 or trainer.poll() is not None
+
+    try:
+        wait_until(trains, TIMEOUT_S)
+        os.close(terminal)
+        assert trainer.wait(TIMEOUT_S) == 85
+    finally:
+        trainer.kill()
+    steps = len(read_jsonl(run / "metrics.jsonl"))
+    assert json.loads((run / "stopped.json").read_text())["signal"] == "SIGHUP"
+    assert locate(run).folder == run / "checkpoints" / folder_name(steps)
+    assert read_jsonl(run / "history.jsonl")[-1]["how"] == "stopped by SIGHUP"
+
+
+def in_a_long_step(small_data: SmallData, run: Path, processes: int) -> Running:
+    running = torchrun(processes, "tests/faults/long_step.py", *COMMON, *small_data.flags, "--save", run)
+    running.wait_for(lambda: "the long step begins" in running.done()[0].stderr)
+    return running
+
+
+def signal_and_read(running: Running, number: signal.Signals) -> None:
+    """Send a signal, and wait until the run has acknowledged it."""
+    running.signal(number)
+    running.wait_for(lambda: f"{number.name}: the run saves and stops after" in running.done()[0].stderr)
+
+
+def test_a_long_step_acknowledges_signals_and_a_second_ctrl_c_ends_it(small_data: SmallData, tmp_path: Path) -> None:
+    running = in_a_long_step(small_data, tmp_path / "run", 1)
+    signal_and_read(running, signal.SIGTERM)
+    signal_and_read(running, signal.SIGINT)
+    running.signal(signal.SIGINT)  # the same keystroke, passed on by a launcher
+    time.sleep(2)
+    assert running.alive()
+    running.signal(signal.SIGINT)
+    (done,) = running.finish()
+    assert done.status == 130
+    assert "ended by a second Ctrl-C, without saving" in done.stderr
+    assert not locate(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_reaches_the_workers_of_torchrun(small_data: SmallData, tmp_path: Path) -> None:
+    """They are in sessions of their own: they get only what torchrun passes on."""
+    running = in_a_long_step(small_data, tmp_path / "run", 2)
+    signal_and_read(running, signal.SIGINT)
+    time.sleep(2)
+    running.signal(signal.SIGINT)
+    (done,) = running.finish(15)  # after 30 s torchrun would kill them
+    assert "ended by a second Ctrl-C, without saving" in done.stderr
+    assert not (tmp_path / "run" / "stopped.json").exists()

@@ -1,5 +1,7 @@
 """Files and folders are written atomically; fingerprints tell contents apart."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.files.atomic import atomic_folder, atomic_write
 from megatron_ext.files.fingerprint import fingerprint
+from tests.launcher import ROOT
 
 
 def fill(path: Path, content: str, *, replace: bool = True) -> None:
@@ -49,6 +52,27 @@ def test_a_folder_that_came_first_stays(tmp_path: Path) -> None:
         fill(tmp_path / "a", content, replace=False)
     assert (tmp_path / "a" / "inner" / "file").read_text() == "first"
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+METRICS = "from tests.monitoring.records import *; MetricsWriter('.', resume_step=0, logging=QUIET, config={})"
+WRITERS = {
+    "metrics": f"{METRICS}.write('train', step_record(0))",
+    "lock": "from pathlib import Path; from megatron_ext.files.lock import lock; lock(Path(), 'save')",
+    "stdout": "import sys; from megatron_ext.cli import command; sys.exit(command(lambda words: print('a'))())",
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_what_a_full_disk_refused_is_not_written_again(writer: str, tmp_path: Path) -> None:
+    """An unwritten buffer is written when its file is closed: Python 3.13, or -X dev, then prints a traceback."""
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    words = [sys.executable, "-X", "dev", "-c", f"{full}; {writer}"]
+    with Path("/dev/full").open("w") as out:
+        done = subprocess.run(
+            words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, stdout=out, stderr=subprocess.PIPE, text=True
+        )
+    assert "File too large" in done.stderr or "No space left" in done.stderr
+    assert "Exception ignored" not in done.stderr, done.stderr
 
 
 @given(st.lists(st.text() | st.binary(), max_size=4), st.lists(st.text() | st.binary(), max_size=4))

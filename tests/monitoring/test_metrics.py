@@ -1,3 +1,4 @@
+import contextlib
 import json
 import sys
 import tempfile
@@ -6,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import MetricsWriter, cut_back, read_by_step, read_jsonl
+from megatron_ext.monitoring.views import check_views
 from tests.monitoring.records import QUIET, evaluation_record, step_record, write_run
 
 STEPS = st.integers(min_value=-3, max_value=30)
@@ -31,6 +34,10 @@ def _scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def _warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("megatron_ext")]
 
 
 def test_the_last_record_of_each_step_counts(tmp_path):
@@ -119,20 +126,36 @@ class TestTensorBoard:
         assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
 
+    def test_a_folder_that_cannot_be_written_is_one_warning(self, tmp_path, caplog):
+        (tmp_path / "tensorboard").write_text("in its place")
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={})) as writer:
+            for step in range(3):
+                writer.write("train", step_record(step))
+        (warning,) = _warnings(caplog)
+        assert "TensorBoard has failed" in warning
+        assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
+
 
 class TestWandb:
-    def test_a_missing_package_is_refused_before_any_file_is_touched(self, tmp_path, monkeypatch):
-        write_run(tmp_path, 3)
+    def test_a_missing_package_is_one_line(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
         with pytest.raises(UserError, match=r"wandb_project needs the package wandb; pip install wandb"):
-            MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(wandb_project="p"), config={})
-        assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
-        MetricsWriter(tmp_path, resume_step=3, logging=LoggingConfig(), config={}).close()  # not asked for: not needed
+            check_views(LoggingConfig(wandb_project="p"))
+        check_views(LoggingConfig())  # not asked for: not needed
 
-    def test_a_resumed_run_goes_on_in_the_same_wandb_run(self, tmp_path, monkeypatch):
-        pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    @pytest.mark.parametrize("key", ["", "no key"])
+    def test_a_missing_login_is_one_line(self, wandb, tmp_path, monkeypatch, key):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        monkeypatch.delenv("WANDB_MODE")
+        wandb.teardown()  # it reads its environment once
+        with pytest.raises(UserError, match=r"wandb_project: got p, needs a login to W&B .*WANDB_MODE=offline"):
+            check_views(LoggingConfig(wandb_project="p"))
         monkeypatch.setenv("WANDB_MODE", "offline")
-        monkeypatch.setenv("WANDB_SILENT", "true")
+        wandb.teardown()
+        check_views(LoggingConfig(wandb_project="p"))
+
+    def test_a_resumed_run_goes_on_in_the_same_wandb_run(self, wandb, tmp_path):
         names = []
         for resume_step in (0, 2):
             logging = LoggingConfig(tensorboard=False, wandb_project="p")
@@ -143,3 +166,43 @@ class TestWandb:
             names.append((tmp_path / "wandb_id.txt").read_text())
         assert names[0] == names[1] != ""
         assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{names[0].strip()}"))) >= 1
+
+    def test_a_server_out_of_reach_leaves_a_run_to_sync(self, wandb, tmp_path, monkeypatch, caplog):
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+        wandb.teardown()
+        logging = LoggingConfig(tensorboard=False, wandb_project="p")
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=logging, config={})) as writer:
+            writer.write("train", step_record(0))
+        (warning,) = _warnings(caplog)
+        assert warning.startswith("warning: W&B cannot be reached")
+        (synced,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+        assert synced.stat().st_size > 0
+
+    def test_a_killed_service_is_one_warning(self, wandb, tmp_path, caplog):
+        logging = LoggingConfig(tensorboard=False, wandb_project="p")
+        with closing(MetricsWriter(tmp_path, resume_step=0, logging=logging, config={})) as writer:
+            for child in psutil.Process().children(recursive=True):
+                if child.name().startswith("wandb"):
+                    child.kill()
+                    child.wait()
+            for step in range(3):
+                writer.write("train", step_record(step))
+        (warning,) = _warnings(caplog)
+        assert "W&B has failed" in warning
+        assert "training goes on without it" in warning
+        assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """The package, without a server; its service ends with the test."""
+    package = pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    package.teardown()
+    yield package
+    with contextlib.suppress(Exception):  # it may have been killed
+        package.teardown()

@@ -96,7 +96,7 @@ def test_repeated_events_are_logged_once(tmp_path: Path, capsys: pytest.CaptureF
     made = records(tmp_path)
     for step in range(3):
         made.after_step(finished(step, Outcome.NO_TOKENS))
-        made.evaluation(step + 1, {16: None}, {})
+        made.evaluation(step + 1, {16: None}, {}, "one")
     made.close(4, "done")
     logged = capsys.readouterr().err
     assert logged.count("has no trained token") == logged.count("its loss is null") == 1

@@ -14,7 +14,7 @@ from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import save_plan
 from megatron_ext.data.packing.policies import build_plan
 from megatron_ext.errors import UserError
-from megatron_ext.run.inputs import VALIDATION, first_weights, open_rows
+from megatron_ext.run.inputs import VALIDATION, first_weights, open_rows, validation_setting
 from tests.checkpoint.models import write_model
 from tests.theirs import write_theirs
 
@@ -54,6 +54,40 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     assert [dataset.row_tokens for dataset in mixed.datasets] == [16.0, 12.0]
     drawn = mixed.rows_of(range(700))
     assert drawn == {"full": 300, "padded": 400}
+
+
+def test_what_changes_a_validation_is_another_setting(tmp_path: Path) -> None:
+    """And what does not is the same one: how weights are written, how rows are shared, training itself."""
+    one = write_data(tmp_path / "one", 1, 20)
+    other = write_data(tmp_path / "other", 2, 20)
+    data = DataConfig(data_path=("1", one, "1", other), seq_length=LENGTH)
+    training = TrainingConfig(eval_interval=1)
+
+    def setting(data: DataConfig, **options: object) -> str:
+        return validation_setting(Config(data=data, training=replace(training, **options)), 10)
+
+    first = setting(data)
+    longer = replace(data, seq_length=2 * LENGTH)
+    changed = [
+        setting(data, seed=5),
+        setting(data, eval_iters=2),
+        setting(data, eval_lengths=(8,)),
+        setting(data, eval_lengths=(8,), eval_stride=4),
+        setting(data, eval_document_mask=True),
+        setting(longer),
+        setting(longer, eval_lengths=(LENGTH,)),
+        setting(replace(data, global_batch_size=16)),
+        setting(replace(data, split="90,10,0")),
+        setting(replace(data, eod_mask_loss=True)),
+        setting(replace(data, data_path=("1", one, "2", other))),
+        setting(replace(data, valid_data_path=(other,))),
+        setting(replace(data, packing="best_fit"), eval_packing="same"),
+    ]
+    assert len({first, *changed}) == len(changed) + 1
+    assert setting(replace(data, data_path=("2", one, "2", other))) == first
+    assert setting(replace(data, micro_batch_size=2, packing="best_fit"), train_iters=7, eval_interval=3) == first
+    write_data(tmp_path / "other", 3, 20)
+    assert setting(data) not in {first, *changed}
 
 
 def test_validation_rows_do_not_depend_on_packing(tmp_path: Path) -> None:

@@ -7,15 +7,14 @@ import pytest
 from megatron_ext.config import CheckpointConfig, Config, TrainingConfig
 from megatron_ext.config.stages import Stage
 from megatron_ext.run import stages
-from megatron_ext.run.validation import Validation, read_losses, stop_reason
+from megatron_ext.run.validation import Validation, read_losses, read_validated, stop_reason
 
 
 def test_validation_is_due_at_multiples_and_at_the_end() -> None:
     def due(interval: int) -> list[int]:
         config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
-        validation = Validation(
-            config, stepper=None, batches=None, rows=None, records=None, lm_eval=None, losses={}, scored=set()
-        )  # type: ignore[arg-type]
+        parts = dict.fromkeys(("stepper", "batches", "rows", "records", "lm_eval"))
+        validation = Validation(config, **parts, setting="", losses={}, validated=set(), scored=set())  # type: ignore[arg-type]
         return [step for step in range(8) if validation.is_due(step)]
 
     assert due(3) == [0, 3, 6, 7]
@@ -50,6 +49,17 @@ def test_a_stage_that_stopped_early_has_ended_when_lm_eval_has_run(
     for more, ended in ([], False), (['{"step": 2, "lm_eval": {"task/acc": 1.0}}\n'], True):
         (tmp_path / "evaluation.jsonl").write_text("".join(lines + more))
         assert stages._has_ended(stage) == ended
+
+
+def test_only_losses_of_one_setting_are_compared(tmp_path: Path) -> None:
+    """Those of the running validations, or for a run that has ended, of its last one."""
+    settings = ["a", "a", "b", "b"]
+    lines = [f'{{"step": {n}, "valid_loss": {n}.0, "setting": "{name}"}}\n' for n, name in enumerate(settings)]
+    (tmp_path / "evaluation.jsonl").write_text("".join(lines))
+    assert read_losses(tmp_path, 3, "a") == {0: 0.0, 1: 1.0}
+    assert read_losses(tmp_path, 3) == {2: 2.0, 3: 3.0}
+    assert read_losses(tmp_path, 3, "c") == {}
+    assert read_validated(tmp_path, 2) == {0, 1, 2}
 
 
 def test_a_resumed_run_reads_the_validations_up_to_its_step(tmp_path: Path) -> None:

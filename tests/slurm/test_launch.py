@@ -112,6 +112,12 @@ class Case:
     settings: dict[str, str] = field(default_factory=dict)
 
 
+def passed_on(name: str) -> Case:
+    warn = f"sleep 2; scancel --batch --signal={name} $SLURM_JOB_ID"
+    ranks = f"trap 'exit 85' {name}; ((RANK)) || {{ {warn}; }}; sleep 99 & wait"
+    return Case(f"{FIRST_START} || exit 0; {ranks}", "COMPLETED", "0:0", 1)
+
+
 ONE_CRASH = {"MAX_CRASHES": "1"}
 CASES = {
     "done": Case("exit 0", "COMPLETED", "0:0", 0),
@@ -128,6 +134,12 @@ CASES = {
     ),
     "warned too early": Case(f"{FIRST_START} && kill -USR1 $$; exit 0", "COMPLETED", "0:0", 1),
     "warned too early each time": Case("kill -USR1 $$", "FAILED", "138:0", 1, ONE_CRASH),
+    "warned too early, without checkpoints": Case(
+        f"{FIRST_START} && kill -USR2 $$; exit 0", "COMPLETED", "0:0", 1, {"RUN": "", "MAX_CRASHES": "0"}
+    ),
+    "SIGHUP to the batch shell alone": passed_on("HUP"),
+    "SIGTERM to the batch shell alone": passed_on("TERM"),
+    "SIGUSR2 to the batch shell alone": passed_on("USR2"),
     "crashing": Case("exit 1", "FAILED", "1:0", 1, ONE_CRASH),
     "crashing, with checkpoints between": Case(
         f'{SAVE}; ((${{SLURM_RESTART_COUNT:-0}} == 2)) || exit 1; exit 0', "COMPLETED", "0:0", 2, ONE_CRASH
