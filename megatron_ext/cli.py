@@ -195,6 +195,18 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 positive = integer(1)
 
 
+def output_file(*endings: str) -> Callable[[str], Path]:
+    """Return the `type` of a flag that names a file to write, in the format of these `endings`."""
+
+    def convert(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() not in endings:
+            raise argparse.ArgumentTypeError(f"got {text}, needs a file name that ends in {' or '.join(endings)}")
+        return path
+
+    return convert
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the commands that compute with trained models: their tokenizer and dtype."""
     add = parser.add_argument

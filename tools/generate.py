@@ -14,7 +14,7 @@ import logging
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
+from megatron_ext.cli import Parser, add_model_flags, command, integer, output_file, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.inference.options import GenerateOptions
@@ -37,7 +37,8 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of probability P together")
     add("--seed", type=integer(0), default=1234, help="seed; each prompt has its own random numbers [1234]")
     add("--batch-size", type=positive, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
-    add("--output", type=Path, metavar="FILE", help="write one line of JSON for each prompt instead of text")
+    text = "write a .jsonl instead of text, one line for each prompt"
+    add("--output", type=output_file(".jsonl"), metavar="FILE", help=text)
     add("--overwrite", action="store_true", help="replace an existing output")
     add_model_flags(parser)
     return parser.parse_known_args(argv)
@@ -66,6 +67,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING if is_first() else logging.ERROR)
     read_launch()
     sampling, processes = check(options), parse_processes(flags)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
     from megatron_ext.inference.generate import generate_text  # importing Megatron takes seconds
 
     generate_text(GenerateOptions.of(options), processes, sampling)

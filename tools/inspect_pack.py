@@ -11,9 +11,8 @@ python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --p
 
 import argparse
 import sys
-from pathlib import Path
 
-from megatron_ext.cli import Parser, command, integer, positive
+from megatron_ext.cli import Parser, command, integer, output_file, positive
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import Policy
@@ -45,7 +44,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=mask)
     add("--context-parallel-size", type=positive, default=1, metavar="C", help="ranks that share the row (default: 1)")
     add("--cp-policy", default="auto", choices=[policy.value for policy in Policy], help="default: %(default)s")
-    add("--output", type=Path, metavar="PNG", help="draw a picture as well")
+    add("--output", type=output_file(".png"), metavar="PNG", help="draw a picture as well")
     options = parser.parse_args(argv)
     unread = "--sample --seed --split --tokenizer-model --policies --text"
     if options.data_path is not None:

@@ -10,7 +10,7 @@ the first layout as a configuration. Without --stage, the first stage of a run w
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command, integer, positive, program
+from megatron_ext.cli import Parser, command, integer, output_file, positive, program
 from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="GPUs, links and the shares that programs reach")
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=positive, default=5, help="layouts to show")
-    add("--output", type=Path, help="write the first layout here, as a configuration")
+    add("--output", type=output_file(".yaml", ".yml"), help="write the first layout here, as a configuration")
     options, rest = parser.parse_known_args(argv)
     speeds = read_speeds(options.gpus_file)
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     if not found.best:
         return 1
     if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(options.output) as aside:
             aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
         print(f"\nwritten to {options.output}; check it with")

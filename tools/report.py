@@ -9,7 +9,7 @@ python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's
 import sys
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, output_file
 from megatron_ext.monitoring.metrics import stage_folders
 from megatron_ext.monitoring.report import Run, join_stages, load_run, load_runs, stability_between, write_report
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
-    add("--output", type=Path, metavar="FILE", help="the page, an .html; for several folders")
+    add("--output", type=output_file(".html"), metavar="FILE", help="the page, an .html; for several folders")
     add("--evaluations", nargs="+", type=Path, default=[], metavar="DIR", help="folders that tools/evaluate.py wrote")
     add(
         "--stability-steps", nargs=2, type=int, metavar=("FIRST", "END"), help="print figures of steps FIRST to END - 1"
