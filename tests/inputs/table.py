@@ -74,6 +74,7 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 --document-ends 3 --seq-length 1000000000000000 | seq_length
 --document-ends 3 --seq-length 12 --context-parallel-size 5 | context_parallel_size
 --document-ends 3 --seq-length 12 --context-parallel-size 0 | --context-parallel-size: got 0, needs at least 1
+--document-ends 3 --seq-length 0 | --seq-length: got 0, needs at least 1
 --document-ends 3 --seq-length 12 --output {out}/row.jpg | row.jpg, needs a file name that ends in .png
 --document-ends 3 --seq-length 12 --sample 3 | --sample: --document-ends does not read it
 --data-path {w}/data --seq-length 64 --policies - --no-document-mask | --no-document-mask: --policies does not read it
@@ -106,6 +107,7 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 --input {w}/corpus.jsonl --vocab-size 300 --output {w}/text.txt/t | text.txt
 """,
     "tools/score_tokens.py": f"""
+--checkpoint {{w}}/hf --output {{out}}/s --context 0 {SMALL} | --context: got 0, needs at least 1
 --checkpoint {{w}}/hf --output {{out}}/s --context 65 {SMALL} | context, stride: got 65
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --part 1/1 {SMALL} | part: got '1/1'
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --rows 0 {SMALL} | rows: got 0
