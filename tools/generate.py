@@ -13,13 +13,16 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ext.cli import Parser, add_model_flags, command, integer, output_file, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.inference.options import GenerateOptions
-from megatron_ext.inference.sampling import Sampling
 from megatron_ext.launch import is_first, read_launch
+
+if TYPE_CHECKING:
+    from megatron_ext.inference.sampling import Sampling
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -44,7 +47,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def check(options: argparse.Namespace) -> Sampling:
+def check(options: argparse.Namespace) -> "Sampling":
     """Check the options before any model is read; return the sampling options.
 
     Raises:
@@ -58,6 +61,8 @@ def check(options: argparse.Namespace) -> Sampling:
         raise UserError("system: needs --chat; add it, or write the text into the prompt")
     if options.output is not None and options.output.exists() and not options.overwrite:
         raise UserError(f"output: {options.output} exists; pass --overwrite or another file")
+    from megatron_ext.inference.sampling import Sampling  # importing torch takes seconds
+
     return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
 

@@ -15,9 +15,6 @@ from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.search import describe, search
-from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
 
 
 @command
@@ -26,12 +23,16 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--gpus", type=integer(1, 10**7), required=True, help="number of GPUs")
     add("--gpu", default="H100", help="kind of GPU, a name of --gpus-file")
-    add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="GPUs, links and the shares that programs reach")
+    add("--gpus-file", type=Path, metavar="FILE", help="GPUs, links and the shares that programs reach")
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=positive, default=5, help="layouts to show")
     add("--output", type=output_file(".yaml", ".yml"), help="write the first layout here, as a configuration")
     options, rest = parser.parse_known_args(argv)
-    speeds = read_speeds(options.gpus_file)
+    from megatron_ext.planning.sampled_rows import SampledRows  # importing torch takes seconds
+    from megatron_ext.planning.search import describe, search
+    from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
+
+    speeds = read_speeds(options.gpus_file or FACTS / "gpus.yaml")
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
     if not rest:
         raise UserError("--config is required, for example: --config examples/configs/skyladder/skyladder_1b_8k.yaml")

@@ -21,7 +21,6 @@ from megatron_ext.config.arguments import parse_stages, to_dict
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.planning.twin import scale_of, twin
 
 
 @command
@@ -46,6 +45,8 @@ def main(argv: list[str]) -> int:
 
 def twin_file(stages: Sequence[Stage], options: argparse.Namespace) -> str:
     """Return the twins of all stages as one file, without their checkpoints' options: flags set the folders."""
+    from megatron_ext.planning.twin import scale_of, twin  # importing torch takes seconds
+
     scale = scale_of([stage.config for stage in stages])
     twins = [
         twin(stage.config, scale, options.data_path, options.tokenizer_model, options.score_store) for stage in stages
