@@ -115,7 +115,8 @@ for module in COMMANDS.values():
         assert importlib.import_module(module).main(["--help"]) == 0
     except SystemExit as end:
         assert end.code == 0
-sys.exit(importlib.import_module(COMMANDS["pretrain"]).main(["--config", "examples/configs/cpu_smoke.yaml", "--dry-run"]))
+trainer = importlib.import_module(COMMANDS["pretrain"])
+sys.exit(trainer.main(["--config", "examples/configs/cpu_smoke.yaml", "--dry-run"]))
 """
 
 
