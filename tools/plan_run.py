@@ -8,6 +8,7 @@ the first layout as a configuration. Without --stage, the first stage of a run w
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.cli import Parser, command, integer, output_file, positive, program
@@ -37,6 +38,9 @@ def main(argv: list[str]) -> int:
     if not rest:
         raise UserError("--config is required, for example: --config examples/configs/skyladder/skyladder_1b_8k.yaml")
     config = parse_stages(rest)[0].config
+    data = config.data
+    if not (data.mixture or data.data_path):  # a placeholder, in place of which typical documents are drawn
+        config = replace(config, data=replace(data, data_path=("PREFIX",)))
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     rows, what = None, "one document each, the most that attention can cost"
     if options.documents != "whole":
@@ -53,10 +57,15 @@ def main(argv: list[str]) -> int:
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(options.output) as aside:
-            aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
+            best = found.best[0].config
+            planned = replace(best, data=replace(best.data, data_path=data.data_path))
+            aside.write_text(dump_yaml(planned), encoding="utf-8")
+        written = f"--config {options.output}"
+        if config.data != data:
+            written += " --data-path PREFIX"
         print(f"\nwritten to {options.output}; check it with")
-        print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
-        print(f"  {program('rehearse')} --config {options.output} --world-size {options.gpus}")
+        print(f"  python pretrain_skyladder.py {written} --dry-run --world-size {options.gpus}")
+        print(f"  {program('rehearse')} {written} --world-size {options.gpus}")
     return 0
 
 
