@@ -199,6 +199,10 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 positive = integer(1)
 
 
+# a flag of several values, which may also be given several times
+MANY: dict[str, Any] = {"action": "extend", "nargs": "+"}
+
+
 def output_file(*endings: str) -> Callable[[str], Path]:
     """Return the `type` of a flag that names a file to write, in the format of these `endings`."""
 

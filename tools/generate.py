@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.cli import Parser, add_model_flags, command, integer, output_file, positive
+from megatron_ext.cli import MANY, Parser, add_model_flags, command, integer, output_file, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.inference.options import GenerateOptions
@@ -29,8 +29,8 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="run, checkpoint or Hugging Face folder")
-    add("--prompt", nargs="+", metavar="TEXT", help="texts to continue; with --chat the user's turns in order")
-    add("--input", nargs="+", metavar="FILE", help=".jsonl, .txt, .parquet files whose texts are prompts")
+    add("--prompt", **MANY, metavar="TEXT", help="texts to continue; with --chat the user's turns in order")
+    add("--input", **MANY, metavar="FILE", help=".jsonl, .txt, .parquet files whose texts are prompts")
     add("--json-key", default="text", metavar="FIELD", help="field of --input that holds the text [text]")
     add("--chat", action="store_true", help="chat by the tokenizer's template; turns are --prompt or lines of stdin")
     add("--system", metavar="TEXT", help="system message of --chat")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.cli import Parser, command, output_file
+from megatron_ext.cli import MANY, Parser, command, output_file
 from megatron_ext.monitoring.metrics import stage_folders
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
     add("--output", type=output_file(".html"), metavar="FILE", help="the page, an .html; for several folders")
-    add("--evaluations", nargs="+", type=Path, default=[], metavar="DIR", help="folders that tools/evaluate.py wrote")
+    add("--evaluations", **MANY, type=Path, default=[], metavar="DIR", help="folders that tools/evaluate.py wrote")
     add(
         "--stability-steps", nargs=2, type=int, metavar=("FIRST", "END"), help="print figures of steps FIRST to END - 1"
     )
