@@ -25,13 +25,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext.errors import PERMANENT, UserError, first_line, printable
+from megatron_ext.errors import PERMANENT, UserError, first_line, missing_package, printable
 from megatron_ext.launch import is_first, report_to_torchrun
 
 FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 MAX_LINES, MAX_CHARACTERS = 3, 600
 DEBUG = "--debug"
 PROGRAM = "megatron-ext"
+# by module: the packages that need a choice before `pip install .`, such as CUDA or not
+INSTALLED_FIRST = {"torch": "torch", "megatron": "megatron-core"}
 # subcommand: module whose main(argv) runs; in a checkout, a script of the same name
 COMMANDS = {
     "pretrain": "pretrain_skyladder",
@@ -101,6 +103,8 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
         except BrokenPipeError:
             return NO_READER
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name in INSTALLED_FIRST:
+                error = missing_package("this command", INSTALLED_FIRST[error.name])
             user_must_act = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in PERMANENT)
             if user_must_act and DEBUG not in words:
                 print_error(error)
@@ -203,6 +207,22 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 positive = integer(1)
+
+
+# a flag of several values, which may also be given several times
+MANY: dict[str, Any] = {"action": "extend", "nargs": "+"}
+
+
+def output_file(*endings: str) -> Callable[[str], Path]:
+    """Return the `type` of a flag that names a file to write, in the format of these `endings`."""
+
+    def convert(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() not in endings:
+            raise argparse.ArgumentTypeError(f"got {text}, needs a file name that ends in {' or '.join(endings)}")
+        return path
+
+    return convert
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,8 @@
 RANK, WORLD_SIZE, LOCAL_RANK    all unset for a single process
 LOCAL_WORLD_SIZE                processes on this node, by torchrun; only checked
 MASTER_ADDR, MASTER_PORT        rendezvous address of several processes; a single one ignores it
+
+Neither srun nor mpirun sets them: without a launcher, each of their tasks would be a run of its own.
 """
 
 import contextlib
@@ -18,6 +20,9 @@ from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_write
 
 _REMEDY = "start with torchrun or examples/slurm/launch.sh"
+# The number of tasks that were started together: by srun (a batch script and a shell of salloc have none), by Open MPI,
+# by MPICH and Intel MPI, and by MVAPICH.
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 class LaunchError(UserError):
@@ -39,10 +44,12 @@ def read_launch() -> Launch:
     """Read this process's rank and the world size.
 
     Raises:
-        LaunchError: a number is out of range; only one of RANK and WORLD_SIZE is set; or several processes have no
-            rendezvous address, or one whose host is unknown.
+        LaunchError: a number is out of range; only one of RANK and WORLD_SIZE is set, or none in one of several tasks;
+            or several processes have no rendezvous address, or one whose host is unknown.
     """
     environment = os.environ
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        _refuse_tasks()
     if ("RANK" in environment) != ("WORLD_SIZE" in environment):
         missing = "WORLD_SIZE" if "RANK" in environment else "RANK"
         raise LaunchError(f"{missing}: got none, RANK and WORLD_SIZE need each other; {_REMEDY}")
@@ -63,6 +70,17 @@ def read_launch() -> Launch:
         needs = f"needs the host of rank 0 ({getattr(error, 'strerror', error)})"
         raise LaunchError(f"MASTER_ADDR: got {echo(host)}, {needs}; {_REMEDY}") from None
     return launch
+
+
+def _refuse_tasks() -> None:
+    """Raise LaunchError in one of several tasks: without a rank, each would do all of the work."""
+    for name in _TASKS:
+        tasks = os.environ.get(name, "1")
+        if tasks != "1":
+            raise LaunchError(
+                f"RANK, WORLD_SIZE: got none in one of several tasks ({name} {echo(tasks)}), and each would do all of "
+                f"the work; {_REMEDY}"
+            )
 
 
 def _number(name: str, default: int, low: int, high: int) -> int:

@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import subprocess
 import sys
 import tomllib
 
@@ -103,6 +104,26 @@ def test_every_subcommand_has_a_main_and_every_tool_is_a_subcommand() -> None:
         assert [argument.arg for argument in main.args.args] == ["argv"], module
     tools = {f"tools.{path.stem}" for path in (ROOT / "tools").glob("*.py")} - {"tools.__init__"}
     assert set(COMMANDS.values()) <= tools | {"pretrain_skyladder"}
+
+
+WITHOUT_TORCH = """
+import importlib, sys
+from megatron_ext.cli import COMMANDS
+sys.modules["torch"] = None
+for module in COMMANDS.values():
+    try:
+        assert importlib.import_module(module).main(["--help"]) == 0
+    except SystemExit as end:
+        assert end.code == 0
+trainer = importlib.import_module(COMMANDS["pretrain"])
+sys.exit(trainer.main(["--config", "examples/configs/cpu_smoke.yaml", "--dry-run"]))
+"""
+
+
+def test_help_needs_no_torch_and_all_else_says_so() -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: this command needs the package torch; pip install torch\n")
 
 
 def test_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.errors import echo
 from megatron_ext.launch import Launch, LaunchError, is_first, read_launch
-from tests.conftest import SmallData
+from tests.conftest import SmallData, refused
 from tests.launcher import Commands
 from tests.runs import CONFIG, TRAINER, refusal
 
@@ -64,6 +64,25 @@ def test_wrong_environments(change: dict[str, str | None], text: str) -> None:
         with_environment(change)
     assert str(caught.value).startswith(text)
     assert "torchrun" in str(caught.value)
+
+
+# of one of two tasks of Slurm's srun, of Open MPI's mpirun, and of MPICH's
+TASKS = (
+    {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"},
+    {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2"},
+)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: next(iter(task)))
+def test_one_of_several_tasks_needs_a_rank(task: dict[str, str]) -> None:
+    """Without one it would do the work of all, as its neighbours do."""
+    alone = {name: value.replace("2", "1") for name, value in task.items()}
+    assert with_environment(dict.fromkeys(GOOD) | alone) == Launch(0, 1, 0)
+    assert with_environment(task) == Launch(1, 2, 1)
+    text = refused(lambda: with_environment(dict.fromkeys(GOOD) | task))
+    assert text.startswith("RANK, WORLD_SIZE: got none in one of several tasks (")
+    assert "torchrun" in text
 
 
 def test_a_port_that_another_program_has(small_data: SmallData) -> None:

@@ -20,13 +20,8 @@ from typing import Annotated, Any
 
 from pydantic import ByteSize, Field, TypeAdapter
 
-from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
-from megatron_ext.checkpoint.hf.folder import is_hugging_face
-from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron, megatron_to_megatron_lm
-from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.cli import Parser, command, integer, positive
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.model_text import ModelText
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -67,6 +62,10 @@ def size(text: str) -> int:
 
 def verify(options: argparse.Namespace) -> bool:
     """Print the differences between two models; return whether they are within the tolerance."""
+    from megatron_ext.checkpoint.hf.folder import is_hugging_face  # importing torch takes seconds
+    from megatron_ext.checkpoint.pretrained import Pretrained
+    from megatron_ext.evaluation.model_text import ModelText
+
     folders = (options.input, options.output)
     theirs = [folder for folder in folders if is_hugging_face(folder)]
     ours = [folder for folder in folders if folder not in theirs]
@@ -106,6 +105,9 @@ def text_of(path: Path | None) -> str:
 @command
 def main(argv: list[str]) -> int:
     options = parse_options(argv)
+    from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf  # importing torch takes seconds
+    from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron, megatron_to_megatron_lm
+
     began = time.perf_counter()
     if options.command == "verify":
         return 0 if verify(options) else 1

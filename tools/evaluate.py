@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
+from megatron_ext.cli import MANY, Parser, add_model_flags, command, integer, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.inference.options import LmEvalOptions, PerplexityOptions
@@ -39,11 +39,11 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _perplexity_flags(add: Callable[..., Any]) -> None:
-    add("--input", nargs="+", metavar="FILE", help=".jsonl, .txt, .parquet files; each is a source")
+    add("--input", **MANY, metavar="FILE", help=".jsonl, .txt, .parquet files; each is a source")
     add("--json-key", default="text", metavar="FIELD", help="field of --input that holds the text [text]")
     add("--source-key", metavar="FIELD", help="field that names a text's source, such as its domain [the file]")
-    add("--data-path", nargs="+", metavar="PREFIX", help=".bin/.idx datasets instead of files; each is a source")
-    add("--lengths", nargs="+", type=positive, metavar="L", help="tokens of a window [the trained length]")
+    add("--data-path", **MANY, metavar="PREFIX", help=".bin/.idx datasets instead of files; each is a source")
+    add("--lengths", **MANY, type=positive, metavar="L", help="tokens of a window [the trained length]")
     add("--stride", type=positive, metavar="S", help="tokens between the starts of windows [half of each length]")
     text = "a token sees its own document alone [yes]"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=text)
@@ -56,11 +56,11 @@ def _perplexity_flags(add: Callable[..., Any]) -> None:
 
 def _lm_eval_flags(add: Callable[..., Any]) -> None:
     text = "names of lm-eval's tasks and groups (`lm-eval ls tasks`), or of --include-path"
-    add("--tasks", nargs="+", required=True, metavar="TASK", help=text)
+    add("--tasks", **MANY, required=True, metavar="TASK", help=text)
     add("--shots", type=integer(0), metavar="N", help="solved examples before a question [each task's own]")
     add("--limit", type=positive, metavar="N", help="questions of each task, and of each of --lengths [all]")
     add("--include-path", type=Path, metavar="DIR", help="folder with your own task files, whose code is run")
-    add("--lengths", nargs="+", type=positive, metavar="L", help="lengths of RULER's texts [lm-eval's: 4096]")
+    add("--lengths", **MANY, type=positive, metavar="L", help="lengths of RULER's texts [lm-eval's: 4096]")
     add("--max-length", type=positive, metavar="L", help="longer contexts lose their beginning [the trained length]")
     add("--cut-middle", action="store_true", help="contexts of generated answers lose their middle (LongBench)")
     add("--split-length", type=positive, metavar="L", help="also average over prompts up to L tokens, and longer ones")

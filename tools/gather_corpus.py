@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, output_file
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
@@ -33,8 +33,6 @@ def gather_corpus(
     `# file: name`. Documents are ordered by a hash of their names, so that any contiguous part is a fair sample.
     Returns the number of documents written, and of those omitted because of `max_bytes`.
     """
-    if target.suffix != ".jsonl":
-        raise UserError(f"output: {target} must end in .jsonl, the format that tools/preprocess_data.py reads")
     if target.exists() and not overwrite:
         raise UserError(f"output: {target} exists; pass --overwrite or another --output")
     root = stdlib or Path(sysconfig.get_path("stdlib"))
@@ -79,7 +77,7 @@ def _files(root: Path, entry: Path) -> Iterator[str]:
 @command
 def main(argv: list[str]) -> int:
     parser = Parser(description="Gather the standard library's sources, one package per document.")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the .jsonl file to write")
+    parser.add_argument("--output", required=True, type=output_file(".jsonl"), metavar="FILE", help="the file to write")
     parser.add_argument("--max-bytes", type=int, help="keep the file below this size (default: everything)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     args = parser.parse_args(argv)

@@ -13,21 +13,24 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_ext.cli import Parser, add_model_flags, command, integer, positive
+from megatron_ext.cli import MANY, Parser, add_model_flags, command, integer, output_file, positive
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.inference.options import GenerateOptions
-from megatron_ext.inference.sampling import Sampling
 from megatron_ext.launch import is_first, read_launch
+
+if TYPE_CHECKING:
+    from megatron_ext.inference.sampling import Sampling
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="run, checkpoint or Hugging Face folder")
-    add("--prompt", nargs="+", metavar="TEXT", help="texts to continue; with --chat the user's turns in order")
-    add("--input", nargs="+", metavar="FILE", help=".jsonl, .txt, .parquet files whose texts are prompts")
+    add("--prompt", **MANY, metavar="TEXT", help="texts to continue; with --chat the user's turns in order")
+    add("--input", **MANY, metavar="FILE", help=".jsonl, .txt, .parquet files whose texts are prompts")
     add("--json-key", default="text", metavar="FIELD", help="field of --input that holds the text [text]")
     add("--chat", action="store_true", help="chat by the tokenizer's template; turns are --prompt or lines of stdin")
     add("--system", metavar="TEXT", help="system message of --chat")
@@ -37,13 +40,14 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of probability P together")
     add("--seed", type=integer(0), default=1234, help="seed; each prompt has its own random numbers [1234]")
     add("--batch-size", type=positive, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
-    add("--output", type=Path, metavar="FILE", help="write one line of JSON for each prompt instead of text")
+    text = "write a .jsonl instead of text, one line for each prompt"
+    add("--output", type=output_file(".jsonl"), metavar="FILE", help=text)
     add("--overwrite", action="store_true", help="replace an existing output")
     add_model_flags(parser)
     return parser.parse_known_args(argv)
 
 
-def check(options: argparse.Namespace) -> Sampling:
+def check(options: argparse.Namespace) -> "Sampling":
     """Check the options before any model is read; return the sampling options.
 
     Raises:
@@ -57,6 +61,8 @@ def check(options: argparse.Namespace) -> Sampling:
         raise UserError("system: needs --chat; add it, or write the text into the prompt")
     if options.output is not None and options.output.exists() and not options.overwrite:
         raise UserError(f"output: {options.output} exists; pass --overwrite or another file")
+    from megatron_ext.inference.sampling import Sampling  # importing torch takes seconds
+
     return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
 
@@ -66,6 +72,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING if is_first() else logging.ERROR)
     read_launch()
     sampling, processes = check(options), parse_processes(flags)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
     from megatron_ext.inference.generate import generate_text  # importing Megatron takes seconds
 
     generate_text(GenerateOptions.of(options), processes, sampling)

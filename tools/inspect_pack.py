@@ -11,9 +11,8 @@ python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --p
 
 import argparse
 import sys
-from pathlib import Path
 
-from megatron_ext.cli import Parser, command, integer, positive
+from megatron_ext.cli import Parser, command, integer, output_file, positive
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import Policy
@@ -30,7 +29,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     row.add_argument("--document-ends", type=int, nargs="*", metavar="END", help="a row by hand: exclusive ends")
     row.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a row of .bin/.idx, as the training draws it")
     add = parser.add_argument
-    add("--seq-length", type=int, required=True, metavar="L", help="tokens of the row")
+    add("--seq-length", type=positive, required=True, metavar="L", help="tokens of the row")
     data = parser.add_argument_group("with --data-path").add_argument
     data("--sample", type=integer(0), default=0, metavar="N", help="training sample, from 0 (default: 0)")
     data("--seed", type=int, default=TrainingConfig.seed, help="of the data order (default: %(default)s)")
@@ -40,12 +39,12 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     data("--tokenizer-model", metavar="TOKENIZER", help="the one that the data was made with")
     data("--policies", nargs="+", metavar="NAME", help="compare packing policies instead; - for all but bm25")
     data("--text", action="store_true", help="show the text of each token of a short row")
-    add("--window", type=int, metavar="W", help="of the grid (default: the whole row)")
+    add("--window", type=positive, metavar="W", help="of the grid (default: the whole row)")
     mask = "attention stays inside a document: here by default, in training by option"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=mask)
     add("--context-parallel-size", type=positive, default=1, metavar="C", help="ranks that share the row (default: 1)")
     add("--cp-policy", default="auto", choices=[policy.value for policy in Policy], help="default: %(default)s")
-    add("--output", type=Path, metavar="PNG", help="draw a picture as well")
+    add("--output", type=output_file(".png"), metavar="PNG", help="draw a picture as well")
     options = parser.parse_args(argv)
     unread = "--sample --seed --split --tokenizer-model --policies --text"
     if options.data_path is not None:

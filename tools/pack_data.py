@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,10 +30,9 @@ from megatron_ext.data.packing.plan import PLAN, load_plan, plan_folder, save_pl
 from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan
 from megatron_ext.data.packing.report import describe, report
 from megatron_ext.errors import UserError
-from megatron_ext.run.identity import checked_vocab_size, row_identity
-from megatron_ext.run.inputs import Split, open_split, splits
-from megatron_ext.token_weighting.gain import document_gains, keep_by_gain
-from megatron_ext.token_weighting.store import ScoreStore
+
+if TYPE_CHECKING:
+    from megatron_ext.run.inputs import Split
 
 
 @command
@@ -54,6 +54,9 @@ def main(argv: list[str]) -> int:
 
 def pack(configs: Sequence[Config], filtered: Sequence[str] | None = None) -> None:
     """Make the plans of all stages, for training and if needed for validation; `filtered` is SHARE, SHORT and LONG."""
+    from megatron_ext.run.identity import checked_vocab_size  # importing torch takes seconds
+    from megatron_ext.run.inputs import splits
+
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:
         raise UserError("packing: got random, which needs no plan; name another policy")
@@ -68,7 +71,12 @@ def pack(configs: Sequence[Config], filtered: Sequence[str] | None = None) -> No
                     _make(split, ("training", "validation")[number])
 
 
-def _make_filtered(config: Config, vocab_size: int, split: Split, share: str, short: str, long: str) -> None:
+def _make_filtered(config: Config, vocab_size: int, split: "Split", share: str, short: str, long: str) -> None:
+    from megatron_ext.run.identity import row_identity
+    from megatron_ext.run.inputs import open_split
+    from megatron_ext.token_weighting.gain import document_gains, keep_by_gain
+    from megatron_ext.token_weighting.store import ScoreStore
+
     data, part, length, first = config.data, split.part.unfiltered(), config.data.seq_length, config.data.first_sample
     if len(data.parts) > 1 or split.length != length:
         raise UserError("filter_by_gain: got a mixture or sequences shorter than rows, needs one dataset of whole rows")
@@ -88,7 +96,7 @@ def _make_filtered(config: Config, vocab_size: int, split: Split, share: str, sh
     _make(kept, "training", chosen, facts | {"short": asdict(before.identity), "long": asdict(after.identity)})
 
 
-def _make(split: Split, documents: str, kept: Documents | None = None, record: dict | None = None) -> None:
+def _make(split: "Split", documents: str, kept: Documents | None = None, record: dict | None = None) -> None:
     """Make a plan if missing, and report on it; `documents` describes the documents, of which some may be `kept`."""
     began = time.perf_counter()
     key, prefix = split.plan_key(), split.part.prefix

@@ -8,16 +8,14 @@ the first layout as a configuration. Without --stage, the first stage of a run w
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.cli import Parser, command, integer, positive, program
+from megatron_ext.cli import Parser, command, integer, output_file, positive, program
 from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.search import describe, search
-from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
 
 
 @command
@@ -26,16 +24,23 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--gpus", type=integer(1, 10**7), required=True, help="number of GPUs")
     add("--gpu", default="H100", help="kind of GPU, a name of --gpus-file")
-    add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="GPUs, links and the shares that programs reach")
+    add("--gpus-file", type=Path, metavar="FILE", help="GPUs, links and the shares that programs reach")
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=positive, default=5, help="layouts to show")
-    add("--output", type=Path, help="write the first layout here, as a configuration")
+    add("--output", type=output_file(".yaml", ".yml"), help="write the first layout here, as a configuration")
     options, rest = parser.parse_known_args(argv)
-    speeds = read_speeds(options.gpus_file)
+    from megatron_ext.planning.sampled_rows import SampledRows  # importing torch takes seconds
+    from megatron_ext.planning.search import describe, search
+    from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
+
+    speeds = read_speeds(options.gpus_file or FACTS / "gpus.yaml")
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
     if not rest:
         raise UserError("--config is required, for example: --config examples/configs/skyladder/skyladder_1b_8k.yaml")
     config = parse_stages(rest)[0].config
+    data = config.data
+    if not (data.mixture or data.data_path):  # a placeholder, in place of which typical documents are drawn
+        config = replace(config, data=replace(data, data_path=("PREFIX",)))
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     rows, what = None, "one document each, the most that attention can cost"
     if options.documents != "whole":
@@ -50,11 +55,17 @@ def main(argv: list[str]) -> int:
     if not found.best:
         return 1
     if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(options.output) as aside:
-            aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
+            best = found.best[0].config
+            planned = replace(best, data=replace(best.data, data_path=data.data_path))
+            aside.write_text(dump_yaml(planned), encoding="utf-8")
+        written = f"--config {options.output}"
+        if config.data != data:
+            written += " --data-path PREFIX"
         print(f"\nwritten to {options.output}; check it with")
-        print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
-        print(f"  {program('rehearse')} --config {options.output} --world-size {options.gpus}")
+        print(f"  python pretrain_skyladder.py {written} --dry-run --world-size {options.gpus}")
+        print(f"  {program('rehearse')} {written} --world-size {options.gpus}")
     return 0
 
 

@@ -7,7 +7,7 @@ python tools/preprocess_data.py --input chats.jsonl --messages-field --output-pr
 import argparse
 import sys
 
-from megatron_ext.cli import Parser, command, positive
+from megatron_ext.cli import MANY, Parser, command, positive
 from megatron_ext.data.indexed import read_metadata
 from megatron_ext.data.preprocess.encode import Report
 from megatron_ext.data.preprocess.pipeline import PreprocessOptions, preprocess
@@ -26,7 +26,7 @@ def parse_options(argv: list[str]) -> PreprocessOptions:
     parser = Parser(description="Tokenize documents into PREFIX.bin, .idx and .json.", epilog=EPILOG)
     add = parser.add_argument_group("input").add_argument
     kinds = ".jsonl or .json lines (also .gz, .zst), .parquet, .txt; folders or patterns"
-    add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=kinds)
+    add("--input", dest="inputs", **MANY, required=True, metavar="PATH", help=kinds)
     add("--json-key", dest="text_field", default="text", help="field or column of the text (default: %(default)s)")
     chat = "chat data: the field of a list of {role, content}, rendered by the tokenizer's chat template; only the "
     chat += "assistant's tokens are trained, by PREFIX.mask.npy (default without a name: %(const)s)"

@@ -9,9 +9,8 @@ Any flag of pretrain_skyladder.py may follow. See docs/planning.md for the measu
 
 import json
 import sys
-from pathlib import Path
 
-from megatron_ext.cli import Parser, command, positive
+from megatron_ext.cli import Parser, command, output_file, positive
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
 from megatron_ext.errors import UserError
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)"
     )
-    parser.add_argument("--json", type=Path, help="write what was found here too")
+    parser.add_argument("--json", type=output_file(".json"), help="write what was found here too")
     options, training = parser.parse_known_args(argv)
     config = parse(training)
     check(config, options.world_size)

@@ -8,13 +8,16 @@ python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import MANY, Parser, command, output_file
 from megatron_ext.monitoring.metrics import stage_folders
-from megatron_ext.monitoring.report import Run, join_stages, load_run, load_runs, stability_between, write_report
+
+if TYPE_CHECKING:
+    from megatron_ext.monitoring.report import Run
 
 
-def headline(run: Run) -> str:
+def headline(run: "Run") -> str:
     """Return the first and last validation losses of a run, or training losses if it was not validated."""
     if (validation := run.validation.get("valid_loss")) is not None:
         (first, last), (before, after) = validation.steps[[0, -1]], validation.values[[0, -1]]
@@ -27,6 +30,8 @@ def headline(run: Run) -> str:
 
 def print_stability(folders: list[Path], first: int, end: int) -> None:
     """Print the stability figures of some steps, one line per run (arXiv 2503.15450, Table 9)."""
+    from megatron_ext.monitoring.report import load_runs, stability_between
+
     print(f"{f'steps {first} to {end - 1}':<32}volatility  smoothness  loss ratio  min(norm, 1)")
     for run in load_runs(folders):
         figures = stability_between(run, first, end).values()
@@ -38,8 +43,8 @@ def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
-    add("--output", type=Path, metavar="FILE", help="the page, an .html; for several folders")
-    add("--evaluations", nargs="+", type=Path, default=[], metavar="DIR", help="folders that tools/evaluate.py wrote")
+    add("--output", type=output_file(".html"), metavar="FILE", help="the page, an .html; for several folders")
+    add("--evaluations", **MANY, type=Path, default=[], metavar="DIR", help="folders that tools/evaluate.py wrote")
     add(
         "--stability-steps", nargs=2, type=int, metavar=("FIRST", "END"), help="print figures of steps FIRST to END - 1"
     )
@@ -49,6 +54,8 @@ def main(argv: list[str]) -> int:
         parser.error("--output: not given, needs a file with several run folders; add --output compare.html")
     if not several and options.output is not None:
         parser.error("--output: goes with several run folders; leave it out, the report goes into the run folder")
+    from megatron_ext.monitoring.report import join_stages, load_run, load_runs, write_report  # imports torch: seconds
+
     if options.stability_steps is not None:
         print_stability(options.runs, *options.stability_steps)
     if several and options.output is not None:

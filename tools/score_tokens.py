@@ -23,8 +23,8 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="FOLDER", help="Hugging Face model, run or checkpoint")
     add("--output", required=True, type=Path, metavar="STORE", help="zarr store; made, or continued")
-    add("--context", required=True, type=int, metavar="N", help="n, tokens of a chunk")
-    add("--stride", type=int, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
+    add("--context", required=True, type=positive, metavar="N", help="n, tokens of a chunk")
+    add("--stride", type=positive, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
     add("--rows", type=positive, help="samples to score, from --first-sample on (default: all that the run takes)")
     add("--part", default="0/1", metavar="I/N", help="of N commands on one store, this is number I, from 0")
     options, flags = parser.parse_known_args(argv)

@@ -5,7 +5,7 @@ python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output 
 
 import sys
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import MANY, Parser, command
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.data.text.tokenizer import train_bpe
 
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
         description="Train a byte-level BPE tokenizer; writes FOLDER/tokenizer.json, which --tokenizer-model takes."
     )
     kinds = ".jsonl or .json lines (also .gz, .zst), .parquet, .txt; folders or patterns"
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
+    parser.add_argument("--input", **MANY, required=True, metavar="PATH", help=kinds)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--output", required=True, metavar="FOLDER")
     parser.add_argument("--json-key", default="text", help="the field that holds the text (default: text)")

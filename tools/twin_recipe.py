@@ -12,24 +12,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import Parser, command, output_file
 from megatron_ext.config.arguments import parse_stages, to_dict
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.planning.twin import scale_of, twin
 
 
 @command
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("recipe", help="a configuration below examples/configs, or one of many in it: FILE#NAME")
-    parser.add_argument("--output", required=True, type=Path, help="file to write the twin's configuration to")
+    text = "file to write the twin's configuration to"
+    parser.add_argument("--output", required=True, type=output_file(".yaml", ".yml"), metavar="FILE", help=text)
     parser.add_argument("--data-path", default="data/smoke/corpus", help="data set that replaces each of the recipe's")
     parser.add_argument("--tokenizer-model", default="data/smoke/tokenizer", help="that the data set was made with")
     parser.add_argument("--score-store", default="data/smoke/scores", help="replaces that of a frozen scorer")
@@ -46,6 +45,8 @@ def main(argv: list[str]) -> int:
 
 def twin_file(stages: Sequence[Stage], options: argparse.Namespace) -> str:
     """Return the twins of all stages as one file, without their checkpoints' options: flags set the folders."""
+    from megatron_ext.planning.twin import scale_of, twin  # importing torch takes seconds
+
     scale = scale_of([stage.config for stage in stages])
     twins = [
         twin(stage.config, scale, options.data_path, options.tokenizer_model, options.score_store) for stage in stages

@@ -1,17 +1,18 @@
 """Parse flags and YAML into `Config`, and write it as YAML.
 
-Values are merged in this order, later ones winning: preset, extended file, file, stage, flags. The YAML has one mapping
-per section of `Config`, and may have `stages:` (config/stages.py) and `extends: FILE`. A run in a file of many runs
-(config/matrix.py) is named FILE#NAME. A flag is a field's name with dashes.
+Values are merged in this order, later ones winning: preset, extended file, file, stage, flags. Of several files, each
+adds its values and then those of its stage to the files before it. The YAML has one mapping per section of `Config`,
+and may have `stages:` (config/stages.py) and `extends: FILE`. A run in a file of many runs (config/matrix.py) is named
+FILE#NAME. A flag is a field's name with dashes.
 """
 
 import argparse
 import functools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import yaml
 
@@ -21,7 +22,7 @@ from megatron_ext.config.megatron_lm import equivalent
 from megatron_ext.config.mixture import expand_mixture
 from megatron_ext.config.options import OF_ONE_START, PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, Option, flag, validate
-from megatron_ext.config.stages import Stage, link_stage, read_entries
+from megatron_ext.config.stages import Stage, StageEntry, link_stage, read_entries
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.reading import read_yaml
 
@@ -41,7 +42,7 @@ or an empty list by default.
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Build the configuration from command-line flags and the YAML file of `--config`.
+    """Build the configuration from command-line flags and the YAML files of `--config`.
 
     Raises UserError for an unknown flag, key or preset, an unreadable file, an invalid value, or several stages.
     """
@@ -65,32 +66,28 @@ def parse_processes(argv: Sequence[str]) -> ParallelConfig:
 def parse_stages(argv: Sequence[str]) -> list[Stage]:
     """Build the stages of a run in order, or only --stage; one without a name if the YAML has no `stages:`."""
     flags = vars(_parser().parse_args(list(argv)))
-    path, wanted = flags["config"], flags["stage"]
-    content = _read_yaml(path) if path is not None else {}
-    entries = content.pop("stages", None)
+    wanted = flags["stage"]
+    files = [_read_config(path) for path in flags["config"]]
+    paths = " ".join(file.path for file in files)
     given: Values = {}
     for name, field in FIELDS.items():
         if name in flags:
             is_reset = flags[name] in ("none", ["none"]) and field.default in (None, ())
             given.setdefault(field.section, {})[name] = field.default if is_reset else flags[name]
-    if entries is None:
+    names = _stage_names(files)
+    if not names:
         if wanted is not None:
-            raise UserError(f"stage: got {wanted}, but {path or 'the run'} has no stages; leave it out")
-        return [Stage(None, _build(content, given))]
+            raise UserError(f"stage: got {wanted}, but {paths or 'the run'} has no stages; leave it out")
+        return [Stage(None, _build(*(file.sections for file in files), given))]
     stages: list[Stage] = []
-    for entry in read_entries(entries, path):
-        sections = entry.model_extra or {}
-        _check_file(sections, path)
-        common, flags_here = content, given
-        if stages:  # the file's init_from applies to the first stage, that of the flags to the named one
-            common = _without_init(content)
-            flags_here = given if entry.name == wanted else _without_init(given)
-        config = _build(common, sections, flags_here)
-        stages.append(link_stage(entry.name, config, entry.keep, stages[-1] if stages else None))
+    for name in names:
+        # a file's init_from applies to the first stage, that of the flags to the named one
+        flags_here = _without_init(given) if stages and name != wanted else given
+        config = _build(*_layers(files, name, is_first=not stages), flags_here)
+        stages.append(link_stage(name, config, _kept(files, name), stages[-1] if stages else None))
     chosen = [stage for stage in stages if wanted in (None, stage.name)]
     if not chosen:
-        names = [str(stage.name) for stage in stages]
-        raise UserError(f"stage: got {wanted}, {path} has {', '.join(names)}{nearest(str(wanted), names)}")
+        raise UserError(f"stage: got {wanted}, {paths} has {', '.join(names)}{nearest(str(wanted), names)}")
     return chosen
 
 
@@ -144,6 +141,49 @@ def as_flag(name: str, value: Any) -> str:
         return flag(name) if value else flag(f"no_{name}")
     words = value if isinstance(value, tuple | list) else ["none" if value is None else value]
     return shlex.join([flag(name), *(str(word) for word in words or ["none"])])
+
+
+class _ConfigFile(NamedTuple):
+    path: str
+    sections: Values  # of all stages
+    stages: dict[str, StageEntry]
+
+
+def _read_config(path: str) -> _ConfigFile:
+    sections = _read_yaml(path)
+    entries = sections.pop("stages", None)
+    stages = [] if entries is None else read_entries(entries, path)
+    for stage in stages:
+        _check_file(stage.sections, path)
+    return _ConfigFile(path, sections, {stage.name: stage for stage in stages})
+
+
+def _stage_names(files: Sequence[_ConfigFile]) -> list[str]:
+    """Return the names of the run's stages: those of the first file that has any.
+
+    Raises UserError for a later file with a stage of another name.
+    """
+    names: list[str] = []
+    for file in files:
+        names = names or list(file.stages)
+        for name in file.stages:
+            if name not in names:
+                needs = f"needs a stage of the files before it, {', '.join(names)}{nearest(name, names)}"
+                raise UserError(f"{file.path}: stages: got {name}, {needs}")
+    return names
+
+
+def _layers(files: Sequence[_ConfigFile], name: str, *, is_first: bool) -> Iterator[Values]:
+    """Yield the values of a stage, the later the stronger."""
+    for file in files:
+        yield file.sections if is_first else _without_init(file.sections)
+        if name in file.stages:
+            yield file.stages[name].sections
+
+
+def _kept(files: Sequence[_ConfigFile], name: str) -> tuple[str, ...]:
+    entries = [file.stages[name] for file in files if name in file.stages]
+    return next((entry.keep for entry in reversed(entries) if "keep" in entry.model_fields_set), ())
 
 
 def _without_init(layer: Values) -> Values:
@@ -212,7 +252,8 @@ def _parser(everything: bool = False) -> Parser:
     parser.equivalent = equivalent
     add = parser.add_argument
     add("--help-all", nargs=0, action=_HelpAll, help="list every flag")
-    add("--config", metavar="FILE", help=f"YAML file with the sections {', '.join(SECTIONS)}, and stages")
+    text = f"YAML file with the sections {', '.join(SECTIONS)}, and stages; of several --config the later ones win"
+    add("--config", metavar="FILE", action="append", default=[], help=text)
     add("--stage", metavar="NAME", help="run only this one of the file's `stages:`")
     kinds = ("lenient", "strict")
     text = "describe the run and exit; strict: missing data is an error"

@@ -51,6 +51,10 @@ class StageEntry(BaseModel, extra="allow", coerce_numbers_to_str=True):
     name: Annotated[str, Field(pattern=r"^[\w.-]*\w[\w.-]*$")]
     keep: tuple[Literal["optimizer", "learning_rate", "samples"], ...] = ()
 
+    @property
+    def sections(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
 
 def read_entries(entries: Any, path: str) -> list[StageEntry]:
     """Parse the `stages:` of a configuration file; their names must differ."""
@@ -58,8 +62,6 @@ def read_entries(entries: Any, path: str) -> list[StageEntry]:
     names = [stage.name for stage in stages]
     if not names or len(set(names)) < len(names):
         raise UserError(f"{path}: stages: got {', '.join(names) or 'none'}, needs at least one, each with its own name")
-    if stages[0].keep:
-        raise UserError(f"{path}: stages: {names[0]}: keep: got {', '.join(stages[0].keep)}, needs a previous stage")
     return stages
 
 
@@ -67,8 +69,10 @@ def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | N
     """Build a stage with its own folders and with what it takes from the previous stage, `before`.
 
     In `config`, as written, `save` and `load` are the run's folders, and `init_from` is set if the stage gives it.
-    Raises UserError for folders that a run in stages cannot have, and for rows that cannot continue.
+    Raises UserError for folders that a run in stages cannot have, and for what it cannot keep.
     """
+    if keep and before is None:
+        raise UserError(f"stages: {name}: keep: got {', '.join(keep)}, needs a previous stage")
     checkpoint = config.checkpoint
     if checkpoint.load is not None and Path(checkpoint.load) != Path(checkpoint.save or ""):
         raise UserError(f"load: got {checkpoint.load}, a run in stages needs the same folder as save {checkpoint.save}")

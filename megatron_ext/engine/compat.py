@@ -7,7 +7,6 @@ tests/engine/test_compat.py fails when one is no longer needed. Branches ask for
 import contextlib
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_ext.engine.adam import FusedAdam
 from megatron_ext.errors import UserError
 
-SUPPORTED = ">=0.16.1,<0.20"  # as in pyproject.toml
-
 
 def install() -> None:
-    """Apply the patches that a run may always have, when a process chooses its device. Repeating it changes nothing.
-
-    Raises:
-        UserError: another version of Megatron-Core.
-    """
-    version = megatron.core.__version__
-    first, end, ours = (tuple(map(int, re.findall(r"\d+", text))) for text in (*SUPPORTED.split(","), version))
-    if not first <= ours < end:
-        raise UserError(f"megatron-core: got {version}, needs {SUPPORTED}; pip install 'megatron-core{SUPPORTED}'")
+    """Apply the patches that a run may always have, when a process chooses its device. Repeating it changes nothing."""
     install_optimizer()
     install_without_transformer_engine()
     if hasattr(megatron_random, "_get_share_storage"):

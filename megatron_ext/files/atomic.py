@@ -4,11 +4,11 @@ path.4711.partial   being written; a killed process leaves it behind, and nothin
 path                always either the old or the new content
 """
 
+import contextlib
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
@@ -39,7 +39,20 @@ def write_whole(file: FileIO, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, file.name) from None
 
 
-@contextmanager
+@contextlib.contextmanager
+def _named(partial: Path, path: Path) -> Iterator[None]:
+    """Name `path` in errors about `partial`, which users do not know."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(str(partial), str(path))
+        elif error.errno in DISK_FULL:  # a failed write does not name its file
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which is renamed to `path` at the end and removed after an exception.
 
@@ -47,18 +60,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        yield partial
-        sync([partial])
-        partial.replace(path)
-    except OSError as error:
-        if error.errno in DISK_FULL:  # a failed write does not name its file
-            error.filename = error.filename or str(path)
-        raise
+        with _named(partial, path):
+            yield partial
+            sync([partial])
+            partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # after an error of writing, that one counts
+            partial.unlink()
 
 
-@contextmanager
+@contextlib.contextmanager
 def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` at the end and removed after an exception.
 
@@ -68,17 +79,18 @@ def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
     """
     # random, not a process id: processes on several machines may make the same folder
     partial, old = (path.with_name(f"{path.name}.{secrets.token_hex(8)}.{end}") for end in ("partial", "old"))
-    partial.mkdir(parents=True)
     try:
-        yield partial
-        sync([*partial.rglob("*"), partial])
-        if replace and path.exists():  # one folder cannot replace another: if killed between the two, `old` exists
-            path.rename(old)
-        try:
-            partial.rename(path)  # fails if `path` is a non-empty folder
-        except OSError:
-            if replace or not path.exists():
-                raise
+        with _named(partial, path):
+            partial.mkdir(parents=True)
+            yield partial
+            sync([*partial.rglob("*"), partial])
+            if replace and path.exists():  # one folder cannot replace another: if killed between the two, `old` exists
+                path.rename(old)
+            try:
+                partial.rename(path)  # fails if `path` is a non-empty folder
+            except OSError:
+                if replace or not path.exists():
+                    raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)

@@ -241,7 +241,7 @@ def stability_between(run: Run, first: int, end: int) -> dict[str, float]:
 
 
 def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] = ()) -> Path:
-    """Write a page on runs of any state to `output`, with the suffix .html; return its path.
+    """Write a page on runs of any state to `output`, in HTML; return its path.
 
     `evaluations` are --output folders of tools/evaluate.py, in addition to RUN/evaluations.
 
@@ -278,11 +278,10 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
         },
         evaluations={path: path.read_text(encoding="utf-8", errors="replace") for path in found},
     )
-    page = output.with_suffix(".html")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(page) as aside:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output) as aside:
         aside.write_text(text, encoding="utf-8")
-    return page
+    return output
 
 
 def _flops_saved(flops: Float64) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count, product
+from math import gcd
 from typing import Any, NamedTuple
 
 from megatron_ext.checkpoint.hf.names import count_active_parameters
@@ -22,6 +23,7 @@ from megatron_ext.planning.step_time import Machine, StepTime, step_time
 MLP_BLOCK_TOKENS = 16384  # enough for products to run at full speed
 MOMENTS = 12  # number of schedule points whose windows are timed
 MOST_REASONS = 8
+LEAST_SHARE = 1024  # tokens of a row on each context-parallel rank
 # all activations kept
 _KEPT: dict[str, Any] = {
     "recompute_granularity": None,
@@ -89,13 +91,15 @@ class Found(NamedTuple):
 
 
 def search(config: Config, machine: Machine, top: int = 10) -> Found:
-    """Find the fastest layouts of a run, at most `top` of them; the run's own layout is ignored."""
+    """Find the fastest layouts of a run, at most `top` of them; the run's own one, if it is legal, is tried as well."""
     refused, number = Counter[str](), count()
 
     def timed(candidate: Config) -> tuple[float, int, Config]:
         return mean_seconds(candidate, machine), next(number), candidate
 
     queue = [timed(candidate) for candidate in candidates(config, machine, refused)]
+    if next(mistakes(config, machine.gpus), None) is None:
+        queue.append(timed(config))
     heapify(queue)
     tried = refused.total()
     best: list[Layout] = []
@@ -107,14 +111,20 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
             refused.update(wrong)
             continue
         layout = layout_of(candidate, machine)
-        if layout.memory <= (1 - HEADROOM) * machine.kind.memory * 2**30:
-            best.append(layout)
+        if fits(layout, machine):
+            if layout.name not in [faster.name for faster in best]:
+                best.append(layout)
             continue
         if not best:
             too_large.append(layout)
         for lighter in with_less_kept(candidate):  # tried only if keeping more does not fit
             heappush(queue, timed(lighter))
     return Found(best, tried + len(queue), refused, too_large)
+
+
+def fits(layout: Layout, machine: Machine) -> bool:
+    """Return whether a layout's memory leaves `HEADROOM` of the GPU free."""
+    return layout.memory <= (1 - HEADROOM) * machine.kind.memory * 2**30
 
 
 def last_window(config: Config) -> int:
@@ -140,7 +150,8 @@ def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Itera
     cut += [model.ffn_hidden_size] if model.expert_layers < model.num_layers else []
     tensor = [tp for tp in _divisors(machine.kind.node) if all(number % tp == 0 for number in cut)]
     pipeline = _divisors(model.num_layers)
-    context = [2**k for k in range(12) if k == 0 or (data.seq_length % 2**k == 0 and data.seq_length // 2**k >= 1024)]
+    shared = _divisors(gcd(gpus, data.seq_length))
+    context = [cp for cp in shared if cp == 1 or data.seq_length // cp >= LEAST_SHARE]
     for tp, pp, cp in product(tensor, pipeline, context):
         if gpus % (tp * pp * cp):
             continue
@@ -205,6 +216,7 @@ def describe(found: Found, config: Config, machine: Machine) -> Iterator[str]:
     """Yield the lines for `found`, the result of a search of `config`."""
     if not found.best:
         yield from _refusals(found, machine)
+        yield f"  {_own(config, machine)}"
         return
     gpus, gpu, best = machine.gpus, machine.kind, found.best[0]
     kernel = machine.speeds.reached[gpu.family].kernel(config.parallel.attention_backend)
@@ -213,8 +225,7 @@ def describe(found: Found, config: Config, machine: Machine) -> Iterator[str]:
     yield f"{'':>3} {'layout':58} {heads}"
     for number, layout in enumerate(found.best, 1):
         yield _row(f"{number}", layout, machine)
-    wrong = next(mistakes(config, gpus), None)
-    yield _row("own", layout_of(config, machine), machine) if wrong is None else f"own {wrong}"
+    yield _own(config, machine)
     yield (
         f"s/step, tokens/s and MFU at the last window ({last_window(config):,} tokens), with the share of {kernel}; "
         "hours and cost of the whole run; own: the configuration's layout"
@@ -225,6 +236,22 @@ def describe(found: Found, config: Config, machine: Machine) -> Iterator[str]:
     saved = 1 - best.seconds / step_time(best.config, max(windows(config)), machine).total
     if saved > 0:
         yield f"the window schedule saves {saved:.1%} of the time of a constant window"
+
+
+def _own(config: Config, machine: Machine) -> str:
+    """Describe the configuration's layout: its row, or the reason why it is not possible."""
+    wrong = next(mistakes(config, machine.gpus), None)
+    if wrong is not None:
+        return f"own {wrong}"
+    layout = layout_of(config, machine)
+    if not fits(layout, machine):
+        return f"own {layout.name}: memory; it needs {gibibytes(layout.memory)}, {_available(machine)}"
+    return _row("own", layout, machine)
+
+
+def _available(machine: Machine) -> str:
+    memory = machine.kind.memory
+    return f"available are {memory * (1 - HEADROOM):.1f} GiB ({memory:.0f} GiB less {HEADROOM:.0%} of headroom)"
 
 
 def _row(name: str, layout: Layout, machine: Machine) -> str:
@@ -249,7 +276,6 @@ def _row(name: str, layout: Layout, machine: Machine) -> str:
 
 def _refusals(found: Found, machine: Machine) -> Iterator[str]:
     """Yield why no layout is possible: each reason with the number of layouts that it excludes."""
-    memory = machine.kind.memory
     yield f"None of {found.tried:,} layouts on {machine.gpus:,} {machine.gpu} is possible:"
     reasons = found.refused.most_common(MOST_REASONS)
     for reason, number in reasons:
@@ -260,5 +286,5 @@ def _refusals(found: Found, machine: Machine) -> Iterator[str]:
         smallest = min(layout.memory for layout in found.too_large)
         yield (
             f"  {len(found.too_large):,} layouts: memory; the smallest needs {gibibytes(smallest)}, "
-            f"available are {memory * (1 - HEADROOM):.1f} GiB ({memory:.0f} GiB less {HEADROOM:.0%} of headroom)"
+            f"{_available(machine)}"
         )

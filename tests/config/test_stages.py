@@ -19,10 +19,13 @@ SAME = {"name": "same", "data": {"seq_length": 64}, "keep": ["samples"]}
 BASE = {"model": {"vocab_size": 64}, "data": {"data_path": ["x"], "global_batch_size": 4}, "optimizer": {"lr": 1e-3}}
 
 
+def config_file(folder: Path, content: dict[str, Any], name: str = "over.yaml") -> list[str]:
+    (folder / name).write_text(yaml.safe_dump(content))
+    return ["--config", str(folder / name)]
+
+
 def written(folder: Path, *stages: Any, **base: Any) -> list[str]:
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(BASE | base | {"stages": list(stages)}))
-    return ["--config", str(path)]
+    return config_file(folder, BASE | base | {"stages": list(stages)}, "run.yaml")
 
 
 def stages_of(folder: Path, *flags: object, long: dict[str, Any] = LONG) -> list[Stage]:
@@ -36,6 +39,26 @@ def test_a_stage_is_the_common_part_then_its_own_then_the_flags(tmp_path: Path) 
     assert [stage.config.optimizer.lr for stage in (short, long)] == [1e-3, 2e-5]
     assert {stage.config.training.seed for stage in (short, long)} == {7}
     assert [stage.config.optimizer.lr for stage in stages_of(tmp_path, "--lr", 3e-4)] == [3e-4, 3e-4]
+
+
+def test_a_later_file_wins_over_an_earlier_one_and_its_stages(tmp_path: Path) -> None:
+    kept = LONG | {"data": {"seq_length": 64}, "keep": ["samples"]}
+    over = {"optimizer": {"lr": 3e-4}, "stages": [{"name": "long", "training": {"train_iters": 7}}]}
+    both = [*written(tmp_path, SHORT, kept), *config_file(tmp_path, over)]
+    short, long = parse_stages(both)
+    assert [stage.config.training.train_iters for stage in (short, long)] == [10, 7]
+    assert [stage.config.optimizer.lr for stage in (short, long)] == [3e-4, 3e-4]
+    assert [stage.config.data.global_batch_size for stage in (short, long)] == [4, 4]
+    assert long.keep == ("samples",)
+    assert parse_stages([*both, *written(tmp_path, SHORT, kept)])[1].config.optimizer.lr == 2e-5
+    assert parse_stages([*both, "--lr", "1e-5"])[1].config.optimizer.lr == 1e-5
+    anew = config_file(tmp_path, {"stages": [{"name": "long", "keep": []}]})
+    assert parse_stages([*written(tmp_path, SHORT, kept), *anew])[1].keep == ()
+    other = config_file(tmp_path, {"stages": [{"name": "lang"}]})
+    text = refused(parse_stages, [*written(tmp_path, SHORT, kept), *other])
+    assert "stages: got lang, needs a stage of the files before it, short, long; did you mean long?" in text
+    alone = config_file(tmp_path, {"training": {"seed": 7}})
+    assert parse([*alone, *config_file(tmp_path, {"training": {"bf16": True}}, "b.yaml")]).training.seed == 7
 
 
 def test_a_stage_has_its_folder_and_begins_with_the_weights_of_the_one_before(tmp_path: Path) -> None:

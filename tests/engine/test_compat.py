@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+from megatron_ext import engine
 from megatron_ext.config import Config
 from megatron_ext.engine import compat, platform
 from megatron_ext.engine.transformer import transformer_config
 from tests.conftest import SmallData, refused
 from tests.engine.needed import needed, numbers
 from tests.launcher import ROOT, call
-from tests.runs import attempt
+from tests.runs import CONFIG, attempt
 
 # before any test replaces them
 MEGATRONS_ROTATION = rope_utils._apply_rotary_pos_emb_bshd
@@ -37,10 +39,27 @@ SHORT = ("--train-iters", "2", "--lr-warmup-iters", "0", "--seq-length", "64")
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("0.15.3", "0.16.0", "0.20.0rc0", "0.160.1"):
         monkeypatch.setattr(megatron.core, "__version__", version)
-        assert refused(compat.install).startswith(f"megatron-core: got {version}, needs >=0.16.1,<0.20; pip install ")
+        assert refused(engine.check_version).startswith(
+            f"megatron-core: got {version}, needs >=0.16.1,<0.20; pip install "
+        )
     for version in ("0.16.1", "0.17.0rc1", "0.19.12"):
         monkeypatch.setattr(megatron.core, "__version__", version)
-        compat.install()
+        engine.check_version()
+
+
+ANOTHER_VERSION = """
+import sys, megatron.core, megatron.core.optimizer.optimizer_config as old, pretrain_skyladder
+megatron.core.__version__ = "0.15.3"
+del old.ParamKey
+sys.exit(pretrain_skyladder.main(sys.argv[1:]))
+"""
+
+
+def test_another_version_is_refused_before_a_name_is_missing(small_data: SmallData) -> None:
+    command = [sys.executable, "-c", ANOTHER_VERSION, *CONFIG, *map(str, small_data.flags)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: megatron-core: got 0.15.3, needs ")
 
 
 def test_a_transformer_engine_that_megatron_did_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,20 @@ def test_a_file_gets_its_name_at_the_end(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_names_the_final_path(tmp_path: Path) -> None:
+    """The temporary one, which the user did not choose, says nothing to them."""
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "missing" / "a", tmp_path / "file" / "a"):
+        with pytest.raises(OSError, match=f"'{place}'"), atomic_write(place) as aside:
+            aside.write_text("new")
+    place = tmp_path / "file" / "b"
+    with pytest.raises(OSError, match=f"'{place}'"), atomic_folder(place):
+        pass
+    with pytest.raises(FileNotFoundError, match=f"'{tmp_path}/c/x/y'"), atomic_folder(tmp_path / "c") as aside:
+        (aside / "x" / "y").touch()
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     fill(tmp_path / "a", "old")
     with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "a") as aside:

@@ -64,6 +64,7 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 {w}/nowhere | metrics.jsonl: not found
 {w}/run {w}/other | --output: not given
 {w}/run --output {out}/x.html | --output: goes with several run folders
+{w}/run {w}/run --output {out}/a.txt | a.txt, needs a file name that ends in .html
 {w}/run --stability-steps 5 2 | stability_steps: got 5 2
 """,
     "tools/pack_data.py": f"""
@@ -73,6 +74,8 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 --document-ends 3 --seq-length 1000000000000000 | seq_length
 --document-ends 3 --seq-length 12 --context-parallel-size 5 | context_parallel_size
 --document-ends 3 --seq-length 12 --context-parallel-size 0 | --context-parallel-size: got 0, needs at least 1
+--document-ends 3 --seq-length 0 | --seq-length: got 0, needs at least 1
+--document-ends 3 --seq-length 12 --output {out}/row.jpg | row.jpg, needs a file name that ends in .png
 --document-ends 3 --seq-length 12 --sample 3 | --sample: --document-ends does not read it
 --data-path {w}/data --seq-length 64 --policies - --no-document-mask | --no-document-mask: --policies does not read it
 --data-path {w}/data --seq-length 64 --sample -1 | sample
@@ -82,24 +85,29 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 {SMALL} --gpus 0 | --gpus: got 0, needs 1..10000000
 {SMALL} --gpus 1 --gpu H900 | gpu: got 'H900', needs one of
 {SMALL} --gpus 1 --stage x | stage: got
+{SMALL} --gpus 1 --output {{out}}/plan.json | plan.json, needs a file name that ends in .yaml or .yml
 --gpus 1 | --config is required, for example
 """,
     "tools/rehearse.py": f"""
 {SMALL} --world-size 1 --documents some | --documents
+{SMALL} --world-size 1 --json {{out}}/x.txt | x.txt, needs a file name that ends in .json
 """,
     "tools/recipes.py": """
 --copy {w}/nowhere/x --list | not allowed with argument
 """,
     "tools/twin_recipe.py": """
-{w}/good.yaml --output {w}/text.txt | text.txt, which exists
+{w}/good.yaml --output {w}/good.yaml | good.yaml, which exists
+{w}/good.yaml --output {out}/twin.json | twin.json, needs a file name that ends in .yaml or .yml
 """,
     "tools/gather_corpus.py": """
---output {w}/corpus.jsonl | corpus.jsonl
+--output {w}/corpus.jsonl | corpus.jsonl exists
+--output {out}/corpus.txt | corpus.txt, needs a file name that ends in .jsonl
 """,
     "tools/train_tokenizer.py": """
 --input {w}/corpus.jsonl --vocab-size 300 --output {w}/text.txt/t | text.txt
 """,
     "tools/score_tokens.py": f"""
+--checkpoint {{w}}/hf --output {{out}}/s --context 0 {SMALL} | --context: got 0, needs at least 1
 --checkpoint {{w}}/hf --output {{out}}/s --context 65 {SMALL} | context, stride: got 65
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --part 1/1 {SMALL} | part: got '1/1'
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --rows 0 {SMALL} | rows: got 0
@@ -113,7 +121,8 @@ verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | 
 {w}/hf --prompt a --input {w}/corpus.jsonl | prompt, input: needs one of the two
 {w}/hf --prompt a --temperature 1 --top-p 0 | top_p: got
 {w}/hf --prompt a --temperature nan | temperature: got
-{w}/hf --prompt a --output {w}/text.txt | text.txt exists
+{w}/hf --prompt a --output {w}/corpus.jsonl | corpus.jsonl exists
+{w}/hf --prompt a --output {out}/a.txt | a.txt, needs a file name that ends in .jsonl
 {w}/hf --prompt a --system b | system: needs --chat
 {w}/hf --prompt a --lr 1 | which only training reads
 {w}/hf --prompt "" --tokenizer bytes | prompt 1: has no token to continue

@@ -181,12 +181,12 @@ def test_evaluations_of_the_run_and_given_ones_are_shown(tmp_path):
     for folder, name in ((run / "evaluations" / "books", "own"), (tmp_path / "given", "<script>other</script>")):
         folder.mkdir(parents=True)
         (folder / "perplexity.md").write_text(f"| model | loss |\n|---|---|\n| {name} | 2.5 |\n")
-    text = write_report([load_run(run)], run / "report", [tmp_path / "given"]).read_text()
+    text = write_report([load_run(run)], run / "report.html", [tmp_path / "given"]).read_text()
     assert "| own | 2.5 |" in text
     assert "| &lt;script&gt;other&lt;/script&gt; | 2.5 |" in text
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"evaluations: got .*, which holds no \.md"):
-        write_report([load_run(run)], run / "report", [tmp_path / "empty"])
+        write_report([load_run(run)], run / "report.html", [tmp_path / "empty"])
 
 
 def test_a_passage_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -141,6 +141,39 @@ def test_the_last_window_is_that_of_the_last_step(capsys: pytest.CaptureFixture[
     assert best.last.total < best.seconds < step_time(best.config, 8192, machine).total
 
 
+def test_a_run_without_data_is_planned_on_typical_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.yaml"
+    words = ["--model-preset", "1B", "--bf16", "--seq-length", "8192", "--global-batch-size", "8", "--gpus", "8"]
+    text = "\n".join(lines_of([*words, "--output", str(output)], capsys))
+    assert text.startswith("rows: documents of lognormal lengths")
+    assert parse(["--config", str(output)]).data.data_path == ()
+    written = text.partition(" --dry-run")[0].split("pretrain_skyladder.py")[1].split()
+    assert list(mistakes(parse(written), 8)) == []
+
+
+def test_any_number_of_context_parallel_ranks_that_divides_a_row_is_tried() -> None:
+    config = recipe("skyladder/skyladder_1b_32k.yaml")
+    config = replace(config, data=replace(config.data, seq_length=3 * 2**14, global_batch_size=12))
+    tried = candidates(config, Machine(12, "H100", 32000, SPEEDS), Counter())
+    assert {one.parallel.context_parallel_size for one in tried} == {1, 2, 3, 4, 6, 12}
+
+
+def test_the_files_own_layout_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is shown with the reason if it is not possible, also where no other layout is."""
+    odd = ["--global-batch-size", "9", "--micro-batch-size", "3"]
+    config = parse([*SKYLADDER[:2], *odd])
+    names = [layout.name for layout in search(config, Machine(1, "H100", 32000, SPEEDS), top=20).best]
+    assert any("micro-batch 3" in name for name in names), names
+    large = ["--config", str(ROOT / "examples/configs/prolong/prolong_8b.yaml"), "--documents", "whole"]
+    for gpus, gpu, status in (("64", "H100", 0), ("2", "A100-40GB", 1)):
+        flags = ["--gpus", gpus, "--gpu", gpu, "--tensor-model-parallel-size", "1", "--no-sequence-parallel"]
+        text = "\n".join(lines_of([*large, *flags], capsys, status))
+        assert "own TP 1, PP 1, CP 1" in text
+        assert ": memory; it needs" in text
+    text = "\n".join(lines_of([*large, "--gpus", "2", "--tensor-model-parallel-size", "4"], capsys, status=1))
+    assert "own world size: got 2 processes, needs" in text
+
+
 @pytest.mark.parametrize("mixture", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_written_passes_a_dry_run(mixture: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "plan.yaml"

@@ -194,6 +194,21 @@ def test_one_job_per_run(cluster: Cluster, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.job"))
 
 
+ASK = "from megatron_ext.launch import *\ntry: print(read_launch().world_size)\nexcept LaunchError as e: print(e)"
+
+
+def test_tasks_of_srun_without_ranks_are_refused(cluster: Cluster) -> None:
+    """Those of a step that has several are; a single one, a batch script and a shell of salloc run one process."""
+    python = (sys.executable, "-c", ASK)
+    texts = cluster.call("srun", "--ntasks=2", *python).splitlines()
+    assert len(texts) == 2
+    assert all("one of several tasks (SLURM_STEP_NUM_TASKS '2')" in text for text in texts)
+    assert cluster.call("srun", "--ntasks=1", *python) == "1"
+    assert cluster.call("salloc", "--ntasks=2", *python) == "1"
+    shell = ("--interactive", "--preserve-env", "--ntasks=1", "--nodes=1")  # of salloc with use_interactive_step
+    assert cluster.call("salloc", "--ntasks=2", "srun", *shell, *python) == "1"
+
+
 @pytest.mark.slow
 def test_a_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
     """Its last task has the array's own number: requeueing by that would take all tasks."""

@@ -11,6 +11,7 @@ from megatron_ext.errors import UserError
 from tests.launcher import ROOT
 from tests.runs import read_jsonl
 from tools.gather_corpus import gather_corpus
+from tools.preprocess_data import parse_options as preprocess_options
 
 
 def test_every_flag_reaches_the_work(tmp_path: Path) -> None:
@@ -64,3 +65,9 @@ def test_one_package_is_one_document(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"the first document alone has {sizes[0]} bytes"):
         gather_corpus(output, sizes[0] - 1, stdlib=library, overwrite=True)
     assert output.stat().st_size == sizes[0]
+
+
+def test_a_flag_of_several_inputs_may_be_repeated() -> None:
+    """None of them is dropped: a corpus would lack a file."""
+    words = ["--input", "a.jsonl", "b.jsonl", "--output-prefix", "x", "--tokenizer-model", "bytes"]
+    assert preprocess_options([*words, "--input", "c.jsonl"]).inputs == ["a.jsonl", "b.jsonl", "c.jsonl"]
