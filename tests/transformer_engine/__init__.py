@@ -1,0 +1,3 @@
+"""Transformer Engine's own Python on an emulated CUDA machine: only what is compiled is replaced, by plain torch."""
+
+SERVER = "tests.transformer_engine.fork_server"  # processes on that machine are forked from this program
