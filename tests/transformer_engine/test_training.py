@@ -24,6 +24,7 @@ CASES = {
     "dp2 distributed overlaps": Layout(layouts.OVERLAPS, 2),
     "mixtral": Layout("", 1, layouts.MIXTRAL),
     "mixtral grouped": Layout(GROUPED, 1, layouts.MIXTRAL),
+    "gpt-oss": Layout("", 1, layouts.GPT_OSS),
     "gpt-oss grouped": Layout(GROUPED, 1, layouts.GPT_OSS),
     "mixtral tp2 sp": Layout(layouts.TP2_SP, 2, layouts.MIXTRAL),
     "dots1 grouped ep2": Layout(f"{GROUPED} {layouts.EP2}", 2, layouts.DOTS1),
