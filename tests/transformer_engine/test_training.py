@@ -27,6 +27,7 @@ CASES = {
     "gpt-oss": Layout("", 1, layouts.GPT_OSS),
     "gpt-oss grouped": Layout(GROUPED, 1, layouts.GPT_OSS),
     "mixtral tp2 sp": Layout(layouts.TP2_SP, 2, layouts.MIXTRAL),
+    "mixtral grouped tp2 sp": Layout(f"{GROUPED} {layouts.TP2_SP}", 2, layouts.MIXTRAL),
     "dots1 grouped ep2": Layout(f"{GROUPED} {layouts.EP2}", 2, layouts.DOTS1),
     "recompute full": Layout(layouts.FULL, 1),
     "recompute modules": Layout(f"{layouts.MODULES} core_attn layernorm mlp", 1),
