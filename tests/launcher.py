@@ -211,7 +211,7 @@ def _start(
 ) -> Running:
     servers = _SERVERS[server]
     while len(servers) < processes:  # the next ones import while the first does
-        command = [sys.executable, "-m", server]
+        command = [sys.executable, "-m", *server.split()]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         servers.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes))  # type: ignore[call-overload]
     said = [_OUTPUTS / f"{number}.{rank}" for number in [next(_NUMBERS)] for rank in range(processes)]

@@ -6,6 +6,7 @@ operators. Streams do their work at once. `install` comes first in a process, an
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 GPUS = 8
 MEMORY = 80 * 2**30
-MACHINE = SimpleNamespace(capability=(9, 0), cudnn=92600)  # a test may change it before it asks
+MACHINE = SimpleNamespace(capability=(9, 0), cudnn=92600)
 CPU = torch.device("cpu")
 DEVICE = torch.device  # torch's own class, which `install` replaces
 
@@ -39,6 +40,15 @@ def install() -> None:
     torch.backends.cudnn.version = lambda: MACHINE.cudnn  # type: ignore[assignment]
     torch.version.cuda = "13.0"
     torch.device = _Device("device", (), {})  # type: ignore[misc]
+
+
+def change(**facts: Any) -> None:
+    """Change facts of MACHINE, and make Transformer Engine forget those that it remembers."""
+    vars(MACHINE).update(facts)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine."):
+            for function in vars(module).values():
+                getattr(function, "cache_clear", _always(None))()
 
 
 class _Device(type):
@@ -168,6 +178,7 @@ def _tensors() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in METHODS:
         setattr(tensor, name, _on_cpu(getattr(tensor, name)))
+    tensor._make_wrapper_subclass = staticmethod(_on_cpu(tensor._make_wrapper_subclass))
     tensor.is_cuda = property(lambda self: True)
     tensor.cuda = tensor.pin_memory = lambda self, *args, **kwargs: self
     tensor.is_pinned = _always(False)

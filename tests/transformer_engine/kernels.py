@@ -35,17 +35,25 @@ def dtype_of(value: Any, default: torch.dtype) -> torch.dtype:
 # Quantization
 
 
+DATA = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")  # of the classes of quantized tensors
+
+
 def exact(tensor: Any) -> Tensor:
-    """Return the values of a tensor, quantized or not."""
-    values: Tensor = getattr(tensor, "exact", tensor)
-    return values
+    """Return the values of a tensor; a quantized one keeps them with itself and with its data, one of which lasts."""
+    if not hasattr(tensor, "_quantizer"):
+        return tensor  # type: ignore[no-any-return]
+    holders = [tensor, *(getattr(tensor, name, None) for name in DATA)]
+    return next(holder.exact for holder in holders if hasattr(holder, "exact"))  # type: ignore[no-any-return]
 
 
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
     values = exact(tensor)
     if output is None:
         output = quantizer.make_empty(values.shape, dtype=values.dtype, device=values.device)
-    output.exact = values.detach().clone()
+    kept = values.detach().clone()
+    for holder in (output, *(getattr(output, name, None) for name in DATA)):
+        if holder is not None:
+            holder.exact = kept
     if getattr(quantizer, "amax", None) is not None:
         quantizer.amax.copy_(values.abs().max())
     return output
@@ -67,23 +75,12 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
     amax.copy_(input.abs().max())
 
 
-def fused_amax_and_scale_update_after_reduction(
-    amax_reduction_buffer: Tensor,
-    amax_histories: list[Tensor],
-    scales: list[Tensor],
-    amax_compute_algo: str,
-    fp8_dtype: Any,
-    margin: float,
-) -> None:
-    """Put the reduced maxima into the histories, set the scales by them, and begin the histories of the next step."""
-    largest = {"kFloat8E4M3": 448.0, "kFloat8E5M2": 57344.0}[tex.DType(int(fp8_dtype)).name]
-    maxima = amax_reduction_buffer.split([len(scale) for scale in scales])
-    for reduced, history, scale in zip(maxima, amax_histories, scales, strict=True):
-        history[0].copy_(reduced)
-        amax = history.amax(dim=0) if amax_compute_algo == "max" else history[0]
-        scale.copy_(torch.where(amax > 0, largest / amax / 2**margin, scale))
-        history.copy_(history.roll(-1, dims=0))
-        history[0].zero_()
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: list[int], dtype: torch.dtype, device: Any, pin_memory: bool
+) -> Any:
+    metadata = quantizer.create_metadata(shape, dtype=dtype)
+    strides = torch.empty(shape, device="meta").stride()
+    return metadata["cls"].__tensor_unflatten__(quantizer.alloc_tensors(shape), metadata, shape, strides)
 
 
 # Norms
