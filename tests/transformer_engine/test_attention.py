@@ -95,16 +95,42 @@ def test_te_thd_equals_the_reference(kernel: str, sinks: bool) -> None:
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-def rows_of_longer_tensors(rank: int, kernel: str) -> float:
+VIEWS = {
+    "rows of longer tensors": lambda x: torch.cat((torch.full_like(x[:3], 9.0), x))[3:],
+    "heads of wider tensors": lambda x: torch.cat((torch.full_like(x, 9.0), x), dim=1)[:, x.shape[1] :],
+}
+
+
+def error_of_views(rank: int, kernel: str, view: str) -> float:
     segments = call_of(LENGTHS["equal"])
     inputs = inputs_of(segments, 2, (64, 64), sinks=False)
-    longer = [torch.cat((torch.full_like(x[:3], 9.0), x)) for x in inputs[:3]]
     with patch.dict(os.environ, NVTE_FUSED_ATTN=KERNELS[kernel]):
-        out = adapters.te_thd(QKV(*(x[3:] for x in longer)), segments, 0.3)
+        out = adapters.te_thd(QKV(*(VIEWS[view](x) for x in inputs[:3])), segments, 0.3)
     return error([out], exactly(inputs, segments)[:1])
 
 
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_te_thd_takes_rows_of_a_longer_tensor(kernel: str) -> None:
-    """A rank's pieces that need no other rank's keys are a view of its rows, whose first row may be any."""
-    assert call(rows_of_longer_tensors, 1, kernel, server=SERVER)[0] <= TOLERANCE
+def test_te_thd_takes_views(kernel: str, view: str) -> None:
+    """Pieces that need no other rank's keys are a view of its rows; an exchange in parts takes some of the heads."""
+    assert call(error_of_views, 1, kernel, view, server=SERVER)[0] <= TOLERANCE
+
+
+def attend_without_kernels(rank: int) -> bool:
+    """Whether a call fails that has no kernel but Transformer Engine's unfused path, which the user allows."""
+    users = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN_V4": "1"}
+    segments = call_of(LENGTHS["equal"])
+    inputs = inputs_of(segments, 2, (64, 64), sinks=False)
+    with patch.dict(os.environ, users):
+        before = dict(os.environ)
+        try:
+            adapters.te_thd(QKV(*inputs[:3]), segments, 0.3)
+        except ValueError:
+            assert dict(os.environ) == before
+            return True
+    return False
+
+
+def test_te_may_not_fall_back() -> None:
+    """Its unfused path is off during a call, whatever the user set, and only then."""
+    assert call(attend_without_kernels, 1, server=SERVER) == [True]
