@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-all test-megatron test-eval golden check docs package lock audit benchmark soak docker docker-cpu docker-digests clean
+.PHONY: help setup demo test test-all test-megatron test-te test-eval golden check docs package lock audit benchmark soak docker docker-cpu docker-digests clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -49,6 +49,24 @@ build/megatron/%: | $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --ignore-requires-python --python-version 3.12 --only-binary=:all: --no-deps \
 		--target $@ megatron-core==$* $(shell sed -n 's/^\(emerging-optimizers[^;]*\).*/\1/p' constraints.txt)
 	echo 'import typing, typing_extensions; typing.override = typing_extensions.override' > $@/sitecustomize.py
+
+TE_VERSION := $(if $(filter command,$(firstword $(origin VERSION))),$(VERSION),2.20.2)
+test-te: setup build/transformer_engine/$(TE_VERSION) $(MEGATRON:%=build/megatron/%)  ## Transformer Engine's layers and attention on a CPU: VERSION=2.20.2 MEGATRON=0.19.2
+	TRANSFORMER_ENGINE=$(CURDIR)/build/transformer_engine/$(TE_VERSION) PYTHONPATH=$(MEGATRON:%=$(CURDIR)/build/megatron/%) \
+		$(BIN)/python -m pytest -rs tests/transformer_engine
+
+# Its Python and what that imports; of its compiled part the signatures, from the C++ sources. pip asks these for their
+# requirements, which fails without CUDA, but it leaves them unpacked.
+build/transformer_engine/%: | $(VENV)/installed
+	rm -rf $@.new
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.new transformer_engine==$* \
+		einops==0.8.2 ml_dtypes==0.6.0 onnx==1.23.2 onnx_ir==1.1.0 onnxscript==0.7.2
+	mkdir $@.new/sources
+	-TMPDIR=$(CURDIR)/$@.new/sources $(BIN)/python -m pip download --quiet --no-clean --no-deps --no-build-isolation \
+		--no-binary transformer_engine_torch --dest $@.new/sources transformer_engine_torch==$* 2> $@.new/pip.log
+	$(BIN)/python tests/transformer_engine/signatures.py $@.new/sources > $@.new/signatures.json
+	rm -rf $@.new/sources
+	mv $@.new $@
 
 test-eval: setup ## lm-eval in training, on a trained model and on its export, after installing it with its forty packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'

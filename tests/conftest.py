@@ -24,7 +24,6 @@ from tests.runs import Launched
 ON_GPU = "ON_GPU" in os.environ
 if not ON_GPU:  # of all processes; CUDA asks at its first call, Triton as it is imported: its kernels then run on a CPU
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-assert torch.cuda.is_available() == ON_GPU, "ON_GPU=1 needs a GPU that torch can see"
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 settings.load_profile("no deadline")
@@ -104,6 +103,7 @@ def stories_model() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    assert torch.cuda.is_available() == ON_GPU, "ON_GPU=1 needs a GPU that torch can see"
     others = [item for item in items if ON_GPU and item.get_closest_marker("gpu") is None]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]

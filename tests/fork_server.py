@@ -104,7 +104,7 @@ def call(job: dict[str, Any]) -> int:
     """Call a function as one rank of a gloo group, and leave its pickled answer in `said`.answer."""
     import torch.distributed as dist
 
-    sys.path[:] = job["path"]
+    sys.path += [folder for folder in job["path"] if folder not in sys.path]
     function, args = pickle.loads(Path(job["call"]).read_bytes())
     rank, world_size = (int(job["environment"][name]) for name in ("RANK", "WORLD_SIZE"))
     if job["group"]:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 240  # of a whole command; generous, for a busy machine
 LEFT_BEHIND_S = 15  # in which processes notice that one of them is lost
+FORK_SERVER = "tests.fork_server"
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -135,13 +137,20 @@ class Commands:
     One process alone has an environment without a launcher's words, as `python SCRIPT` has; `environment` adds to it.
     """
 
-    def __init__(self, processes: int = 1, folder: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        processes: int = 1,
+        folder: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        server: str = FORK_SERVER,
+    ) -> None:
         self._processes, self._folder, self._environment = processes, folder, environment or {}
+        self._server = server
 
     def start(self, script: str, *flags: object) -> Running:
         """Begin `script` of the repository (or of its tests) and return while it runs."""
         job = {"script": script, "argv": [str(word) for word in flags], "folder": str(self._folder)}
-        return _start(job, self._processes, self._environment)
+        return _start(job, self._processes, self._environment, self._server)
 
     def attempt(self, script: str, *flags: object, timeout_s: float = 600) -> list[Done]:
         """Run `script` to its end, whatever comes of it; what each process left."""
@@ -156,7 +165,12 @@ class Commands:
 
 
 def call(
-    function: Callable[..., Any], processes: int, *args: Any, timeout_s: float = 120, group: bool = True
+    function: Callable[..., Any],
+    processes: int,
+    *args: Any,
+    timeout_s: float = 120,
+    group: bool = True,
+    server: str = FORK_SERVER,
 ) -> list[Any]:
     """Call `function(rank, *args)` in several processes; return what each rank returned, in the order of ranks.
 
@@ -170,7 +184,7 @@ def call(
     file = _OUTPUTS / f"{next(_NUMBERS)}.call"
     file.write_bytes(pickle.dumps((function, args)))
     job = {"call": str(file), "path": sys.path, "group": group, "timeout_s": timeout_s, "folder": os.getcwd()}
-    running = _start(job, processes, {}, launched=True)
+    running = _start(job, processes, {}, server, launched=True)
     running.finish(timeout_s)
     if running.statuses != [0] * processes:
         raise RuntimeError(f"{function.__name__}: {running.words()}")
@@ -180,7 +194,8 @@ def call(
 _NUMBERS = itertools.count()
 _FOLDER = tempfile.TemporaryDirectory(prefix="launcher-")
 _OUTPUTS = Path(_FOLDER.name)
-_SERVERS: list[subprocess.Popen[str]] = []  # by rank; each ends when this process does, and its stdin with it
+# of each program, by rank; each ends when this process does, and its stdin with it
+_SERVERS: dict[str, list[subprocess.Popen[str]]] = defaultdict(list)
 
 
 def clean_environment() -> dict[str, str]:
@@ -189,21 +204,24 @@ def clean_environment() -> dict[str, str]:
     return mine | {"OMP_NUM_THREADS": "1"}
 
 
-def _start(job: dict[str, Any], processes: int, environment: Mapping[str, str], launched: bool = False) -> Running:
-    while len(_SERVERS) < processes:  # the next ones import while the first does
-        command = [sys.executable, "-m", "tests.fork_server"]
+def _start(
+    job: dict[str, Any], processes: int, environment: Mapping[str, str], server: str, launched: bool = False
+) -> Running:
+    servers = _SERVERS[server]
+    while len(servers) < processes:  # the next ones import while the first does
+        command = [sys.executable, "-m", *server.split()]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        _SERVERS.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes))  # type: ignore[call-overload]
+        servers.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes))  # type: ignore[call-overload]
     said = [_OUTPUTS / f"{number}.{rank}" for number in [next(_NUMBERS)] for rank in range(processes)]
     meeting = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for rank, server in enumerate(_SERVERS[:processes]):
+    for rank, process in enumerate(servers[:processes]):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | meeting if processes > 1 or launched else {}
-        server.stdin.write(json.dumps(job | {"said": str(said[rank]), "environment": place | environment}) + "\n")
-        server.stdin.flush()
+        process.stdin.write(json.dumps(job | {"said": str(said[rank]), "environment": place | environment}) + "\n")
+        process.stdin.flush()
     children = []
-    for server in _SERVERS[:processes]:
-        answer = server.stdout.readline()
-        assert answer, f"the server of {job} ended with {server.poll()}"
+    for process in servers[:processes]:
+        answer = process.stdout.readline()
+        assert answer, f"the server of {job} ended with {process.poll()}"
         try:
             children.append(psutil.Process(int(answer)))
         except psutil.NoSuchProcess:

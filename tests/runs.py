@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file  # numpy's knows no bfloat16
 
-from tests.launcher import ROOT, TIMEOUT_S, Agent, Commands, Done, torchrun
+from tests.launcher import FORK_SERVER, ROOT, TIMEOUT_S, Agent, Commands, Done, torchrun
 
 TRAINER = "pretrain_skyladder.py"
 CONFIG = ["--config", str(ROOT / "examples" / "configs" / "cpu_smoke.yaml"), "--no-tensorboard"]
@@ -63,10 +63,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def launch(flags: Flags, processes: int, folder: Path) -> RunResult:
+def launch(flags: Flags, processes: int, folder: Path, server: str = FORK_SERVER) -> RunResult:
     """Run the trainer to its good end with --save `folder` and --dump-trajectory `folder`/trajectory."""
     dump = ["--save", folder, "--dump-trajectory", folder / "trajectory"]
-    running = Commands(processes).start(TRAINER, *CONFIG, *flags, *dump)
+    running = Commands(processes, server=server).start(TRAINER, *CONFIG, *flags, *dump)
     done = running.finish(TIMEOUT_S)
     assert running.statuses == [0] * processes, f"{flags} on {processes} processes:\n{running.words()}"
     return RunResult(folder, 0, done[0].stdout, done[0].stderr)
@@ -75,14 +75,15 @@ def launch(flags: Flags, processes: int, folder: Path) -> RunResult:
 class Launched:
     """Runs on one data set, each launched once."""
 
-    def __init__(self, data: Flags, folder: Path) -> None:
-        self._data, self._folder = data, folder
+    def __init__(self, data: Flags, folder: Path, server: str = FORK_SERVER) -> None:
+        self._data, self._folder, self._server = data, folder, server
         self._made: dict[tuple[object, ...], RunResult] = {}
 
     def __call__(self, flags: Flags, processes: int) -> RunResult:
         key = (processes, *map(str, flags))
         if key not in self._made:
-            self._made[key] = launch([*self._data, *flags], processes, self._folder / f"run{len(self._made)}")
+            folder = self._folder / f"run{len(self._made)}"
+            self._made[key] = launch([*self._data, *flags], processes, folder, self._server)
         return self._made[key]
 
 

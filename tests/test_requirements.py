@@ -64,6 +64,14 @@ def test_every_supported_series_is_tested() -> None:
     assert tested <= set(re.findall(r"0\.\d+\.\d+", (ROOT / "docs/versions.md").read_text()))
 
 
+def test_the_oldest_and_the_newest_transformer_engine_are_tested() -> None:
+    pattern = r"transformer-engine\[.*\]>=(\d+)\.(\d+).*,<(\d+)\.(\d+)"
+    (bounds,) = re.findall(pattern, (ROOT / "pyproject.toml").read_text())
+    ((first, last),) = re.findall(r"for te in (\S+) ([^;]+);", (ROOT / ".ci/run").read_text())
+    assert first.split(".")[:2] == list(bounds[:2])
+    assert last.split(".")[:2] == [bounds[2], str(int(bounds[3]) - 1)]
+
+
 LOCK = """# a comment
 cupy[x]==2.1 \\
     --hash=sha256:00

@@ -162,12 +162,11 @@ def flash_attn_missing() -> str | None:
 
 def te_thd(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call Transformer Engine's DotProductAttention in the THD format, without its own context parallelism."""
-    query_tNH, key_uGH, value_uGW, sink_N = inputs
+    query_tNH, key_uGH, _, sink_N = inputs
     attention = _te_attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale, sink_N is not None)
     names = "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "window_size"
     options = dict(zip(names, (*call.borders, *call.max_seqlens, call.window_size), strict=True))
-    # Transformer Engine compares only the strides of keys and values, and then reads all three as contiguous.
-    tensors = query_tNH.contiguous(), key_uGH.contiguous(), value_uGW.contiguous()
+    tensors = tuple(_at_start(x) for x in inputs[:3])
     sinks = {} if sink_N is None else {"softmax_offset": sink_N}  # in place of the module's own parameter
     before = {name: os.environ[name] for name in _TE_ENVIRONMENT if name in os.environ}
     os.environ.update(_TE_ENVIRONMENT)
@@ -178,6 +177,14 @@ def te_thd(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
             del os.environ[name]
         os.environ.update(before)
     return out.view(query_tNH.shape)
+
+
+def _at_start(x: Tensor) -> Tensor:
+    """Return x contiguous from the start of its storage, a copy if it is not: Transformer Engine knows no other layout.
+
+    It refuses rows of a longer tensor; of strides it compares only those of keys and values, and then ignores them.
+    """
+    return x.clone(memory_format=torch.contiguous_format) if x.storage_offset() else x.contiguous()
 
 
 def te_thd_missing() -> str | None:

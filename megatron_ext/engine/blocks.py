@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, ExpertOutput
+from megatron_ext.engine.experts import BalancedRouter, ExpertLayer, expert_output
 from megatron_ext.engine.latent_attention import LatentAttention
 from megatron_ext.engine.norms import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from megatron_ext.engine.transformer import PackedTransformerConfig
@@ -215,8 +215,9 @@ def _layer_spec(
     if experts:
         layer.module = ExpertLayer
         mlp.router = BalancedRouter
-        if config.add_bias_linear and not transformer_engine:
-            _submodules(mlp.experts).linear_fc2 = ExpertOutput
+        if config.add_bias_linear and not config.moe_grouped_gemm:
+            expert = _submodules(mlp.experts)
+            expert.linear_fc2 = expert_output(expert.linear_fc2)
     if config.multi_latent_attention:
         layer.submodules.input_layernorm = norm
         column = TEColumnParallelLinear if transformer_engine else attention.linear_qkv

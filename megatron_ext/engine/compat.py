@@ -43,11 +43,16 @@ def install() -> None:
         _replace(megatron_random, "_get_share_storage", lambda: copy_storage)
     _replace(megatron_rotation, "_apply_rotary_pos_emb_bshd", rotate)
     if not torch.cuda.is_available():
-        _replace(megatron_buffers, "_coalescing_manager", one_by_one)
+        install_gloo()
         _replace(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts_on_host)
         MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # the dispatcher creates a stream if this is None
-        _replace(megatron_mappings, "_gather_along_first_dim", uneven_gather)
-        _replace(megatron_mappings, "_reduce_scatter_along_first_dim", uneven_reduce_scatter)
+
+
+def install_gloo() -> None:
+    """Replace the collectives that Megatron calls for NCCL and that gloo lacks."""
+    _replace(megatron_buffers, "_coalescing_manager", one_by_one)
+    _replace(megatron_mappings, "_gather_along_first_dim", uneven_gather)
+    _replace(megatron_mappings, "_reduce_scatter_along_first_dim", uneven_reduce_scatter)
 
 
 def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

@@ -146,12 +146,15 @@ class BalancedRouter(TopKRouter):
         return scores_tE / scores_tE.sum(dim=-1, keepdim=True), best_tE
 
 
-class ExpertOutput(tensor_parallel.RowParallelLinear):
-    """Copies its output: Megatron adds an expert's bias to it in place, which torch refuses for a view."""
+def expert_output(linear: Any) -> type:
+    """Return a linear layer that copies its output: Megatron adds an expert's bias in place, refused for a view."""
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(input_)
-        return output.clone(), bias
+    class ExpertOutput(linear):
+        def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(input_)
+            return output.clone(), bias
+
+    return ExpertOutput
 
 
 class ExpertLayer(TransformerLayer):

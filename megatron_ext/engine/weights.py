@@ -50,6 +50,18 @@ def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) 
             yield Weight(row, place, parameter, shards, original, first_copy)
 
 
+def mark_parts(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> None:
+    """Mark of which weights tensor-parallel ranks hold parts, cut along which dimension: gradient norms and Muon ask.
+
+    How experts are marked depends on the versions of Megatron-Core and Transformer Engine, and is wrong in some. Remove
+    when all supported ones mark them.
+    """
+    for weight in saved_weights(chunks, model, ranks):
+        whole = weight.row.cut is Cut.WHOLE
+        weight.parameter.tensor_model_parallel = not whole  # type: ignore[attr-defined]
+        weight.parameter.partition_dim = -1 if whole else int(weight.row.cut is Cut.COLUMNS)  # type: ignore[attr-defined]
+
+
 def shards_of(
     row: Parameter, place: Place, tensor: Tensor, rank: int, ranks: int, *, writes: bool = True
 ) -> list[Shard]:

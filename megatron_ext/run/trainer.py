@@ -42,7 +42,7 @@ from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.engine.state import Checkpointer, Position, agree, load_weights
 from megatron_ext.engine.step import PendingStep, Stepper
 from megatron_ext.engine.transformer import fusions_here
-from megatron_ext.engine.weights import initialise
+from megatron_ext.engine.weights import initialise, mark_parts
 from megatron_ext.errors import DivergedError, UserError, first_line
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker
@@ -105,6 +105,7 @@ def build(config: Config) -> Built:
     agree(inputs.checkpoint)
     parallel.start_tensor_overlap(config, ranks)
     chunks = build_chunks(config, inputs.vocab_size, platform)
+    mark_parts(chunks, config.model, ranks)
     if inputs.pretrained is None and inputs.checkpoint is None:
         initialise(chunks, config.model, inputs.vocab_size, config.training.seed, ranks)
     if inputs.pretrained is not None:

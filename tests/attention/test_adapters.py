@@ -1,10 +1,9 @@
 """The adapters of CUDA kernels, against stand-ins that have the real ones' signatures and traps."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -84,73 +83,6 @@ def test_torch_varlen_of_2_10_is_refused(torch_has: Any, monkeypatch: pytest.Mon
 
 # Transformer Engine
 
-# names of DotProductAttention's arguments, and of its forward's after the three tensors, in the oldest version
-INIT = """num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type window_size
-    sequence_parallel tp_size get_rng_state_tracker tp_group layer_number attention_type cp_group cp_global_ranks
-    cp_stream cp_comm_type softmax_scale softmax_type return_max_logit"""
-FORWARD = """attention_mask qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q
-    max_seqlen_kv attn_mask_type window_size checkpoint_core_attention core_attention_bias_type core_attention_bias
-    alibi_slopes fast_zero_fill inference_params pad_between_seqs fp8_output"""
-# what the newest one has besides
-LATER = """bottom_right_diagonal softcap name bf16_backward num_splits score_mod score_mod_bprop score_mod_tensors
-    score_mod_bprop_tensors qkv_layer kv_layer qkv_interleave_dim thd_attention_policies
-    thd_attention_policy_dispatch"""
-TE_VERSIONS = {"2.9.0": "", "2.20.2": LATER}
-
-
-class Dense(torch.nn.Module):
-    """TE's DotProductAttention, as far as its layouts go: it reads each tensor as if its rows lay side by side."""
-
-    later = ""
-    seen: ClassVar[list[dict[str, str]]] = []  # the variables of its backends in each call
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        assert options.keys() <= {*INIT.split(), *self.later.split()}
-        self.options = options
-        if options.get("softmax_type", "vanilla") == "learnable":
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(options["num_attention_heads"]))
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-        assert call.keys() <= {*FORWARD.split(), *self.later.split()}
-        self.seen.append({name: value for name, value in os.environ.items() if name.startswith("NVTE_")})
-        query, key, value = (self.raw(x) for x in (query, key, value))
-        assert call.get("attn_mask_type", self.options["attn_mask_type"]) == "padding_causal_bottom_right"
-        assert call.get("qkv_format", self.options["qkv_format"]) == "thd"
-        assert call["window_size"][1] == 0
-        borders = call["cu_seqlens_q"], call["cu_seqlens_kv"]
-        offset = self._parameters.get("softmax_offset")
-        sink = None if offset is None else offset.reshape(1, -1, 1, 1).to(torch.float32).flatten()
-        out = packed(query, key, value, *borders, self.options["softmax_scale"], call["window_size"][0], sink)
-        return out.flatten(1)
-
-    @staticmethod
-    def raw(x: Tensor) -> Tensor:
-        """The numbers from the first on."""
-        return x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1))
-
-
-@pytest.fixture(params=TE_VERSIONS)
-def dense_te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    fake(monkeypatch, "transformer_engine.pytorch", DotProductAttention=Dense)
-    monkeypatch.setattr(Dense, "later", TE_VERSIONS[request.param])
-    adapters._te_attention.cache_clear()
-    yield
-    adapters._te_attention.cache_clear()
-
-
-@pytest.mark.usefixtures("dense_te")
-@pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("left_window", [None, 2])
-def test_te_thd_with_heads_of_a_wider_tensor_and_sinks(part: int, left_window: int | None) -> None:
-    """As the exchange in parts hands them over: heads cut out of tensors of more heads; sinks in place of its own."""
-    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
-    wide = inputs_of(call, heads=8, groups=4)
-    inputs = [x.chunk(2, dim=1)[part] for x in wide]
-    assert not inputs[0].is_contiguous()
-    for sinks in ([], [torch.tensor([-9.0, -0.5, 0.7, 6.0])], [torch.tensor([1.0, 2.0, 3.0, 4.0])]):
-        assert_right(adapters.te_thd, [*inputs, *sinks], call)
-
 
 @pytest.mark.parametrize(
     ("version", "cudnn", "reason"),
@@ -169,25 +101,6 @@ def test_which_te_has_sinks(monkeypatch: pytest.MonkeyPatch, version: str, cudnn
     assert backend.objection(CUDA, torch.bfloat16, 64) is None
     found = backend.objection(CUDA, torch.bfloat16, 64, sinks=True)
     assert found is None if reason is None else reason in str(found)
-
-
-@pytest.mark.usefixtures("dense_te")
-@pytest.mark.parametrize("users", [{}, {"NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN_V4": "1"}])
-def test_te_may_not_fall_back(users: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its unfused path and its FlashAttention 4 are off during a call, whatever the user set, and only then."""
-    for name in ("NVTE_UNFUSED_ATTN", "NVTE_FLASH_ATTN_V4"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in users.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(Dense, "seen", [])
-    before = dict(os.environ)
-    call = call_of([(3, 3), (2, 5)])
-    inputs = inputs_of(call)[:3]
-    adapters.te_thd(QKV(*inputs), call, 1.0)
-    with pytest.raises(RuntimeError):  # of other widths
-        adapters.te_thd(QKV(inputs[0][..., :8], *inputs[1:]), call, 1.0)
-    assert Dense.seen == [{"NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V4": "0"}] * 2
-    assert dict(os.environ) == before
 
 
 # FlashAttention 2 and 4, whose packages share a folder

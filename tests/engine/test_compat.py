@@ -32,7 +32,6 @@ from tests.runs import CONFIG, attempt
 MEGATRONS_ROTATION = rope_utils._apply_rotary_pos_emb_bshd
 SHARES_STORAGE = getattr(compat.megatron_random, "_get_share_storage", None)
 RUN_WITHOUT = "tests/engine/run_without.py"
-PRETEND = Path(__file__).parent / "pretend"  # a Transformer Engine for machines without CUDA
 SHORT = ("--train-iters", "2", "--lr-warmup-iters", "0", "--seq-length", "64")
 
 
@@ -176,29 +175,6 @@ def test_install_optimizer_replaces_only_the_fallback(monkeypatch: pytest.Monkey
     compat.install_optimizer()
     assert compat.megatron_optimizer.Adam is compat.megatron_distributed.Adam is compat.FusedAdam
     assert not compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER
-
-
-@pytest.mark.slow
-def test_kernels_of_cuda_are_not_called_on_a_cpu(small_data: SmallData, tmp_path: Path, monkeypatch) -> None:
-    """As in an image for GPUs without one: Transformer Engine can be imported, and its kernels cannot run."""
-    flags = [*small_data.flags, *SHORT, "--bf16"]
-    alone = attempt(flags, 1, tmp_path / "alone")
-    monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
-    installed = attempt(flags, 1, tmp_path / "installed")
-    assert (alone.returncode, installed.returncode) == (0, 0), alone.stderr[-3000:] + installed.stderr[-3000:]
-    assert installed.series("lm_loss") == alone.series("lm_loss")
-    assert installed.series("grad_norm") == alone.series("grad_norm")
-
-
-@pytest.mark.slow
-@needed("kernels on a CPU")
-def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(small_data: SmallData, tmp_path: Path, monkeypatch) -> None:
-    """Where this fails, Megatron asks for the device: remove that part of compat.install_optimizer."""
-    monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("WITHOUT", "optimizer")
-    result = attempt([*small_data.flags, *SHORT], 1, tmp_path / "run", RUN_WITHOUT)
-    assert result.returncode == 1
-    assert "a CUDA kernel was called on a CPU" in result.stderr, result.stderr[-3000:]
 
 
 @needed("the version of a missing Transformer Engine")
