@@ -2,31 +2,33 @@
 
     python benchmarks/attention.py parity [--output FILE]    error of each kernel next to that of plain half precision
     python benchmarks/attention.py speed [ROW ...]           milliseconds forward and backward, by window and documents
+    python benchmarks/attention.py speed ... --windows N ... for these windows alone
     python benchmarks/attention.py ... --backends NAME ...   for these kernels, in this order
     python benchmarks/attention.py ... --seconds N           with a time limit for each kernel and row length
 
 Each kernel, and each row length of its times, runs in a separate process, so that one that breaks the CUDA context does
 not affect the others; after a case that ends the process, another one continues with the next case. FlashAttention 4,
-which compiles for each kind of call, has twice the time. At the end of parity a table says which kernel is right or
-wrong in which case, cannot compute it, or died.
+which compiles for each kind of call unless benchmarks/flash_attn_4.sh did so beforehand, has twice the time. At the end
+of parity a table says which kernel is right or wrong in which case, cannot compute it, or died.
 
 Parity uses flash-attention's criterion: the error against fp32 is at most twice that of plain bf16 products with a
 softmax between them. Backward runs twice, and must give equal results in deterministic mode.
 
 Speed: `ideal` is the kernel's own time for one causal segment of the whole row, times the pairs of this layout over the
-pairs of that one, that is, the time at constant cost per pair. Goal: at most 1.25 times that for windows from 256 on.
-QKV are created once, on the GPU; CUDA events measure. Without CUDA the reference replaces the kernels, on small
-sizes: a dry run.
+pairs of that one, that is, the time at constant cost per pair. Goal: at most 1.25 times that for windows from 256 on. A
+kernel that takes ten times as long for a window as for the whole row is not measured with shorter ones. QKV are created
+once, on the GPU; CUDA events measure. Without CUDA the reference replaces the kernels, on small sizes: a dry run.
 """
 
 import argparse
 import contextlib
 import itertools
+import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,27 +44,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_ext.arrays import Int32
 from megatron_ext.attention.backends import BACKENDS, select
 from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.context_parallel.exchange import QKV
+from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.exchange import QKV, Scheme
+from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
 
 GOAL, FROM_WINDOW = 1.25, 256
+HOPELESS = 10.0  # a window's time over that of the whole row, after which no shorter one is measured
 FLOOR = 1e-4  # an error that is never too large; plain half precision has none if each query sees one key
 LOST = 4  # exit status of a process that an error has left without a usable GPU
 SLOWER = {"flash_attn_4": 2}  # multiples of the time limit
 REPEATING = ("torch_varlen", "flash_attn_4", "flash_attn", "auto", "reference")  # if deterministic
 ENOUGH_SECONDS = 1.0  # total time of repeated calls of one case
-# fallbacks first, so that something has been checked if time runs out; for times first the two that `auto` may choose
+# fallbacks first, so that something has been checked if time runs out; for times first the two that `auto` may choose.
+# `auto` itself runs these kernels again.
 ORDER = {
-    "parity": ["torch_varlen", "flash_attn_4", "te_thd", "flash_attn", "auto"],
-    "speed": ["flash_attn_4", "torch_varlen", "te_thd", "flash_attn", "auto"],
+    "parity": ["torch_varlen", "flash_attn_4", "te_thd", "flash_attn"],
+    "speed": ["flash_attn_4", "torch_varlen", "te_thd", "flash_attn"],
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One packed call: borders, heads, left window; `strided`: the query is a slice of more heads, as in exchange."""
+    """One packed call: borders, heads, left window.
+
+    `strided`: the query is a slice of more heads, as in exchange; `offset`: all tensors are rows of longer ones, of
+    which they leave out so many.
+    """
 
     name: str
     cu_seqlens_q: Int32
@@ -72,6 +82,7 @@ class Case:
     head_size: int = 64
     left_window: int | None = None
     strided: bool = False
+    offset: int = 0
     value_size: int | None = None  # None: that of the keys
     sinks: bool = False
     deterministic: bool = False
@@ -88,7 +99,7 @@ def cases() -> Iterator[Case]:
     """Yield what runs may ask of a kernel, on both sides of every limit.
 
     That is: segments of all lengths and none, bottom-right calls, sliding windows, sizes and groups of heads, sinks,
-    deterministic mode, many segments, and tensors of more than 2^31 numbers.
+    deterministic mode, many segments, and tensors of more than 2^31 numbers. First come those that have been wrong.
     """
     row, more, many, long = (8192, 300, 131072, (129, 4096, 32, 128)) if CUDA else (128, 30, 256, (5, 64, 4, 16))
     draw = np.random.default_rng(0)
@@ -96,6 +107,11 @@ def cases() -> Iterator[Case]:
     every_length = borders(draw.permutation(lengths))
     longer = every_length + borders(draw.integers(0, more, len(lengths)))
     whole = build_layout(row, (), row).cu_seqlens
+    yield Case("rows of a longer tensor", every_length, longer, offset=3)
+    yield from pieces(row)
+    yield Case("sliding window, head 256", every_length, longer, head_size=256, left_window=row // 8)
+    for size in (80, 96):
+        yield Case(f"sinks, head {size}", every_length, longer, 8, 1, size, sinks=True)
     for size in (64, 128):
         yield Case(f"every length, head {size}", every_length, every_length, head_size=size)
         yield Case(f"one segment, head {size}", whole, whole, head_size=size)
@@ -129,6 +145,19 @@ def cases() -> Iterator[Case]:
     yield Case("beyond 2^31 numbers", beyond, beyond, heads, heads // 4, size, last_alone=True)
 
 
+def pieces(row: int) -> Iterator[Case]:
+    """Yield the calls of one of four context-parallel ranks: pieces that need no other rank's keys, and those that do.
+
+    Its first piece continues a document, so the local ones begin after it.
+    """
+    layout = build_layout(row, (row // 3, row // 3 + 7, row // 2, row - row // 5), row)
+    call = AttentionCall.of_plan(plan(layout, 4, policy="contiguous"), ContextGroup(1, 4, None), Scheme.EXCHANGE)
+    assert call.local is not None
+    assert call.remote is not None
+    yield Case("local pieces of a rank", call.local.cu_seqlens_q, call.local.cu_seqlens_kv, offset=row // 12)
+    yield Case("remote pieces of a rank", call.remote.cu_seqlens_q, call.remote.cu_seqlens_kv)
+
+
 def borders(lengths: np.ndarray) -> Int32:
     """Return the borders of segments of these lengths."""
     return np.append(0, np.cumsum(lengths)).astype(np.int32)
@@ -150,6 +179,8 @@ def run(attend: Attend, case: Case, dtype: torch.dtype, given: list[Tensor]) -> 
     leaves = [x.requires_grad_() for x in (query, key, value, *sinks)]
     if case.strided:
         query = torch.cat([query] * 2, dim=1).chunk(2, dim=1)[1]
+    if case.offset:
+        query, key, value = (torch.cat((x.new_ones(case.offset, *x.shape[1:]), x))[case.offset :] for x in leaves[:3])
     call = moved(AttentionCall.of(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window), DEVICE)
     out = attend(QKV(query, key, value, *sinks), call, case.head_size**-0.5)
     return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, grad))]
@@ -194,12 +225,16 @@ def errors(name: str, case: Case) -> dict[str, object]:
     return facts | {"over_plain": max(over.values()), "wrong": wrong, "ok": not wrong}
 
 
-def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
-    """Yield windows from the whole row down to 8, then rows of documents: name, window, borders."""
-    window = row
-    while window >= 8:
+def layouts(row: int, windows: Sequence[int]) -> Iterator[tuple[str, int, Int32]]:
+    """Yield the windows or, if there are none, those from the whole row down to 8 and rows of documents.
+
+    That is, a name, the window and the borders.
+    """
+    factor = 4 if row > 32768 else 2
+    for window in windows or [row // factor**step for step in range(int(math.log(row / 8, factor)) + 1)]:
         yield f"window {window}", window, build_layout(row, (), window).cu_seqlens
-        window //= 4 if row > 32768 else 2
+    if windows:
+        return
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(np.log(min(849, row // 8)), 0.974, row // 200 + 50), 16, row).astype(np.int64)
     ends = np.cumsum(lengths)
@@ -208,15 +243,17 @@ def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
     yield "one of half the row, then documents", row, build_layout(row, np.append(row // 2, half), row).cu_seqlens
 
 
-def speed(name: str, row: int, records: Records) -> None:
+def speed(name: str, row: int, windows: Sequence[int], records: Records) -> None:
     """Record the times of each layout; 32 heads and 8 key heads of size 128, as in Llama-3-8B."""
     heads, groups, size = (32, 8, 128) if CUDA else (4, 2, 32)
     attend = select(name, DEVICE, torch.bfloat16, size)
-    per_pair: list[float] = []  # milliseconds, of the whole row first
+    times: list[float] = []  # milliseconds, of the whole row first
+    per_pair: list[float] = []
 
     def figures(case: Case, window: int) -> dict[str, object]:
         forward, backward = milliseconds(attend, case)
-        per_pair.append((forward + backward) / case.pairs)
+        times.append(forward + backward)
+        per_pair.append(times[-1] / case.pairs)
         over_ideal, flops = per_pair[-1] / per_pair[0], 4 * case.pairs * heads * size
         found: dict[str, object] = {"forward_ms": forward, "backward_ms": backward, "over_ideal": over_ideal}
         found |= {"forward_tflops": flops / forward / 1e9, "backward_tflops": 2.5 * flops / backward / 1e9}
@@ -224,9 +261,12 @@ def speed(name: str, row: int, records: Records) -> None:
             found["met"] = over_ideal <= GOAL
         return found
 
-    for layout, window, cu_seqlens in layouts(row):
+    for layout, window, cu_seqlens in layouts(row, windows):
         case = Case(layout, cu_seqlens, cu_seqlens, heads, groups, size)
         facts = {"row": row, "layout": layout, "segments": len(cu_seqlens) - 1}
+        if times and times[-1] > HOPELESS * times[0]:
+            records.add(backend=name, **facts, skipped=f"took {HOPELESS:.0f} times as long as the whole row before it")
+            continue
         attempt(records, partial(figures, case, window), backend=name, **facts)
 
 
@@ -263,6 +303,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("step", choices=list(ORDER))
     parser.add_argument("rows", nargs="*", type=int, metavar="ROW", help="speed: tokens of a row")
+    parser.add_argument("--windows", nargs="+", type=int, default=[], metavar="N", help="speed: the longest first")
     parser.add_argument("--backends", nargs="+", choices=[*BACKENDS, "auto"], metavar="NAME")
     parser.add_argument("--seconds", type=float, help="time limit of each kernel")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kernel, in this process
@@ -274,7 +315,7 @@ def main() -> int:
     records = Records("correct" if step == "parity" else "attention", output)
     if options.here:
         if step == "speed":
-            speed(names[0], options.rows[0], records)
+            speed(names[0], options.rows[0], options.windows, records)
         for case in list(cases())[options.first :] if step == "parity" else ():
             attempt(records, partial(errors, names[0], case), backend=names[0], case=case.name)
         return int(records.failed > 0)
@@ -287,20 +328,21 @@ def main() -> int:
         if reason is not None:
             records.add(backend=name, step=step, skipped=reason)
             continue
-        failed |= apart(records, step, name, row, options.seconds)
+        windows = ["--windows", *map(str, options.windows)] if options.windows else []
+        failed |= apart(records, step, name, row, options.seconds, *windows)
     if step == "parity":
         print(*verdicts(read(output, offset)), sep="\n")
     return int(failed or records.failed > 0)
 
 
-def apart(records: Records, step: str, name: str, row: int | None, seconds: float | None) -> bool:
+def apart(records: Records, step: str, name: str, row: int | None, seconds: float | None, *flags: str) -> bool:
     """Run one kernel in a process, and in further ones for the cases after one that ends it; return if any failed."""
     names = [case.name for case in cases()] if step == "parity" else []
     limit = None if seconds is None else SLOWER.get(name, 1) * seconds
     began, first, failed = time.monotonic(), 0, False
     while True:
         left = None if limit is None else max(limit - (time.monotonic() - began), 1)
-        command = [step, *([str(row)] if row else []), "--backends", name, "--here", "--first", str(first)]
+        command = [step, *([str(row)] if row else []), "--backends", name, "--here", "--first", str(first), *flags]
         status = run_apart(records, *command, timeout_s=left, backend=name, **({"row": row} if row else {}))
         failed |= status != 0
         if status in (0, 1, None) or records.last.get("case") not in names[:-1]:

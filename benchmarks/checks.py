@@ -1,6 +1,6 @@
 """Check what a GPU machine has, and that training there gives the losses of another machine.
 
-python benchmarks/checks.py machine             the GPU, the environment, a Transformer Engine layer
+python benchmarks/checks.py machine             the GPU, the environment, a Transformer Engine layer, FlashAttention 4
 python benchmarks/checks.py losses RUN_A RUN_B  the largest difference of the losses of two runs
 python benchmarks/checks.py hang FOLDER         what the watchdog of a rank writes when the other one is stopped
 """
@@ -9,14 +9,18 @@ import contextlib
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from attention import Case, borders, errors
 from clock import CUDA, DEVICE
 from record import ROOT, Records, parser_of
 from soak import Job, inject
 
+from megatron_ext.engine.platform import compiler
 from megatron_ext.monitoring.metrics import read_jsonl
 
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
@@ -24,15 +28,16 @@ TOLERANCE = 2e-2  # relative, two different bfloat16 kernels over a few dozen st
 
 
 def machine(records: Records) -> None:
-    """Record the GPU, what tools/environment.py prints, and the error of a layer of Transformer Engine."""
+    """Record the GPU, what tools/environment.py prints, and the errors of one layer and of one attention call."""
     records.add(case="nvidia-smi", text=output_of("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"))
     environment = output_of(sys.executable, str(ROOT / "tools" / "environment.py"), "--bf16")
     records.add(case="environment", text=environment.splitlines())
-    case = "transformer_engine.Linear"
-    if CUDA:
-        records.measure(transformer_engine, case=case)
-    else:
-        records.add(case=case, skipped="needs a GPU")
+    records.add(case="C compiler", path=compiler(), ok=compiler() is not None)
+    for case, work in {"transformer_engine.Linear": transformer_engine, "flash_attn_4": flash_attn_4}.items():
+        if CUDA:
+            records.measure(work, case=case)
+        else:
+            records.add(case=case, skipped="needs a GPU")
 
 
 def output_of(*command: str) -> str:
@@ -57,6 +62,15 @@ def transformer_engine() -> dict[str, Any]:
     pairs = zip((out.float(), gradient), exact, strict=True)
     error = max(((got - want).norm() / want.norm()).item() for got, want in pairs)
     return {"relative_error": error, "ok": error < 0.02}
+
+
+def flash_attn_4() -> dict[str, Any]:
+    """Return the error of a first call with three segments, and its time: short if its kernels were compiled before."""
+    lengths = [5, 300, 95]
+    case = Case("three segments", borders(np.array(lengths)), borders(np.array(lengths)))
+    began = time.monotonic()
+    facts = errors("flash_attn_4", case)
+    return facts | {"seconds": time.monotonic() - began}
 
 
 def losses(run_a: Path, run_b: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ TITLES = {
     "step": "Training steps",
     "attention": "Attention kernels",
     "length": "Longest rows",
+    "experts": "Grouped experts",
+    "fp8": "FP8",
     "loss_head": "Loss head",
 }
 LISTS = {"kernels", "text"}  # facts that are no cells of tables
@@ -64,16 +66,32 @@ def verdicts(records: Iterable[Record]) -> list[str]:
     return lines + [f"- {backend}, {', '.join(named)}: {reason}" for (backend, reason), named in reasons.items()] + [""]
 
 
+def times(records: Iterable[Record]) -> list[str]:
+    """Return the table of attention kernels by row and layout: milliseconds of both passes, and which is fastest."""
+    measured: dict[tuple[int, str], dict[str, float]] = {}
+    for record in records:
+        if "forward_ms" in record:
+            by_backend = measured.setdefault((record["row"], record["layout"]), {})
+            by_backend[record["backend"]] = record["forward_ms"] + record["backward_ms"]
+    backends = list(dict.fromkeys(itertools.chain(*measured.values())))
+    rows = [
+        [*layout, *(by_backend.get(backend, "") for backend in backends), min(by_backend, key=by_backend.__getitem__)]
+        for layout, by_backend in measured.items()
+    ]
+    return table(["row", "layout", *backends, "fastest"], rows) if rows else []
+
+
 def page(records: Sequence[Record]) -> str:
     """Return a page: the machine, what failed, and a table for each part and kind of result."""
     first = next((record for record in records if "memory_gib" in record), records[-1])  # of a process with CUDA
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     lines = [f"# {first['device']}, {first['date']}", "", f"Python {first['python']}, {versions}.", ""]
+    summaries = {"correct": verdicts, "attention": times}
     bad = sum(record.get("ok") is False for record in records)
     lines += [f"{len(records)} results, of which {bad} failed.", ""]
     for part in dict.fromkeys(record["part"] for record in records):
         mine = [record for record in records if record["part"] == part]
-        lines += [f"## {TITLES.get(part, part)}", "", *(verdicts(mine) if part == "correct" else [])]
+        lines += [f"## {TITLES.get(part, part)}", "", *summaries.get(part, lambda _: [])(mine)]
         kinds: dict[tuple[bool, ...], list[Record]] = {}
         for record in mine:
             if not (part == "correct" and "backend" in record) and not record.keys() & LISTS:

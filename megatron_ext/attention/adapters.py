@@ -4,9 +4,12 @@ All masks are causal, aligned to the bottom right. The functions `..._missing` r
 get it, or None.
 """
 
+import contextlib
 import inspect
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import fields
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -27,6 +30,7 @@ _VARLEN_NEEDS = {"scale", "window_size"}  # new in torch 2.11; the causal mask o
 _BACKWARD = "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale window_size"
 # Read in each forward call. If no fused kernel fits, Transformer Engine otherwise pads to [segments, longest, longest]
 # without a word; versions from 2.15 on may take FlashAttention 4, which is a backend of its own here.
+_TE_MASK = "padding_causal_bottom_right"
 _TE_ENVIRONMENT = {"NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V4": "0"}
 
 
@@ -67,17 +71,6 @@ def flash_attn_4_missing() -> str | None:
     return None
 
 
-def flash_attn_4_limits(capability: tuple[int, int], head_size: int, value_size: int, sinks: bool) -> str | None:
-    """Return which kernels it lacks on this GPU; on Hopper it has all."""
-    (major, minor), sizes = capability, (head_size, value_size)
-    large = [] if major == 12 else [(192, 128)] if sinks else [(192, 128), (256, 256)]
-    backward = major < 12 or not (sinks or torch.are_deterministic_algorithms_enabled())
-    if major == 9 or (backward and (max(sizes) <= 128 or sizes in large)):
-        return None
-    what = f"heads of {sizes}{' with sinks' * sinks}" if backward else "sinks or a deterministic backward"
-    return f"has no kernels for {what} on sm_{major}{minor}; use auto"
-
-
 def torch_varlen(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call PyTorch's variable-length flash attention, in torch 2.11 and newer.
 
@@ -115,16 +108,14 @@ def torch_varlen_missing() -> str | None:
     return f"needs torch 2.11 or newer, this is {torch.__version__}; pip install 'torch>=2.11'"
 
 
-def torch_varlen_sinks_missing() -> str | None:
+def torch_varlen_differentiates_sinks() -> bool:
     """Check the private operator that `torch_varlen` calls for the gradients of a call with attention sinks."""
     import torch.nn.attention.varlen  # registers it
 
     operator = getattr(torch.ops.torch_attn, "_varlen_attn_backward", None)
     arguments = [] if operator is None else operator.default._schema.arguments
-    known, more = _BACKWARD.split(), arguments[14:]
-    if [one.name for one in arguments[:14]] == known and all(one.has_default_value() for one in more):
-        return None
-    return f"cannot differentiate attention sinks in torch {torch.__version__}, whose operator for it differs; use auto"
+    names = [argument.name for argument in arguments[:14]]
+    return names == _BACKWARD.split() and all(argument.has_default_value() for argument in arguments[14:])
 
 
 @lru_cache
@@ -163,20 +154,32 @@ def flash_attn_missing() -> str | None:
 def te_thd(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call Transformer Engine's DotProductAttention in the THD format, without its own context parallelism."""
     query_tNH, key_uGH, _, sink_N = inputs
-    attention = _te_attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale, sink_N is not None)
+    sizes = query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2]
+    attention = _te_attention(*sizes, scale, sink_N is not None, _te_deterministic())
     names = "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "window_size"
     options = dict(zip(names, (*call.borders, *call.max_seqlens, call.window_size), strict=True))
     tensors = tuple(_at_start(x) for x in inputs[:3])
     sinks = {} if sink_N is None else {"softmax_offset": sink_N}  # in place of the module's own parameter
+    with _te_environment():
+        out: Tensor = functional_call(attention, sinks, tensors, options)
+    return out.view(query_tNH.shape)
+
+
+@contextlib.contextmanager
+def _te_environment() -> Iterator[None]:
     before = {name: os.environ[name] for name in _TE_ENVIRONMENT if name in os.environ}
     os.environ.update(_TE_ENVIRONMENT)
     try:
-        out: Tensor = functional_call(attention, sinks, tensors, options)
+        yield
     finally:
         for name in _TE_ENVIRONMENT:
             del os.environ[name]
         os.environ.update(before)
-    return out.view(query_tNH.shape)
+
+
+def _te_deterministic() -> bool:
+    """Return whether Transformer Engine would have to be deterministic; a module asks when it is made."""
+    return torch.are_deterministic_algorithms_enabled() or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
 
 
 def _at_start(x: Tensor) -> Tensor:
@@ -193,14 +196,45 @@ def te_thd_missing() -> str | None:
     return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
 
 
-def te_thd_sinks_missing() -> str | None:
-    version, cudnn = installed_version("transformer-engine") or "0", torch.backends.cudnn.version() or 0
-    text = f"needs version 2.13 and cuDNN 9.18 for attention sinks, this is {version} with cuDNN {cudnn}; use auto"
-    return None if TorchVersion(version) >= "2.13" and cudnn >= 91800 else text
+def te_thd_kernel(
+    heads: int, groups: int, head_size: int, sinks: bool, call: AttentionCall | None
+) -> tuple[str | None, tuple[int, ...]]:
+    """Ask Transformer Engine which kernel `te_thd` would run, for a call or, with None, for a small one.
+
+    Returns:
+        "cudnn" or the version of FlashAttention, or None if no kernel fits; and the version of cuDNN.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    arguments: dict[str, Any] = {
+        "qkv_layout": "thd_thd_thd",
+        "num_heads": heads,
+        "num_gqa_groups": groups,
+        "head_dim_qk": head_size,
+        "head_dim_v": head_size,
+        "attn_mask_type": _TE_MASK,
+        "softmax_type": "learnable" if sinks else "vanilla",
+        "deterministic": _te_deterministic(),
+        "core_attention_bias_shape": None,
+        "core_attention_bias_requires_grad": False,
+    }
+    if call is not None:
+        arguments["batch_size"] = call.segments
+        arguments["window_size"] = call.window_size
+        arguments["max_seqlen_q"], arguments["max_seqlen_kv"] = call.max_seqlens
+        tokens = {"num_tokens_q": int(call.cu_seqlens_q[-1]), "num_tokens_kv": int(call.cu_seqlens_kv[-1])}
+        names = {field.name for field in fields(utils.AttentionParams)}
+        arguments |= {name: count for name, count in tokens.items() if name in names}  # newer than 2.15
+    with _te_environment():
+        flash, version, cudnn, *_ = utils.get_attention_backend(utils.AttentionParams(**arguments))
+    kernel = "cudnn" if cudnn else str(version) if flash else None
+    return kernel, get_cudnn_version()
 
 
 @lru_cache
-def _te_attention(heads: int, groups: int, head_size: int, scale: float, sinks: bool) -> Any:
+def _te_attention(heads: int, groups: int, head_size: int, scale: float, sinks: bool, deterministic: bool) -> Any:
+    """Make the module, which fixes whether it is deterministic."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -209,7 +243,7 @@ def _te_attention(heads: int, groups: int, head_size: int, scale: float, sinks: 
         num_gqa_groups=groups,
         attention_dropout=0.0,
         qkv_format="thd",
-        attn_mask_type="padding_causal_bottom_right",
+        attn_mask_type=_TE_MASK,
         softmax_scale=scale,
         softmax_type="learnable" if sinks else "vanilla",
     )

@@ -112,7 +112,7 @@ RULES: list[Rule] = [
     *_of_some_blocks("add_qkv_bias qk_layernorm no_rope_freq rotary_percent query_pre_attn_scalar"),
     ("softmax_type", lambda o: o.softmax_type == "learnable" and o.traits.sinks,
      " with block {block}, which has attention sinks by itself; leave it out"),
-    ("attention_backend", lambda o: o.attention_backend in ("flash_attn", "te_thd") and o.has_sinks,
+    ("attention_backend", lambda o: o.attention_backend == "flash_attn" and o.has_sinks,
      ", which has no gradient of attention sinks; use auto"),
     ("rotary_percent", lambda o: o.rotary_percent != 1 and (not o.rotary_size or o.rotary_size % 2),
      ", needs an even number of a head's {head_size} dimensions; change it or kv_channels"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.attention.backends import objections
 from megatron_ext.config import Config
-from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.platform import Platform, compiler
 from megatron_ext.errors import installed_version
 
 PACKAGES = (
@@ -57,6 +57,7 @@ def look(config: Config, platform: Platform) -> Environment:
         devices = ", ".join(f"{count} x {name}" for name, count in names.items())
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
         versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "nccl": nccl}
+        versions["C compiler"] = compiler()
     return Environment(
         host=socket.gethostname(),
         devices=devices,

@@ -7,6 +7,7 @@ its configuration (tests/engine/test_platform.py runs without each patch to show
 
 import functools
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -74,9 +75,14 @@ def choose(device: str) -> Platform:
     """Find the device of this process and prepare Megatron-Core to run on it.
 
     Raises:
-        UserError: as in `find`; or the version of Megatron-Core, or of Transformer Engine with it, is not supported.
+        UserError: as in `find`; or Triton would find no compiler; or the version of Megatron-Core, or of Transformer
+            Engine with it, is not supported.
     """
     found = find(device)
+    if found.device.type == "cuda" and compiler() is None:
+        raise UserError(
+            "CC: is not set, and neither gcc nor clang is in PATH; Triton needs a C compiler at first use, install gcc"
+        )
     compat.install()
     if found.device.type == "cpu":
         install_cpu()
@@ -85,6 +91,11 @@ def choose(device: str) -> Platform:
     if found.transformer_engine:
         compat.require_transformer_engine()
     return found
+
+
+def compiler() -> str | None:
+    """Return the C compiler that Triton would use, or None."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def install_cpu() -> None:

@@ -335,7 +335,7 @@ class _Rank:
         device = torch.device("cpu" if self.parallel.device == "cpu" else "cuda")
         dtype = torch.bfloat16 if self.config.training.bf16 else torch.float32
         backends = suited(self.parallel.attention_backend, device, dtype, model.head_size, sinks=model.has_sinks)
-        narrow = BACKENDS[next(iter(backends), "reference")].narrow_values
+        narrow = BACKENDS[next(iter(backends), "reference")].narrow_values(model.head_size, model.v_head_dim)
         key, out = heads * model.head_size, heads * model.v_head_dim
         value = heads * (model.qk_head_dim + model.v_head_dim) if narrow else key
         row = model.kv_lora_rank + model.qk_pos_emb_head_dim

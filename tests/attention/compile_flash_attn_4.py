@@ -3,11 +3,14 @@
     python tests/attention/compile_flash_attn_4.py 90|100 [NAME ...]    for an H100 or a B200, the benchmark's cases
 
 Prints a line for each call, with the backend that `auto` would choose. test_flash_attn_4.py runs it in a process.
+With FOR_PYTHON=3.12, kernels in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR are for that version: they do not differ, but their
+folder is named after Python, FlashAttention 4's sources and its compiler (benchmarks/flash_attn_4.sh compile).
 """
 
 # ruff: noqa: E402  (the mock is installed before torch and the benchmark are imported)
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.config import ModelConfig
+from megatron_ext.config.options import PRESETS
 from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.rehearsal import cuda_mock
 
@@ -63,19 +68,37 @@ def compile_call(attend: Attend, case: benchmark.Case) -> None:
     assert [x.shape for x in gradients] == [x.shape for x in leaves]
 
 
+def trained() -> Iterator[benchmark.Case]:
+    """Yield a call for the heads of each preset, which other parts of benchmarks/gpu.sh train."""
+    for name, preset in PRESETS.items():
+        model = ModelConfig(**preset)
+        borders = benchmark.borders(np.array([9, 32]))
+        heads = model.num_attention_heads, model.num_query_groups, model.head_size
+        yield benchmark.Case(f"preset {name}", borders, borders, *heads)
+
+
+def rename_cache(version: str) -> None:
+    """Rename the folder of this Python's kernels to that of another version."""
+    from flash_attn.cute import cache_utils
+
+    folder = cache_utils.get_cache_path() / cache_utils._compute_source_fingerprint()
+    major, minor = version.split(".")
+    cache_utils.sys = SimpleNamespace(version_info=SimpleNamespace(major=major, minor=minor))
+    folder.rename(folder.with_name(cache_utils._compute_source_fingerprint.__wrapped__()))
+
+
 def main() -> None:
-    for case in benchmark.cases():
+    for case in [*benchmark.cases(), *trained()]:
         if sys.argv[2:] and case.name not in sys.argv[2:]:
             continue
         torch.use_deterministic_algorithms(case.deterministic)
         sizes = case.head_size, case.value_size or case.head_size
-        named, auto = (
-            select(name, CUDA, torch.bfloat16, *sizes, sinks=case.sinks) for name in ("flash_attn_4", "auto")
-        )
+        auto = select("auto", CUDA, torch.bfloat16, *sizes, sinks=case.sinks)
         with FakeTensorMode():
-            compile_call(named, case)
             compile_call(auto, case)
         print("compiled:", case.name, *auto.logged, sep="\t", flush=True)
+    if "FOR_PYTHON" in os.environ:
+        rename_cache(os.environ["FOR_PYTHON"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The adapters of CUDA kernels, against stand-ins that have the real ones' signatures and traps."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,28 +78,6 @@ def test_torch_varlen_of_2_10_is_refused(torch_has: Any, monkeypatch: pytest.Mon
     )
     torch_has(of_2_11)
     assert backends.objections(CUDA, torch.bfloat16, 64)["torch_varlen"] is None
-
-
-# Transformer Engine
-
-
-@pytest.mark.parametrize(
-    ("version", "cudnn", "reason"),
-    [
-        ("2.13.0", 91800, None),
-        ("2.20.2+3b1c", 92100, None),
-        ("2.12.0", 92100, "needs version 2.13 and cuDNN 9.18 for attention sinks, this is 2.12.0 with cuDNN 92100"),
-        ("2.13.0", 91700, "this is 2.13.0 with cuDNN 91700"),
-    ],
-)
-def test_which_te_has_sinks(monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int, reason: str | None) -> None:
-    monkeypatch.setattr(adapters, "installed_version", {"transformer-engine": version}.get)
-    monkeypatch.setattr(adapters, "te_thd_missing", lambda: None)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    backend = replace(backends.BACKENDS["te_thd"], missing=lambda: None)
-    assert backend.objection(CUDA, torch.bfloat16, 64) is None
-    found = backend.objection(CUDA, torch.bfloat16, 64, sinks=True)
-    assert found is None if reason is None else reason in str(found)
 
 
 # FlashAttention 2 and 4, whose packages share a folder

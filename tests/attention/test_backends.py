@@ -1,5 +1,6 @@
 """How a backend is chosen, and what it is called with."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.attention import reference
+from megatron_ext.attention import limits, reference
 from megatron_ext.attention.backends import BACKENDS, Backend, PerCall, select
+from megatron_ext.attention.limits import Heads
 from megatron_ext.context_parallel.exchange import QKV
 from tests.attention.kernels import assert_right, call_of, inputs_of
 from tests.conftest import refused
@@ -48,7 +50,7 @@ FA2 = ("torch_varlen", "flash_attn")
 )
 def test_the_choice_follows_the_lengths(lengths: list[Any], available: tuple[str, ...], wanted: str) -> None:
     for segments in (lengths, lengths[::-1]):
-        assert PerCall(available).choose(call_of(segments), 8, 128) == wanted
+        assert PerCall(available).choose(call_of(segments), Heads(128, 128)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -57,28 +59,54 @@ def test_the_choice_follows_the_lengths(lengths: list[Any], available: tuple[str
 def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int) -> None:
     """Its backward has an fp32 buffer of the queries, with 128 rows more between segments and heads rounded up."""
     attend = PerCall((*FA2, "te_thd"))
+    shape = Heads(size, size, queries=heads)
     for lengths, wanted in (
         ([rows], "torch_varlen"),
         ([rows + 1], "te_thd"),
         ([rows // 2, rows - rows // 2 - 128], "torch_varlen"),
         ([rows // 2, rows - rows // 2], "te_thd"),
     ):
-        assert attend.choose(call_of([(n, n) for n in lengths]), heads, size) == wanted
-    told = refused(PerCall(("torch_varlen",)).choose, call_of([(rows + 1, rows + 1)]), heads, size)
-    assert told.startswith(f"attention_backend: torch_varlen cannot count {rows + 1} queries in 1 segments")
+        assert attend.choose(call_of([(n, n) for n in lengths]), shape) == wanted
+    told = refused(PerCall(("torch_varlen",)).choose, call_of([(rows + 1, rows + 1)]), shape)
+    assert told.startswith(f"attention_backend: got {rows + 1} queries in 1 segments")
+
+
+def test_newer_versions_of_flash_attn_count_rows_in_int64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound on segments stays."""
+    attend = PerCall(FA2)
+    long, many = call_of([(524_289, 524_289)]), call_of([(1, 1)] * 65_536)
+    for version in ("2.7.4.post1", "2.8.0"):
+        monkeypatch.setattr(limits, "installed_version", {"flash-attn": version}.get)
+        if version == "2.8.0":
+            assert attend.choose(long, Heads(128, 128, queries=32)) == "flash_attn"
+        else:
+            refused(attend.choose, long, Heads(128, 128, queries=32))
+        assert "at most 65,535 segments" in refused(attend.choose, many, Heads(128, 128))
 
 
 def test_flash_attention_4_counts_what_its_deterministic_backward_allocates() -> None:
     """int32 [segments, heads, longest / 64]: half a GiB for the queries."""
     attend = PerCall(("flash_attn_4", "te_thd"))
+    heads = Heads(128, 128, queries=32)
     few, many = ([(32_768, 32_768)] + [(1, 1)] * count for count in (8191, 8192))
     for deterministic, wanted in ((False, "flash_attn_4"), (True, "te_thd")):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            assert attend.choose(call_of(few), 32, 128) == "flash_attn_4"
-            assert attend.choose(call_of(many), 32, 128) == wanted
+            assert attend.choose(call_of(few), heads) == "flash_attn_4"
+            assert attend.choose(call_of(many), heads) == wanted
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Sets the GPU's compute capability."""
+
+    def put(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+    return put
 
 
 @pytest.mark.parametrize(
@@ -96,11 +124,10 @@ def test_flash_attention_4_counts_what_its_deterministic_backward_allocates() ->
     ],
 )
 def test_flash_attention_4_lacks_kernels_on_blackwell(
-    monkeypatch: pytest.MonkeyPatch, capability, sizes, sinks: bool, deterministic: bool, taken: bool
+    monkeypatch: pytest.MonkeyPatch, card, capability, sizes, sinks: bool, deterministic: bool, taken: bool
 ) -> None:
     """`auto` then takes another, and a run that names it is refused at its start."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    card(*capability)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setitem(BACKENDS, "flash_attn_4", replace(BACKENDS["flash_attn_4"], missing=lambda: None))
     attend = select("auto", CUDA, torch.bfloat16, *sizes, sinks=sinks)
@@ -110,12 +137,43 @@ def test_flash_attention_4_lacks_kernels_on_blackwell(
         assert "; use auto" in refused(select, "flash_attn_4", CUDA, torch.bfloat16, *sizes, sinks=sinks)
 
 
-def test_a_card_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "size", "window", "wanted"),
+    [
+        ((9, 0), 256, 17, "flash_attn_4"),
+        ((10, 0), 256, None, "flash_attn_4"),
+        ((10, 0), 256, 17, "torch_varlen"),  # the local layers of Gemma 3
+        ((10, 0), 128, 17, "flash_attn_4"),
+    ],
+)
+def test_flash_attention_4_lacks_windows_of_large_heads_on_blackwell(card, capability, size, window, wanted) -> None:
+    card(*capability)
+    call = call_of([(128, 128)], window)
+    assert PerCall(("flash_attn_4", "torch_varlen")).choose(call, Heads(size, size)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "reads"),
+    [
+        ((9, 0), (128, 96), True),
+        ((10, 0), (128, 96), False),
+        ((10, 3), (128, 80), False),
+        ((10, 0), (128, 64), True),
+        ((10, 0), (192, 128), True),
+        ((10, 0), (96, 80), True),
+    ],
+)
+def test_flash_attention_4_misreads_some_narrow_values_on_blackwell(card, capability, sizes, reads: bool) -> None:
+    """As Transformer Engine 2.20 refuses them: gradients of values would be wrong."""
+    card(*capability)
+    assert BACKENDS["flash_attn_4"].narrow_values(*sizes) == reads
+
+
+def test_a_card_too_old_is_refused(card) -> None:
     made = Backend(name="fake", kernel=reference.attend, capability=(9, 0))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    card(9, 0)
     assert made.objection(CUDA, torch.bfloat16, 64) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    card(7, 5)
     assert "needs sm_80 or newer, this is sm_75; use reference" in refused(select, "auto", CUDA, torch.bfloat16, 64)
     assert callable(select("reference", CUDA, torch.bfloat16, 64))
 
@@ -135,7 +193,8 @@ def test_smaller_heads_are_padded(narrow_values, size, width, given, monkeypatch
         sizes.append((inputs.key_uGH.shape[-1], inputs.value_uGW.shape[-1]))
         return reference.attend(inputs, *rest)
 
-    monkeypatch.setitem(BACKENDS, "te_thd", Backend(name="te_thd", kernel=kernel, narrow_values=narrow_values))
+    fake = Backend(name="te_thd", kernel=kernel, narrow_values=lambda *_: narrow_values)
+    monkeypatch.setitem(BACKENDS, "te_thd", fake)
     inputs = [query[..., :size], key[..., :size], value[..., :width], grad[..., :width]]
     assert_right(PerCall(("te_thd",)), inputs, call)
     assert sizes == [given]

@@ -24,7 +24,8 @@ def test_it_compiles(tmp_path: Path, arch: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     chosen = dict(line.split("\t")[1:] for line in done.stdout.splitlines() if line.startswith("compiled:"))
-    assert set(chosen.values()) == {"flash_attn_4"}
+    lacking = {"sliding window, head 256"} if arch == "100" else set()
+    assert {name for name, backend in chosen.items() if backend != "flash_attn_4"} == lacking
     kernels = list(tmp_path.rglob("*.o"))
     assert {"fwd", "bwd_pre", "bwd", "bwd_post"} <= {kernel.parent.name for kernel in kernels}
     assert all(f"-arch sm_{arch}a".encode() in kernel.read_bytes() for kernel in kernels)

@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import attention  # noqa: E402
+from record import Records  # noqa: E402
 from results import page, read  # noqa: E402
 
 
@@ -24,10 +26,10 @@ def gpu_sh(*parts: str, output: Path, **environment: str) -> subprocess.Complete
 @pytest.mark.timeout(3600)
 def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    done = gpu_sh(output=output, MINUTES="40", STEPS="6")
+    done = gpu_sh("all", output=output, MINUTES="40", STEPS="6")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = read(output)
-    parts = ["machine", "correct", "two", "step", "attention", "length", "loss_head"]
+    parts = ["machine", "correct", "two", "experts", "fp8", "step", "attention", "length", "loss_head"]
     assert list(dict.fromkeys(record["part"] for record in records)) == parts
     assert not [record for record in records if record.get("ok") is False]
     skipped = {record["backend"] for record in records if "skipped" in record and "backend" in record}
@@ -89,6 +91,31 @@ def test_a_gpu_that_torch_does_not_see_is_no_dry_run(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nvidia-smi lists a GPU that torch does not see" in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_hopeless_kernel_is_not_measured_with_shorter_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a window has taken ten times as long as the whole row; its own times are kept."""
+    times = iter([(1.0, 2.0), (5.0, 20.0), (5.0, 30.0)])
+    monkeypatch.setattr(attention, "select", lambda *_: None)
+    monkeypatch.setattr(attention, "milliseconds", lambda *_: next(times))
+    records = Records("attention", None)
+    lines = []
+    monkeypatch.setattr(records, "add", lambda **facts: lines.append(facts))
+    attention.speed("te_thd", 64, [64, 32, 16, 8, 4], records)
+    results = {line["layout"]: line.get("forward_ms", line.get("skipped")) for line in lines if not line.get("began")}
+    assert [results[f"window {window}"] for window in (64, 32, 16)] == [1.0, 5.0, 5.0]
+    assert results["window 8"] == results["window 4"] == "took 10 times as long as the whole row before it"
+
+
+def test_the_page_says_which_kernel_is_fastest() -> None:
+    """Forward and backward together, for each row and layout."""
+    common = {"part": "attention", "device": "x", "date": "x", "python": "x", "versions": {}, "row": 8192}
+    times = {"flash_attn_4": (1.0, 4.0), "torch_varlen": (2.0, 2.5)}
+    records = [
+        common | {"layout": "window 32", "backend": name, "forward_ms": forward, "backward_ms": backward}
+        for name, (forward, backward) in times.items()
+    ]
+    assert "| 8192 | window 32 | 5 | 4.5 | torch_varlen |" in page(records)
 
 
 def test_a_line_before_each_measurement_is_no_result(tmp_path: Path) -> None:

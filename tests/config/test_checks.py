@@ -18,7 +18,7 @@ CASES = """
 --moe-router-topk 3 | moe_router_topk | --num-experts 4 --moe-router-topk 3
 --early-stopping-patience 3 | early_stopping_patience | --early-stopping-patience 3 --eval-interval 5
 --on-spike skip --spike-window 0 | on_spike | --on-spike skip
---softmax-type learnable --bf16 --attention-backend te_thd | attention_backend | --softmax-type learnable --bf16 --attention-backend torch_varlen
+--softmax-type learnable --bf16 --attention-backend flash_attn | attention_backend | --softmax-type learnable --bf16 --attention-backend te_thd
 --qk-layernorm --add-qkv-bias | qk_layernorm | --qk-layernorm
 --rotary-percent 0.5 | rotary_percent | --block phi --rotary-percent 0.5
 --num-attention-heads 3 --num-query-groups 3 --kv-channels 32 --tensor-model-parallel-size 2 | num_attention_heads | --num-attention-heads 4 --num-query-groups 4 --kv-channels 32 --tensor-model-parallel-size 2 | 2 2

@@ -84,12 +84,32 @@ def test_differences_between_ranks_are_reported_once_per_host() -> None:
     ]
 
 
-def test_a_transformer_engine_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run does not fall back to slower layers without a word."""
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that can be found, without Transformer Engine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_without_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles with it in the first step, and would end the run with a traceback."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "neither gcc nor clang" in refused(platform.choose, "cuda")
+    for name in ("gcc", "clang"):
+        (tmp_path / name).touch(mode=0o755)
+        assert platform.compiler() == str(tmp_path / name)
+        (tmp_path / name).unlink()
+    monkeypatch.setenv("CC", "icx")
+    assert platform.compiler() == "icx"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_transformer_engine_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run does not fall back to slower layers without a word."""
     assert not platform.find("cuda").transformer_engine
     monkeypatch.setitem(sys.modules, "transformer_engine", empty("transformer_engine"))  # without its part for torch
     assert "transformer-engine" in refused(platform.find, "cuda")
