@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron_ext.errors import first_line, installed_version
+from megatron_ext.errors import installed_version, library_errors
 
 PACKAGE = "gigatoken"
 MEMORY = 128 << 20  # bytes
@@ -40,22 +40,22 @@ class FastEncoder:
     """
 
     def __init__(self, about: dict[str, Any]) -> None:
-        if (version := installed_version(PACKAGE)) is None:
+        version = installed_version(PACKAGE)
+        if version is None:
             raise UnservedError(f"it is not installed; pip install {PACKAGE}")
         about = {**about, "added_tokens": [token for token in about["added_tokens"] if not token["special"]]}
-        if other := _unserved(about):
+        other = _unserved(about)
+        if other is not None:
             raise UnservedError(f"it does not do {other}")
         self.name = f"{PACKAGE} {version}"
         self._json, self._nfc = json.dumps(about), about["normalizer"] == {"type": "NFC"}
         self._load()
 
     def _load(self) -> None:
-        from gigatoken.gigatoken_rs import load_hf_json
+        with library_errors(lambda reason: UnservedError(f"it cannot load the tokenizer ({reason})")):
+            from gigatoken.gigatoken_rs import load_hf_json
 
-        try:
             self._loaded = load_hf_json(self._json)
-        except ValueError as error:
-            raise UnservedError(f"it refuses the tokenizer ({first_line(error)})") from None
         self._characters, self._most = 0, psutil.Process().memory_info().rss + MEMORY
 
     def serves(self, text: str) -> bool:
@@ -63,13 +63,14 @@ class FastEncoder:
         return text.isascii() or _unknown(self._nfc).search(text.encode().translate(None, ASCII).decode()) is None
 
     def __call__(self, text: str) -> NDArray[np.uint32]:
-        """Return the token ids of a text, uint32 [n]."""
+        """Return the token ids of a text, uint32 [n]; raise UnservedError if gigatoken fails."""
         self._characters += len(text)
         if self._characters > MEASURED_EVERY:
             self._characters = 0
             if psutil.Process().memory_info().rss > self._most:
                 self._load()
-        ids: NDArray[np.uint32] = self._loaded.encode(text)
+        with library_errors(lambda reason: UnservedError(f"it cannot encode a text ({reason})")):
+            ids: NDArray[np.uint32] = self._loaded.encode(text)
         return ids
 
 

@@ -63,18 +63,23 @@ def test_memory_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
 CL100K += r"|\s+(?!\S)|\s+"  # with possessive quantifiers
+OWN = r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"  # gigatoken refuses it with a RuntimeError
+
+
+def by(pattern: str) -> pre_tokenizers.Sequence:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path) -> None:
     library = Tokenizer(folder)._library
     assert library is not None
-    split = pre_tokenizers.Split(Regex(CL100K), "isolated")
-    possessive = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     for name, part, served in (
         ("normalizer", normalizers.Lowercase(), False),
         ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True), False),
         ("pre_tokenizer", pre_tokenizers.Whitespace(), False),
-        ("pre_tokenizer", possessive, False),
+        ("pre_tokenizer", by(CL100K), False),
+        ("pre_tokenizer", by(OWN), False),
         ("added", AddedToken("<call>", rstrip=True), False),
         ("added", AddedToken("<call>"), True),
     ):
@@ -89,6 +94,24 @@ def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path) -> No
         assert opened.encode_array("a <call>  b").tolist() == opened.encode("a <call>  b")
         if not served:
             assert "gigatoken cannot serve" in refused(Tokenizer, tmp_path, encoder="gigatoken")
+
+
+def test_auto_leaves_gigatoken_where_it_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library may raise any exception, also when it is loaded anew or encodes."""
+    monkeypatch.setattr(fast, "MEASURED_EVERY", 0)
+    for encoder in ("auto", "gigatoken"):
+        opened = Tokenizer(folder, encoder=encoder)
+        assert opened.fast is not None
+        with pytest.raises(fast.UnservedError, match="cannot encode"):
+            opened.fast("\udc00")
+        monkeypatch.setattr(opened.fast, "_json", "{}")
+        monkeypatch.setattr(opened.fast, "_most", 0)
+        if encoder == "gigatoken":
+            assert "gigatoken cannot serve" in refused(opened.encode_array, TEXTS[0])
+        else:
+            assert opened.encode_array(TEXTS[0]).tolist() == opened.encode(TEXTS[0])
+            assert opened.fast is None
+            assert opened.encoder.startswith("tokenizers")
 
 
 def test_without_the_package_tokenizers_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
