@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from megatron_ext.data.text import fast
@@ -24,10 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ids_are_those_of_tokenizers() -> None:
     """A small part of the fuzz of benchmarks/."""
     command = [sys.executable, "benchmarks/fuzz_ids.py", "--texts", "2000", "--shapes", "Llama 3", "Qwen 2", "Llama 2"]
+    command.append("DeepSeek 3")
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert run.returncode == 0, run.stdout + run.stderr
-    assert [one["different"] for one in found] == [0, 0, 0]
+    assert [one["different"] for one in found] == [0, 0, 0, 0]
 
 
 def test_special_tokens_of_a_text_are_ordinary(folder: Path) -> None:
@@ -82,6 +84,7 @@ def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path) -> No
         ("pre_tokenizer", by(OWN), False),
         ("added", AddedToken("<call>", rstrip=True), False),
         ("added", AddedToken("<call>"), True),
+        ("normalizer", normalizers.Sequence([]), True),
     ):
         other = type(library).from_str(library.to_str())
         if isinstance(part, AddedToken):
@@ -94,6 +97,27 @@ def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path) -> No
         assert opened.encode_array("a <call>  b").tolist() == opened.encode("a <call>  b")
         if not served:
             assert "gigatoken cannot serve" in refused(Tokenizer, tmp_path, encoder="gigatoken")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kinds", ["00", "01", "10", "11"])
+def test_added_tokens_that_overlap_are_found_as_tokenizers_does(
+    folder: Path, tmp_path: Path, kinds: str, special: bool
+) -> None:
+    """tokenizers looks for normalized tokens last, and skips special ones; gigatoken looks for all others at once."""
+    for first, second, text in (
+        ("ab", "bc", "xabcx"),
+        ("bc", "ab", "xabcx"),
+        ("abc", "b", "xabcx"),
+        ("b", "abc", "abc"),
+    ):
+        other = tokenizers.Tokenizer.from_file(str(folder / HF_FILE))
+        other.add_tokens([AddedToken(first, normalized=kinds[0] == "1", special=special)])
+        other.add_tokens([AddedToken(second, normalized=kinds[1] == "1")])
+        other.save(str(tmp_path / HF_FILE))
+        opened = Tokenizer(tmp_path, encoder="auto")
+        assert opened.encode_array(text).tolist() == opened.encode(text)
+        assert kinds[0] != kinds[1] or special or opened.fast is not None
 
 
 def test_auto_leaves_gigatoken_where_it_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
