@@ -122,11 +122,11 @@ class Tokenizer:
                     vocabulary[one] for one in vocabulary if re.fullmatch("<0x[0-9a-fA-F]{2}>", one)
                 )
             unknown = model["unk_id"] if model["type"] == "Unigram" else vocabulary.get(model["unk_token"])
-            if (ordinary := _without_special(about, set(self.special.values()))) is not None:
-                self._ordinary = tokenizers.Tokenizer.from_str(ordinary)
+            if _hide_special(about, set(self.special.values())):
+                self._ordinary = tokenizers.Tokenizer.from_str(json.dumps(about))
                 self._ordinary.encode_special_tokens = True
             if encoder != "tokenizers":
-                self._use_gigatoken(about if ordinary is None else json.loads(ordinary))
+                self._use_gigatoken(about)
         elif self._only_gigatoken:
             raise UserError(f"encoder: got {PACKAGE} for the tokenizer {BYTES}, which needs none; pass --encoder auto")
         self._refused = frozenset(self.special) - {unknown} | borders
@@ -302,8 +302,8 @@ def read_added_tokens(file: Path, own: Mapping[int, AddedToken]) -> tuple[dict[s
     return named, tokens
 
 
-def _without_special(about: dict[str, Any], special: set[str]) -> str | None:
-    """Return tokenizer.json, `about`, with a model that makes no special tokens of texts; None if it makes none anyway.
+def _hide_special(about: dict[str, Any], special: set[str]) -> bool:
+    """Change tokenizer.json, `about`, so that its model makes no special tokens of texts; return whether it would.
 
     As in SentencePiece, where no text gives a control piece, such pieces are renamed to what no text holds; all ids
     stay. A piece of one character keeps its name, because without it texts would lose that character.
@@ -317,8 +317,22 @@ def _without_special(about: dict[str, Any], special: set[str]) -> str | None:
         if not model["ignore_merges"]:  # a text gives what merges make
             hidden &= {whole for _, _, whole in merges}
         model["merges"] = [merge[:2] for merge in merges if hidden.isdisjoint(merge)]
-    names = "|".join(re.escape(json.dumps(token)) for token in hidden)
-    return re.sub(rf"(?<!\\)({names})", lambda name: f'"\\ufdd0{name[0][1:]}', json.dumps(about)) if hidden else None
+    if not hidden:
+        return False
+
+    def rename(piece: str) -> str:
+        return f"\ufdd0{piece}" if piece in hidden else piece
+
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {rename(piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [(rename(piece), score) for piece, score in model["vocab"]]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = rename(model["unk_token"])
+    for token in about["added_tokens"]:
+        token["content"] = rename(token["content"])
+    about["post_processor"] = None  # names special tokens, and is not used for texts
+    return True
 
 
 def train_bpe(
