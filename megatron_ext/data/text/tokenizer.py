@@ -1,7 +1,7 @@
 """Convert text to token ids and back, and train a byte-level BPE tokenizer.
 
 A tokenizer is a folder with Hugging Face's tokenizer.json, or "bytes": ids 0 to 255 are the bytes of UTF-8, 256 ends a
-document. tools/convert_tokenizer.py converts a SentencePiece or tiktoken file to tokenizer.json.
+document. tools/convert_tokenizer.py converts a SentencePiece, tiktoken or tekken file to it.
 
 transformers' AutoTokenizer is not used: each worker would need 2.6 s and 260 MB to load it instead of 0.1 s and 33 MB;
 and by default it encodes "<|endoftext|>" in a text as the end token (benchmarks/results/2026-11-22-libraries-cpu.txt).
@@ -86,10 +86,11 @@ class Tokenizer:
         if name != BYTES:
             if self.file.is_dir():
                 self.file /= HF_FILE
-            if not self.file.is_file() or self.file.suffix in (".model", ".tiktoken"):
+            other_format = self.file.suffix in (".model", ".tiktoken") or self.file.name == "tekken.json"
+            if other_format or not self.file.is_file():
                 raise UserError(
                     f"tokenizer: {name} has no {HF_FILE}; {program('convert-tokenizer')} makes one from a "
-                    f"SentencePiece or tiktoken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
+                    f"SentencePiece, tiktoken or tekken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
                 )
             content = self.file.read_bytes()
             with self._errors(f"is not a {HF_FILE}", "export it again"):
