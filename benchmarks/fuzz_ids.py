@@ -24,6 +24,7 @@ from record import Records, parser_of
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from megatron_ext.data.text import tokenizer as ours
+from megatron_ext.data.text.fast import NO_NORMALIZER
 
 VOCABULARY, SHOWN = 3000, 10
 SPECIAL, ADDED = "<|endoftext|>", ["<tool_call>", "<tool", "</think>", "abc def"]
@@ -72,7 +73,7 @@ def shapes() -> Iterator[tuple[str, models.BPE, Any, Any]]:
     yield "Mistral", fallback(), None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     yield "Qwen 3.5", models.BPE(), normalizers.NFC(), by(QWEN35)
     yield "Nemotron", models.BPE(), None, by(NEMOTRON)
-    yield "DeepSeek 3", models.BPE(), None, by(*DEEPSEEK)
+    yield "DeepSeek 3", models.BPE(), normalizers.Sequence([]), by(*DEEPSEEK)
 
 
 def train(
@@ -93,11 +94,12 @@ def train(
     about = json.loads(made.to_str())
     about["added_tokens"] = [token for token in about["added_tokens"] if token["content"] in (SPECIAL, "<unk>")]
     made = Tokenizer.from_str(json.dumps(about))
-    made.add_tokens([AddedToken(text, normalized=False) for text in ADDED])
+    nothing = about["normalizer"] == NO_NORMALIZER  # such tokenizers have added tokens of both kinds
+    made.add_tokens([AddedToken(text, normalized=nothing and text == "</think>") for text in ADDED])
     ours.write_tokenizer(made, folder, eos_token=SPECIAL)
 
 
-def texts_of(count: int, seed: int, sources: list[str]) -> Iterator[str]:
+def texts_of(count: int, seed: int, sources: list[str], words: list[str]) -> Iterator[str]:
     """Yield `count` texts; the first, at most half, hold 16 of the characters of Python's Unicode each."""
     dice = random.Random(seed)
     places = ("a%sb", " %s1", "e\u0301%s", "A%s\u0323", "%s", "\n%s.", "'%s ")
@@ -107,11 +109,13 @@ def texts_of(count: int, seed: int, sources: list[str]) -> Iterator[str]:
     for first in range(0, len(known), 16):
         yield "".join(dice.choice(places) % one for one in known[first : first + 16])
     for _ in range(count - -(-len(known) // 16)):
-        yield "".join(_part(dice, sources) for _ in range(dice.choice((1, 2, 4, 8))))
+        yield "".join(_part(dice, sources, words) for _ in range(dice.choice((1, 2, 4, 8))))
 
 
-def _part(dice: random.Random, sources: list[str]) -> str:
+def _part(dice: random.Random, sources: list[str], words: list[str]) -> str:
     kind = dice.random()
+    if kind < 0.1:
+        return dice.choice(words)
     if kind < 0.7:
         return dice.choice(WORDS) * dice.choice((1, 1, 1, 2, 5))
     if kind < 0.85:
@@ -133,7 +137,8 @@ def compare(name: str, folder: Path, count: int, seed: int, sources: list[str], 
     assert opened.fast is not None
     left = left_different = 0
     different = list[str]()
-    texts = texts_of(count, seed, sources)
+    added = json.loads((folder / ours.HF_FILE).read_text(encoding="utf-8"))["added_tokens"]
+    texts = texts_of(count, seed, sources, [token["content"] for token in added])
     while batch := list(islice(texts, 1000)):
         for text, wanted in zip(batch, map(opened.encode, batch), strict=True):
             same = opened.fast(text).tolist() == wanted

@@ -2,6 +2,8 @@
 
 import errno
 import reprlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import Any
 
@@ -50,6 +52,23 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+@contextmanager
+def library_errors(explain: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise `explain(reason)` instead of any error of a library in Rust or C++ that the block calls.
+
+    Such a library may raise any type: RuntimeError, a bare Exception, PyO3's PanicException, which is no Exception.
+    UserError and errors of the system (disks, memory, signals) pass.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise explain(first_line(error)) from None
 
 
 def first_line(error: BaseException) -> str:

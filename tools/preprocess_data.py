@@ -41,7 +41,7 @@ def parse_options(argv: list[str]) -> PreprocessOptions:
 
     add = parser.add_argument_group("output").add_argument
     add("--output-prefix", required=True, metavar="PREFIX")
-    kinds = "folder with tokenizer.json (convert_tokenizer.py makes one of SentencePiece or tiktoken files), or bytes"
+    kinds = "folder with tokenizer.json (convert_tokenizer.py makes one of other files), or bytes"
     add("--tokenizer-model", dest="tokenizer", required=True, metavar="TOKENIZER", help=kinds)
     eod = "end documents with an EOD (default: texts, not chats, whose template ends them)"
     add("--append-eod", action=argparse.BooleanOptionalAction, default=None, help=eod)

@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import platform
-from megatron_ext.errors import UserError, optional_module
+from megatron_ext.errors import UserError, library_errors, optional_module
 from megatron_ext.inference.model import open_model
 from megatron_ext.rope import Frequencies
 
@@ -95,11 +95,9 @@ def _transformers_logits(folder: Path, dtype: Dtype) -> Logits:
     """Load a model in transformers, without custom code."""
     platform.uninstall_cpu()  # imported under these patches, transformers leaves rotary angles uninitialized
     transformers = optional_module("verify", "transformers", "'transformers>=5'")
-    try:
+    refused = f"verify: transformers does not load {folder}"
+    with library_errors(lambda reason: UserError(f"{refused}: {reason[:200]}; convert it again")):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"verify: transformers does not load {folder}: {reason}; convert it again") from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).eval()
     return lambda ids: model(torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu()

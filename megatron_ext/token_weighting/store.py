@@ -24,7 +24,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import LocalStore
 
 from megatron_ext.arrays import Float32
-from megatron_ext.errors import UserError, first_line
+from megatron_ext.errors import UserError, first_line, library_errors
 from megatron_ext.files.atomic import atomic_folder
 
 KIND = "megatron_ext short-context losses 1"
@@ -134,15 +134,12 @@ class ScoreStore:
 
     def read(self, row: int) -> Float32:
         """Return the losses of a row, float32 [L], in nats; raise UserError if it is missing or damaged."""
-        try:
+        damaged = f"score store {self.path}: row {row} is missing or damaged"
+        remedy = f"delete c.{row}.0 there, then {RESUME}"
+        with library_errors(lambda reason: UserError(f"{damaged} ({reason}); {remedy}")):  # crc32c, zstd
             losses = np.asarray(self._array[row], dtype=np.float32)
-            if not np.isfinite(losses).all():
-                raise ValueError("not finite")
-        except (ValueError, RuntimeError) as error:  # crc32c, zstd
-            raise UserError(
-                f"score store {self.path}: row {row} is missing or damaged ({error}); delete c.{row}.0 there, then "
-                f"{RESUME}"
-            ) from None
+        if not np.isfinite(losses).all():
+            raise UserError(f"{damaged} (not finite); {remedy}")
         return losses
 
     def _compare(self, whose: str, remedy: str, expected: dict[str, int | str]) -> None:

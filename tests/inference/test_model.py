@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WindowConfig
 from megatron_ext.config.checks import check
 from megatron_ext.errors import UserError
-from megatron_ext.inference.compare import Comparison
+from megatron_ext.inference.compare import Comparison, _transformers_logits
 from megatron_ext.inference.model import inference_config
+from tests.checkpoint.models import SIZES
+from tests.conftest import refused
 
 LENGTH, CHUNK, VOCABULARY = 24, 6, 50
 SCORER = Pretrained(Path("scorer"), ModelConfig(num_layers=4, vocab_size=VOCABULARY), length=LENGTH)
@@ -66,3 +69,10 @@ def test_each_bound_counts() -> None:
     ):
         assert not replace(SAME, **beyond).agrees, beyond  # type: ignore[arg-type]
     assert replace(SAME, greedy=([1], [2]), dtype="bfloat16").agrees  # where greedy tokens may differ
+
+
+def test_any_error_of_transformers_when_it_loads_a_model_is_one_line(tmp_path: Path) -> None:
+    """Such as that of safetensors, which is a bare Exception."""
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    assert "transformers does not load" in refused(_transformers_logits, tmp_path, "float32")

@@ -15,6 +15,8 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import installed_version
+from tests.conftest import refused
 from tools.convert_tokenizer import LLAMA3_PATTERN, main
 
 LINES = [f"the value of number {i} is {i * i}, naïve 😀 < x/k > unx41s\n" for i in range(200)]
@@ -62,12 +64,12 @@ def test_long_runs(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(run * 500_000)) == run * 500_000
 
 
-def train(file: Path, edit: Edit = None, **settings: Any) -> SentencePieceProcessor:
-    """Train a SentencePiece model on LINES, edit it and write it to a file."""
+def train(file: Path, edit: Edit = None, lines: list[str] = LINES, **settings: Any) -> SentencePieceProcessor:
+    """Train a SentencePiece model on lines, edit it and write it to a file."""
     written = io.BytesIO()
     given = {"vocab_size": 400, "byte_fallback": True, "hard_vocab_limit": False, "character_coverage": 1.0}
     given |= {"minloglevel": 2, "num_threads": 1, **settings}
-    SentencePieceTrainer.train(sentence_iterator=iter(LINES), model_writer=written, **given)
+    SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=written, **given)
     proto = ModelProto.FromString(written.getvalue())
     if edit is not None:
         edit(proto)
@@ -166,7 +168,72 @@ def test_other_ids_are_refused(tmp_path: Path, capfd: Any, edit: Edit, settings:
     train(tmp_path / "spm.model", edit, **settings)
     assert main(["--input", str(tmp_path / "spm.model"), "--output", str(tmp_path / "out")]) == 2
     assert re.fullmatch("error: input: the converted tokenizer gives other ids of .*\n", capfd.readouterr().err)
-    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_many_characters(tmp_path: Path) -> None:
+    """Real Japanese models have more characters that are not neighbours in Unicode than a pattern may hold."""
+    characters = [chr(number) for number in (*range(0x4E00, 0x9FFF, 2), *range(0xAC00, 0xD7A3, 2))]
+    rows = ["".join(characters[start : start + 64]) for start in range(0, len(characters), 64)]
+    theirs = train(tmp_path / "spm.model", lines=rows, model_type="unigram", vocab_size=16_500)
+    ours = convert(tmp_path / "spm.model", tmp_path / "out")
+    for text in (*rows[:9], "<0x41>", "x<0x41> <unk>", "丁<丁"):
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def break_map(proto: Any) -> None:
+    """The character map lacks what it maps to, which SentencePiece accepts and which makes tokenizers panic."""
+    whole = proto.normalizer_spec.precompiled_charsmap
+    proto.normalizer_spec.precompiled_charsmap = whole[: 4 + int.from_bytes(whole[:4], "little")] + bytes(1)
+
+
+def test_what_cannot_be_converted_leaves_the_output_as_it_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "good.model", model_type="unigram")
+    train(tmp_path / "other.model", model_type="word")
+    (tmp_path / "empty.model").touch()
+    (tmp_path / "torn.model").write_bytes((tmp_path / "good.model").read_bytes()[:5000])
+    proto = ModelProto.FromString((tmp_path / "good.model").read_bytes())
+    break_map(proto)
+    (tmp_path / "map.model").write_bytes(proto.SerializeToString())
+    (tmp_path / "tekken.json").write_text('{"config": {}}')
+    (tmp_path / "a.tiktoken").write_bytes(b"".join(ranks(tmp_path / "all").read_bytes().splitlines(True)[:128]))
+    (tmp_path / "a.tiktoken.json").write_text('{"pattern": ".", "special_tokens": {}}')  # tiktoken panics at byte 128
+    names = ("other.model", "empty.model", "torn.model", "map.model", "tekken.json", "a.tiktoken")
+    for output in ("new", "old"):
+        if output == "old":
+            before = convert(tmp_path / "good.model", tmp_path / "old").fingerprint
+        for name in names:
+            command = ["--input", str(tmp_path / name), "--output", str(tmp_path / output), "--overwrite"]
+            assert main(command) == 2
+            assert capfd.readouterr().err.splitlines()[-1].startswith("error: input: ")
+    assert not (tmp_path / "new").exists()
+    assert Tokenizer(tmp_path / "old").fingerprint == before
+
+
+def test_ids_are_those_of_tekken(tmp_path: Path) -> None:
+    """Special tokens have the first ids, also those without a name; tokens beyond the vocabulary's size are unused."""
+    vocab = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for token, rank in RANKS.items()]
+    names = ["<unk>", "<s>", "</s>", "[INST]"]
+    about = {
+        "config": {"pattern": r"\S+|\s+", "default_num_special_tokens": 9, "default_vocab_size": 9 + len(RANKS) - 1},
+        "special_tokens": [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)],
+        "vocab": vocab,
+    }
+    (tmp_path / "tekken.json").write_text(json.dumps(about))
+    ours = convert(tmp_path / "tekken.json", tmp_path / "out")
+    used = {token: rank for token, rank in RANKS.items() if rank < len(RANKS) - 1}
+    theirs = tiktoken.Encoding("a", pat_str=r"\S+|\s+", mergeable_ranks=used, special_tokens={})
+    for text in (*LINES, "</s>", "<s>[INST]the", "\n\n"):
+        assert ours.encode(text) == [9 + rank for rank in theirs.encode_ordinary(text)]
+    assert (ours.eod_id, ours.bos_id, ours.vocab_size) == (2, 1, 9 + len(used))
+    assert ours.decode(range(9)) == "".join(names) + "".join(f"<SPECIAL_{number}>" for number in range(4, 9))
+    assert "convert_tokenizer.py" in refused(Tokenizer, tmp_path / "tekken.json")
+    del about["special_tokens"]
+    (tmp_path / "tekken.json").write_text(json.dumps(about))
+    command = ["--input", str(tmp_path / "tekken.json"), "--output", str(tmp_path / "other")]
+    assert main(command) == (2 if installed_version("mistral-common") is None else 0)
 
 
 def test_special_tokens_that_cannot_be_read_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +242,9 @@ def test_special_tokens_that_cannot_be_read_are_refused(tmp_path: Path, capfd: p
         (None, "does not say its special tokens; give --encoding"),
         ('{"special_tokens": {}}', "needs {"),
         ('{"pattern": "(", "special_tokens": {}}', "is wrong"),
+        ('{"pattern": "", "special_tokens": {}}', "matches the empty text"),
         ('{"pattern": "x", "special_tokens": {"<s>": 3}}', "special tokens with ids below"),
+        ('{"pattern": "x", "special_tokens": {"<s>": 1e9}}', "or with no number"),
         ("[1]", "is no object"),
     ):
         if beside:

@@ -48,6 +48,7 @@ class Family:
 _FILE = Path(__file__).with_name("families.yaml")
 _WRITTEN = read_yaml(_FILE)
 _SILENT = set(chain.from_iterable(_WRITTEN[".silent"]))  # entries that do not change what the model computes
+_COMPUTED = set(_WRITTEN[".computed"])  # entries that do, in transformers' code of some families
 # names with a dot are shared parts
 FAMILIES = typed({k: family for k, family in _WRITTEN.items() if k[0] != "."}, dict[str, Family], _FILE)
 _FIXED = {"hidden_act": "silu"}
@@ -148,7 +149,11 @@ def _check(entries: dict[str, Any], family: Family) -> None:
     for name, value in entries.items():
         if value and name not in known:
             remedy = "remove it if it does not change what the model computes"
-            if re.search("quant|compress", name):
+            if name in _COMPUTED:
+                remedy = "it changes what the model computes; use another model"
+            elif name == "attention_dropout":
+                remedy = "set it to 0 to train without"
+            elif re.search("quant|compress", name):
                 remedy = "use the model before its quantization"
             raise UserError(f"has {name} {echo(value)}, which this package does not support; {remedy}")
 
@@ -186,6 +191,10 @@ def _local_options(entries: dict[str, Any], family: Family) -> dict[str, Any]:
     window, layers = entries.get("sliding_window"), entries["num_hidden_layers"]
     if "use_sliding_window" in family.defaults and not entries["use_sliding_window"]:
         window = None
+    reads_types = family.local == "some" or "use_sliding_window" in family.fixed
+    if reads_types and window is None and _LAYER_TYPES[0] in (entries.get("layer_types") or ()):
+        needs = "a sliding_window, and use_sliding_window true where there is such an entry"
+        raise UserError(f"has layer_types with {_LAYER_TYPES[0]}, needs {needs}, or {_LAYER_TYPES[1]} alone")
     if family.local is None or window is None:
         return {}
     numbers = range(1, layers + 1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from megatron_ext.checkpoint.hf.names import full_shape, parameters_of
 from megatron_ext.checkpoint.manifest import check_inside
 from megatron_ext.checkpoint.tensors import DTYPES
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import UserError, echo
+from megatron_ext.errors import UserError, echo, library_errors
 from megatron_ext.files.reading import read_object
 
 logger = logging.getLogger(__name__)
@@ -200,16 +200,14 @@ class HuggingFaceTensors:
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a file that transformers loads; raise UserError if the system refuses, as on a full disk."""
-    try:
+    remedy = "make room or choose another folder"
+    with library_errors(lambda reason: UserError(f"output: {path} cannot be written ({reason}); {remedy}")):
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise UserError(f"output: {path} cannot be written ({error}); make room or choose another folder") from None
 
 
 def _opened(path: Path) -> Any:
     if not os.path.isfile(path):  # also False for a name that is too long for the system
         raise UserError(f"checkpoint: {path.parent} lacks {echo(path.name)}, which its index names; download it again")
-    try:
+    remedy = "download or convert it again"
+    with library_errors(lambda reason: UserError(f"checkpoint: {path} cannot be read ({reason}); {remedy}")):
         return safe_open(path, "pt")
-    except SafetensorError as error:
-        raise UserError(f"checkpoint: {path} is damaged ({error}); download or convert it again") from None

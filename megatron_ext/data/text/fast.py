@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron_ext.errors import first_line, installed_version
+from megatron_ext.errors import installed_version, library_errors
 
 PACKAGE = "gigatoken"
 MEMORY = 128 << 20  # bytes
 MEASURED_EVERY = 1 << 20  # characters
 LAST_PLANES = 0x40000
 ASCII = bytes(range(128))
+NO_NORMALIZER = {"type": "Sequence", "normalizers": []}  # DeepSeek's
 MISREAD = re.compile(r"\d}\+")  # {1,3}+ is repeated in the Oniguruma of tokenizers, and possessive in gigatoken
 
 
@@ -40,22 +41,24 @@ class FastEncoder:
     """
 
     def __init__(self, about: dict[str, Any]) -> None:
-        if (version := installed_version(PACKAGE)) is None:
+        version = installed_version(PACKAGE)
+        if version is None:
             raise UnservedError(f"it is not installed; pip install {PACKAGE}")
-        about = {**about, "added_tokens": [token for token in about["added_tokens"] if not token["special"]]}
-        if other := _unserved(about):
+        if about["normalizer"] == NO_NORMALIZER:
+            about = {**about, "normalizer": None}
+        other = _unserved(about)
+        if other is not None:
             raise UnservedError(f"it does not do {other}")
+        about = {**about, "added_tokens": [token for token in about["added_tokens"] if not token["special"]]}
         self.name = f"{PACKAGE} {version}"
         self._json, self._nfc = json.dumps(about), about["normalizer"] == {"type": "NFC"}
         self._load()
 
     def _load(self) -> None:
-        from gigatoken.gigatoken_rs import load_hf_json
+        with library_errors(lambda reason: UnservedError(f"it cannot load the tokenizer ({reason})")):
+            from gigatoken.gigatoken_rs import load_hf_json
 
-        try:
             self._loaded = load_hf_json(self._json)
-        except ValueError as error:
-            raise UnservedError(f"it refuses the tokenizer ({first_line(error)})") from None
         self._characters, self._most = 0, psutil.Process().memory_info().rss + MEMORY
 
     def serves(self, text: str) -> bool:
@@ -63,24 +66,27 @@ class FastEncoder:
         return text.isascii() or _unknown(self._nfc).search(text.encode().translate(None, ASCII).decode()) is None
 
     def __call__(self, text: str) -> NDArray[np.uint32]:
-        """Return the token ids of a text, uint32 [n]."""
+        """Return the token ids of a text, uint32 [n]; raise UnservedError if gigatoken fails."""
         self._characters += len(text)
         if self._characters > MEASURED_EVERY:
             self._characters = 0
             if psutil.Process().memory_info().rss > self._most:
                 self._load()
-        ids: NDArray[np.uint32] = self._loaded.encode(text)
+        with library_errors(lambda reason: UnservedError(f"it cannot encode a text ({reason})")):
+            ids: NDArray[np.uint32] = self._loaded.encode(text)
         return ids
 
 
 def _unserved(about: dict[str, Any]) -> str | None:
-    """Return what of a tokenizer.json without special tokens the libraries may do differently."""
+    """Return what of a tokenizer.json the libraries may do differently if no text gives special tokens."""
     model, normalizer, splits = about["model"], about["normalizer"], about["pre_tokenizer"]
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return "models other than BPE, or prefixes and suffixes of tokens"
     flags = ("single_word", "lstrip", "rstrip", *(["normalized"] if normalizer else []))
-    if any(token[flag] for token in about["added_tokens"] for flag in flags):
+    if any(token[flag] for token in about["added_tokens"] for flag in flags if not token["special"]):
         return "added tokens that are looked for otherwise than as they are spelled"
+    if _found_otherwise(about["added_tokens"]):
+        return "added tokens of which one may overlap another"
     needed = {f"<0x{byte:02X}>" for byte in range(256)} if model["byte_fallback"] else set(ByteLevel.alphabet())
     if not needed <= model["vocab"].keys():
         return "vocabularies without some bytes"
@@ -93,6 +99,34 @@ def _unserved(about: dict[str, Any]) -> str | None:
         wanted = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not splits}
         alike = alike and last is not None and wanted.items() <= last.items()
     return None if alike else "its normalizer or pre_tokenizer"
+
+
+def _found_otherwise(added_tokens: list[dict[str, Any]]) -> bool:
+    """Return whether the libraries may find other added tokens in a text, because some overlap.
+
+    gigatoken looks for all ordinary tokens at once. tokenizers looks for those that are not `normalized` first, and for
+    the others in what is left; special ones it finds, too, and leaves in the text as a whole:
+
+        text xabcx, ab is normalized, bc is not     gigatoken x ab c x     tokenizers x a bc x
+        text xabcx, ab is special, bc is not        gigatoken x a bc x     tokenizers x a b c x
+
+    So no token may begin before one that it overlaps, or contain it, if only tokenizers tells the two apart.
+    """
+    for normalized in (False, True):
+        tokens, others = list[str](), list[str]()
+        for token in added_tokens:
+            if token["special"] and token["normalized"] == normalized:
+                others.append(token["content"])
+            elif not token["special"] and token["normalized"] == normalized:
+                tokens.append(token["content"])
+            elif not token["special"] and not normalized:
+                others.append(token["content"])
+        starts = {text[:end] for text in tokens for end in range(1, len(text) + 1)}
+        for other in others:
+            overlaps = any(other[cut:] in starts for cut in range(1, len(other)))
+            if overlaps or any(text in other for text in tokens):
+                return True
+    return False
 
 
 def _is_pattern(step: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Convert text to token ids and back, and train a byte-level BPE tokenizer.
 
 A tokenizer is a folder with Hugging Face's tokenizer.json, or "bytes": ids 0 to 255 are the bytes of UTF-8, 256 ends a
-document. tools/convert_tokenizer.py converts a SentencePiece or tiktoken file to tokenizer.json.
+document. tools/convert_tokenizer.py converts a SentencePiece, tiktoken or tekken file to it.
 
 transformers' AutoTokenizer is not used: each worker would need 2.6 s and 260 MB to load it instead of 0.1 s and 33 MB;
 and by default it encodes "<|endoftext|>" in a text as the end token (benchmarks/results/2026-11-22-libraries-cpu.txt).
@@ -9,10 +9,11 @@ and by default it encodes "<|endoftext|>" in a text as the end token (benchmarks
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -29,10 +30,11 @@ from tokenizers.trainers import BpeTrainer
 
 from megatron_ext.cli import program
 from megatron_ext.data.text.fast import PACKAGE, FastEncoder, UnservedError
-from megatron_ext.errors import UserError, first_line
+from megatron_ext.errors import UserError, first_line, library_errors
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.files.reading import read_object
 
+logger = logging.getLogger(__name__)
 HF_FILE = "tokenizer.json"
 HF_CONFIG = "tokenizer_config.json"
 BYTES = "bytes"
@@ -41,6 +43,7 @@ KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 KNOWN_BOS_TOKENS = ("<|begin_of_text|>", "<s>")
 BYTES_AND_EOD = 257
 ENCODERS = ("auto", PACKAGE, "tokenizers")
+SLOW_ENCODER = f"tokenizers {tokenizers.__version__}"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -74,26 +77,24 @@ class Tokenizer:
     ) -> None:
         name = os.fspath(path)
         self._library: tokenizers.Tokenizer | None = None  # None for "bytes"
-        self.encoder = f"tokenizers {tokenizers.__version__}"
+        self.encoder = SLOW_ENCODER
         self.fast: FastEncoder | None = None
+        self._only_gigatoken = encoder == PACKAGE
         self._eod_token, self._bos_token = eod_token, bos_token
         self.file, content, self.vocab_size = Path(name), BYTES.encode(), BYTES_AND_EOD
         self.named, self.special, self.byte_ids = dict[str, str](), dict[int, str](), frozenset[int]()
         if name != BYTES:
             if self.file.is_dir():
                 self.file /= HF_FILE
-            if not self.file.is_file() or self.file.suffix in (".model", ".tiktoken"):
+            other_format = self.file.suffix in (".model", ".tiktoken") or self.file.name == "tekken.json"
+            if other_format or not self.file.is_file():
                 raise UserError(
                     f"tokenizer: {name} has no {HF_FILE}; {program('convert-tokenizer')} makes one from a "
-                    f"SentencePiece or tiktoken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
+                    f"SentencePiece, tiktoken or tekken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
                 )
             content = self.file.read_bytes()
-            try:
+            with self._errors(f"is not a {HF_FILE}", "export it again"):
                 self._library = tokenizers.Tokenizer.from_buffer(content)
-            except Exception as error:  # the library raises bare Exceptions and ValueErrors
-                raise UserError(
-                    f"tokenizer: {self.file} is not a {HF_FILE} ({first_line(error)}); export it again"
-                ) from None
             self._library.no_truncation()
             self._library.no_padding()
             self._library.encode_special_tokens = True
@@ -101,7 +102,8 @@ class Tokenizer:
                 self._library.model.dropout = None
             own = self._library.get_added_tokens_decoder()
             self.named, more = read_added_tokens(self.file, own)
-            self._library.add_tokens(more)
+            with self._errors("cannot normalize its added tokens", "export it again"):
+                self._library.add_tokens(more)
             added = self._library.get_added_tokens_decoder()
             self.special = {number: token.content for number, token in added.items() if token.special}
         borders: set[int] = {self.bos_id} if bos_token else set()  # a wrong token is refused at once
@@ -121,12 +123,12 @@ class Tokenizer:
                     vocabulary[one] for one in vocabulary if re.fullmatch("<0x[0-9a-fA-F]{2}>", one)
                 )
             unknown = model["unk_id"] if model["type"] == "Unigram" else vocabulary.get(model["unk_token"])
-            if (ordinary := _without_special(about, set(self.special.values()))) is not None:
-                self._ordinary = tokenizers.Tokenizer.from_str(ordinary)
+            if _hide_special(about, set(self.special.values())):
+                self._ordinary = tokenizers.Tokenizer.from_str(json.dumps(about))
                 self._ordinary.encode_special_tokens = True
             if encoder != "tokenizers":
-                self._use_gigatoken(about if ordinary is None else json.loads(ordinary), encoder == PACKAGE)
-        elif encoder == PACKAGE:
+                self._use_gigatoken(about)
+        elif self._only_gigatoken:
             raise UserError(f"encoder: got {PACKAGE} for the tokenizer {BYTES}, which needs none; pass --encoder auto")
         self._refused = frozenset(self.special) - {unknown} | borders
         self.fingerprint = hashlib.sha256(content).hexdigest()
@@ -139,29 +141,40 @@ class Tokenizer:
         if self._ordinary is None:
             ids = list(text.encode())
         else:
-            try:
+            with self._errors("cannot encode a text", "use another"):  # such as without a token for unknown words
                 ids = self._ordinary.encode_batch_fast([text], add_special_tokens=False)[0].ids
-            except Exception as error:  # the library raises bare Exceptions: no token stands for unknown words
-                raise UserError(f"tokenizer: {self.file} cannot encode a text ({error}); use another") from None
         if not self._refused.isdisjoint(ids):
             self._refuse(text, next(token for token in ids if token in self._refused))
         return ids
 
-    def _use_gigatoken(self, about: dict[str, Any], needed: bool) -> None:
+    def _errors(self, what: str, remedy: str) -> AbstractContextManager[None]:
+        """Return a context in which errors of the library raise UserError."""
+        return library_errors(lambda reason: UserError(f"tokenizer: {self.file} {what} ({reason}); {remedy}"))
+
+    def _use_gigatoken(self, about: dict[str, Any]) -> None:
         try:
-            if one := next((one for one in self.special.values() if len(one) == 1), None):
-                raise UnservedError(f"it would not refuse a text with the special token {one!r}")
+            for token in self.special.values():
+                if len(token) == 1:
+                    raise UnservedError(f"it would not refuse a text with the special token {token!r}")
             self.fast = FastEncoder(about)
             self.encoder = self.fast.name
-        except UnservedError as why:
-            if needed:
-                raise UserError(f"encoder: {PACKAGE} cannot serve {self.file}: {why}; pass --encoder auto") from None
-            self.encoder += f" (not {PACKAGE}: {why})"
+        except UnservedError as reason:
+            self._leave_gigatoken(reason)
+
+    def _leave_gigatoken(self, reason: UnservedError) -> None:
+        if self._only_gigatoken:
+            raise UserError(f"encoder: {PACKAGE} cannot serve {self.file}: {reason}; pass --encoder auto") from None
+        self.fast = None
+        self.encoder = f"{SLOW_ENCODER} (not {PACKAGE}: {reason})"
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
-        """Encode a text as `encode` does, with the encoder that was asked for."""
+        """Encode a text as `encode` does, with the encoder that was asked for; auto leaves gigatoken if it fails."""
         if self.fast is not None and self.fast.serves(text):
-            return self.fast(text)
+            try:
+                return self.fast(text)
+            except UnservedError as reason:
+                self._leave_gigatoken(reason)
+                logger.warning("encoder: %s from here on", self.encoder)
         return np.array(self.encode(text), np.uint32)
 
     def compare(self, text: str) -> str | None:
@@ -180,7 +193,8 @@ class Tokenizer:
 
         Raises UserError for a special token that a normalizer makes of other characters.
         """
-        encoding = self._spelled.encode(text, add_special_tokens=False)
+        with self._errors("cannot encode a chat", "use another"):
+            encoding = self._spelled.encode(text, add_special_tokens=False)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in self._refused and self.special[token] not in text[start:end]:
                 self._refuse(text[start:end], token)
@@ -289,8 +303,8 @@ def read_added_tokens(file: Path, own: Mapping[int, AddedToken]) -> tuple[dict[s
     return named, tokens
 
 
-def _without_special(about: dict[str, Any], special: set[str]) -> str | None:
-    """Return tokenizer.json, `about`, with a model that makes no special tokens of texts; None if it makes none anyway.
+def _hide_special(about: dict[str, Any], special: set[str]) -> bool:
+    """Change tokenizer.json, `about`, so that its model makes no special tokens of texts; return whether it would.
 
     As in SentencePiece, where no text gives a control piece, such pieces are renamed to what no text holds; all ids
     stay. A piece of one character keeps its name, because without it texts would lose that character.
@@ -304,8 +318,22 @@ def _without_special(about: dict[str, Any], special: set[str]) -> str | None:
         if not model["ignore_merges"]:  # a text gives what merges make
             hidden &= {whole for _, _, whole in merges}
         model["merges"] = [merge[:2] for merge in merges if hidden.isdisjoint(merge)]
-    names = "|".join(re.escape(json.dumps(token)) for token in hidden)
-    return re.sub(rf"(?<!\\)({names})", lambda name: f'"\\ufdd0{name[0][1:]}', json.dumps(about)) if hidden else None
+    if not hidden:
+        return False
+
+    def rename(piece: str) -> str:
+        return f"\ufdd0{piece}" if piece in hidden else piece
+
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {rename(piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [(rename(piece), score) for piece, score in model["vocab"]]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = rename(model["unk_token"])
+    for token in about["added_tokens"]:
+        token["content"] = rename(token["content"])
+    about["post_processor"] = None  # names special tokens, and is not used for texts
+    return True
 
 
 def train_bpe(

@@ -1,13 +1,17 @@
 """Which transformers architecture says our model, and what transformers assumes where config.json is silent."""
 
+from copy import deepcopy
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from megatron_ext.checkpoint.hf.config import FAMILIES, hugging_face_config, model_config
 from megatron_ext.config import ModelConfig
+from megatron_ext.errors import UserError
 from tests.checkpoint.models import ARCHITECTURES, SIZES
 from tests.conftest import refused
 
@@ -106,6 +110,34 @@ def test_entries_that_change_the_model_are_refused(architecture: str, changed: d
     absent = {name: content.get(name) for name, value in changed.items() if value}
     model_config(content | absent | {"pretraining_tp": 2})
     assert text in refused(model_config, content | changed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_one_is_told_to_remove_an_entry_that_transformers_reads(family: str) -> None:
+    """Entries of transformers' own class change what is computed; layers that predict further tokens do not."""
+    content = SIZES | next(entries for entries in ARCHITECTURES.values() if entries["model_type"] == family)
+    names = {field.name for field in fields(type(AutoConfig.for_model(family)))} - {"num_mtp_layers"}
+    told = list[str]()
+    for name, value in product(names, (True, 0.5, [1])):
+        try:
+            model_config(content | {name: value})
+        except UserError as error:
+            told.append(str(error))
+    assert not [text for text in told if "remove it" in text]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "ministral", "smollm3", "olmo3"])
+def test_layer_types_without_a_window_are_refused_as_transformers_cannot_run_them(family: str) -> None:
+    off = {"sliding_window": None, "use_sliding_window": False}
+    content = SIZES | next(entries for entries in ARCHITECTURES.values() if entries["model_type"] == family) | off
+    layers = content["num_hidden_layers"]
+    model_config(content | {"layer_types": ["full_attention"] * layers})
+    content |= {"layer_types": ["sliding_attention"] * layers}
+    assert "layer_types with sliding_attention, needs a sliding_window" in refused(model_config, content)
+    values = deepcopy(content)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    with pytest.raises((ValueError, TypeError)):
+        model(torch.tensor([[1, 2, 3]]))
 
 
 def test_entries_that_only_concern_generation_change_nothing() -> None:

@@ -76,7 +76,11 @@ def test_torn_files_are_named(tmp_path: Path) -> None:
         whole = (tmp_path / file).read_bytes()
         for torn in (whole[:3], whole[:-1]):
             (tmp_path / file).write_bytes(torn)
-            assert f"{file} is damaged" in refused(HuggingFaceTensors, tmp_path)
+            assert f"{file} cannot be read" in refused(HuggingFaceTensors, tmp_path)
+        (tmp_path / file).unlink()
+        (tmp_path / file).symlink_to("/proc/self/status")  # the library raises an OSError without a number
+        assert f"{file} cannot be read" in refused(HuggingFaceTensors, tmp_path)
+        (tmp_path / file).unlink()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from megatron_ext.data.text import fast
@@ -24,10 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ids_are_those_of_tokenizers() -> None:
     """A small part of the fuzz of benchmarks/."""
     command = [sys.executable, "benchmarks/fuzz_ids.py", "--texts", "2000", "--shapes", "Llama 3", "Qwen 2", "Llama 2"]
+    command.append("DeepSeek 3")
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert run.returncode == 0, run.stdout + run.stderr
-    assert [one["different"] for one in found] == [0, 0, 0]
+    assert [one["different"] for one in found] == [0, 0, 0, 0]
 
 
 def test_special_tokens_of_a_text_are_ordinary(folder: Path) -> None:
@@ -63,20 +65,26 @@ def test_memory_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
 CL100K += r"|\s+(?!\S)|\s+"  # with possessive quantifiers
+OWN = r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"  # gigatoken refuses it with a RuntimeError
+
+
+def by(pattern: str) -> pre_tokenizers.Sequence:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path) -> None:
     library = Tokenizer(folder)._library
     assert library is not None
-    split = pre_tokenizers.Split(Regex(CL100K), "isolated")
-    possessive = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     for name, part, served in (
         ("normalizer", normalizers.Lowercase(), False),
         ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True), False),
         ("pre_tokenizer", pre_tokenizers.Whitespace(), False),
-        ("pre_tokenizer", possessive, False),
+        ("pre_tokenizer", by(CL100K), False),
+        ("pre_tokenizer", by(OWN), False),
         ("added", AddedToken("<call>", rstrip=True), False),
         ("added", AddedToken("<call>"), True),
+        ("normalizer", normalizers.Sequence([]), True),
     ):
         other = type(library).from_str(library.to_str())
         if isinstance(part, AddedToken):
@@ -89,6 +97,45 @@ def test_other_tokenizers_are_for_tokenizers(folder: Path, tmp_path: Path) -> No
         assert opened.encode_array("a <call>  b").tolist() == opened.encode("a <call>  b")
         if not served:
             assert "gigatoken cannot serve" in refused(Tokenizer, tmp_path, encoder="gigatoken")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kinds", ["00", "01", "10", "11"])
+def test_added_tokens_that_overlap_are_found_as_tokenizers_does(
+    folder: Path, tmp_path: Path, kinds: str, special: bool
+) -> None:
+    """tokenizers looks for normalized tokens last, and skips special ones; gigatoken looks for all others at once."""
+    for first, second, text in (
+        ("ab", "bc", "xabcx"),
+        ("bc", "ab", "xabcx"),
+        ("abc", "b", "xabcx"),
+        ("b", "abc", "abc"),
+    ):
+        other = tokenizers.Tokenizer.from_file(str(folder / HF_FILE))
+        other.add_tokens([AddedToken(first, normalized=kinds[0] == "1", special=special)])
+        other.add_tokens([AddedToken(second, normalized=kinds[1] == "1")])
+        other.save(str(tmp_path / HF_FILE))
+        opened = Tokenizer(tmp_path, encoder="auto")
+        assert opened.encode_array(text).tolist() == opened.encode(text)
+        assert kinds[0] != kinds[1] or special or opened.fast is not None
+
+
+def test_auto_leaves_gigatoken_where_it_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library may raise any exception, also when it is loaded anew or encodes."""
+    monkeypatch.setattr(fast, "MEASURED_EVERY", 0)
+    for encoder in ("auto", "gigatoken"):
+        opened = Tokenizer(folder, encoder=encoder)
+        assert opened.fast is not None
+        with pytest.raises(fast.UnservedError, match="cannot encode"):
+            opened.fast("\udc00")
+        monkeypatch.setattr(opened.fast, "_json", "{}")
+        monkeypatch.setattr(opened.fast, "_most", 0)
+        if encoder == "gigatoken":
+            assert "gigatoken cannot serve" in refused(opened.encode_array, TEXTS[0])
+        else:
+            assert opened.encode_array(TEXTS[0]).tolist() == opened.encode(TEXTS[0])
+            assert opened.fast is None
+            assert opened.encoder.startswith("tokenizers")
 
 
 def test_without_the_package_tokenizers_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Tokenizers: exact round trips, end tokens, and training that repeats itself."""
 
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -218,6 +221,23 @@ def test_end_tokens(tmp_path: Path) -> None:
     tokenizers.Tokenizer(WordLevel(known, "<unk>")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").unlink()
     assert "cannot encode a text" in refused(Tokenizer(tmp_path).encode, "</s>")
+
+
+def test_a_panic_of_the_library_is_one_line(tmp_path: Path) -> None:
+    """A character map that lacks what it maps to makes tokenizers panic, which Python sees as no Exception."""
+    written = io.BytesIO()
+    SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=written, vocab_size=60, minloglevel=2)
+    whole = ModelProto.FromString(written.getvalue()).normalizer_spec.precompiled_charsmap
+    cut = whole[: 4 + int.from_bytes(whole[:4], "little")]
+    tokenizer = tokenizers.Tokenizer(BPE({"a": 0, "</s>": 1}, []))
+    tokenizer.normalizer = normalizers.Precompiled(cut)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opened = Tokenizer(tmp_path)
+    assert "cannot encode a text" in refused(opened.encode, "\uff41")
+    assert "cannot encode a chat" in refused(opened.encode_spelled, "\uff41")
+    beside = {"added_tokens_decoder": {"2": token("\uff41", normalized=True)}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    assert "cannot normalize its added tokens" in refused(Tokenizer, tmp_path)
 
 
 def test_other_files_are_refused_with_the_command_that_converts_them(tmp_path: Path) -> None:
