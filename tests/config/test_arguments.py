@@ -21,6 +21,7 @@ from megatron_ext.config.checks import check
 from megatron_ext.config.schema import FIELDS, json_schema
 from megatron_ext.errors import UserError
 from megatron_ext.schedule import ScheduleKind
+from tests.config.megatron_lm import VERSIONS, defaults
 from tests.conftest import ROOT, refused
 
 SWITCHES = [flag(name) for name, field in FIELDS.items() if field.is_switch]
@@ -257,12 +258,27 @@ def test_a_megatron_lm_script_gets_all_its_equivalents_at_once(capsys: pytest.Ca
     assert said["--global-batch-sise"].startswith("no such flag; did you mean --global-batch-size?")
     assert {said[name][:12] for name in said.keys() & set(argv)}.isdisjoint({"no such flag"})
     kinds = [line.split(": ")[1][:11] for line in lines if line.startswith("--position-embedding-type")]
-    assert kinds == ["the default", "not support"]  # rope, none
+    assert kinds == ["the default", "rotary only"]  # rope, none
 
 
 def test_the_table_of_megatron_lm_names_existing_flags_and_no_typo_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     all_flags = set(re.findall(r"--[a-z][a-z0-9-]*", help_of("--help-all", capsys)))
-    assert set(re.findall(r"--[a-z][a-z0-9-]*", " ".join(megatron_lm.EQUIVALENTS))) <= all_flags
+    texts = " ".join(argument.text for argument in megatron_lm.ARGUMENTS.values() if not argument.has_same_name)
+    assert set(re.findall(r"--[a-z][a-z0-9-]*", texts)) <= all_flags
     for name in map(flag, FIELDS):
         shorter = [name[:n] + name[n + 1 :] for n in range(3, len(name))]
         assert [word for word in (name, *shorter) if megatron_lm.equivalent(word, "")] == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_flag_of_megatron_lm_is_ours_or_has_an_answer(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An answer is about the flag itself; "did you mean" would lead to another one."""
+    theirs = defaults(version)
+    words = {flag(name) for name in theirs} | {flag(f"no_{name}") for name in theirs if theirs[name] is True}
+    words |= {"--disable-bias-linear", "--override-opt_param-scheduler", "--no-save-optim", "--no-such-flag"}
+    words -= set(re.findall(r"--[a-z][a-z0-9-]*", help_of("--help-all", capsys)))
+    with pytest.raises(UserError) as caught:
+        parse(sorted(words))
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines if "no such flag" in line] == ["--no-such-flag"]
+    assert len(lines) == len(words)

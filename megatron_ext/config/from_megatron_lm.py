@@ -1,0 +1,187 @@
+"""Translate the arguments of a run of Megatron-LM, of a checkpoint or a command line, into our options.
+
+Each conversion below computes some of our options from the arguments that it names. All other arguments follow the
+table (megatron_lm.yaml). An argument that is not given has Megatron-LM's default.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ext.config.megatron_lm import DEFAULTS, find_argument
+from megatron_ext.errors import UserError, echo
+
+Args = Mapping[str, Any]
+Options = dict[str, Any]
+
+
+@dataclass
+class Translation:
+    """What becomes of a run's arguments.
+
+    The other attributes have a line for each argument that is not in `options`: what it has and what is needed here.
+    """
+
+    options: Options = field(default_factory=dict)
+    model: dict[str, str] = field(default_factory=dict)  # changes what the model computes
+    training: dict[str, str] = field(default_factory=dict)  # changes how it is trained
+    unknown: dict[str, str] = field(default_factory=dict)  # not in the table
+
+
+def gated_width(hidden_size: int) -> int:
+    """Return Megatron-LM's width of a SwiGLU MLP: 8/3 of the model's, rounded down to a multiple of 64, at least 64."""
+    return max(8 * hidden_size // 3 // 64 * 64, 64)
+
+
+def _width(args: Args) -> Options:
+    width = args["ffn_hidden_size"]
+    if width is None and args["hidden_size"] is not None:
+        width = gated_width(args["hidden_size"]) if args["swiglu"] else 4 * args["hidden_size"]
+    return {"ffn_hidden_size": width}
+
+
+def _heads(args: Args) -> Options:
+    return {"num_query_groups": args["num_query_groups" if args["group_query_attention"] else "num_attention_heads"]}
+
+
+def _epsilon(args: Args) -> Options:
+    old = args["norm_epsilon"]  # the name until 0.15
+    return {"norm_epsilon": args["layernorm_epsilon"] if old is None else old}
+
+
+def _window(args: Args) -> Options:
+    window = args["window_size"]
+    if isinstance(window, str):
+        window = tuple(int(part) for part in window.strip("()").split(","))
+    if not window or tuple(window) == (-1, 0) or tuple(window) == (-1, -1):
+        return {}
+    before, after = window
+    if before < 0 or after != 0:
+        raise UserError(f"window_size: got {tuple(window)}, needs a number of tokens before each token and 0 after it")
+    return {"local_window": before + 1, "window_attn_skip_freq": args["window_attn_skip_freq"]}
+
+
+def _positions(args: Args) -> Options:
+    if args["use_rope_scaling"]:
+        llama = {"rope_scaling": "llama3", "rope_original_length": 8192}
+        return llama | {"rope_scaling_factor": args["rope_scaling_factor"]}
+    factor = args["rotary_seq_len_interpolation_factor"]
+    return {"rope_scaling": "linear", "rope_scaling_factor": factor} if factor else {}
+
+
+def _expert_layers(args: Args) -> Options:
+    """Expand `moe_layer_freq`: every n-th layer, or a list that an expression such as ([0]+[1]*3)*2 describes."""
+    every = args["moe_layer_freq"]
+    if isinstance(every, str):
+        try:
+            every = _pattern(ast.parse(every, mode="eval").body)
+        except (SyntaxError, TypeError):
+            raise UserError(f"moe_layer_freq: got {echo(every)}, needs a number or lists with + and *") from None
+    if not args["num_experts"] or every == 1:
+        return {}
+    if isinstance(every, int):
+        every = [int(layer % every == 0) for layer in range(args["num_layers"])]
+    return {"moe_layer_freq": every}
+
+
+def _pattern(node: ast.expr) -> Any:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _pattern(node.left) + _pattern(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _pattern(node.left) * _pattern(node.right)
+    if isinstance(node, ast.List):
+        return [_pattern(element) for element in node.elts]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value <= 10_000:
+        return node.value
+    raise TypeError
+
+
+def _kinds(args: Args) -> list[str]:
+    kinds = args["moe_router_load_balancing_type"]
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+def _routing(args: Args) -> Options:
+    others = set(_kinds(args)) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+    if args["num_experts"] and others:
+        raise UserError(f"moe_router_load_balancing_type: got {min(others)}, which chooses other experts")
+    return {"moe_router_topk_scaling_factor": args["moe_router_topk_scaling_factor"] or 1.0}
+
+
+def balancing(args: Args) -> Options:
+    """Return how the experts of a run of Megatron-LM are balanced, in our options.
+
+    Raises:
+        UserError: several losses, or the one over the global batch.
+    """
+    kinds = _kinds(args)
+    coefficients = args["moe_aux_loss_coeff"]
+    if not isinstance(coefficients, list | tuple):
+        coefficients = [coefficients] * len(kinds)
+    losses = {kind: number for kind, number in zip(kinds, coefficients, strict=False) if number and kind != "none"}
+    if not args["num_experts"] or not losses:
+        return {}
+    ((kind, coefficient),) = losses.items() if len(losses) == 1 else (("several", 0.0),)
+    if kind not in ("aux_loss", "seq_aux_loss"):
+        raise UserError(f"moe_router_load_balancing_type: got {echo(losses)}, needs one of aux_loss and seq_aux_loss")
+    return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
+
+
+def _decay(args: Args) -> Options:
+    fall = args["lr_wsd_decay_style"]
+    if args["lr_decay_style"] == "WSD" and fall != "linear":
+        raise UserError(f"lr_wsd_decay_style: got {echo(fall)}, needs 'linear'")
+    return {"lr_decay_style": args["lr_decay_style"]}
+
+
+def _muon(args: Args) -> Options:
+    mode = args["muon_tp_mode"]
+    if "muon" in args["optimizer"] and args["tensor_model_parallel_size"] > 1 and mode != "duplicated":
+        raise UserError(f"muon_tp_mode: got {echo(mode)}, needs 'duplicated': it orthogonalizes whole matrices here")
+    return {"muon_nesterov": args["muon_nesterov"] or args["muon_use_nesterov"]}  # its name in 0.16
+
+
+# conversion: the arguments that it reads and the table therefore does not carry
+_MODEL: dict[Callable[[Args], Options], str] = {
+    _width: "ffn_hidden_size",
+    _heads: "num_query_groups group_query_attention",
+    _epsilon: "layernorm_epsilon norm_epsilon",
+    _window: "window_size window_attn_skip_freq",
+    _positions: "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor",
+    _expert_layers: "moe_layer_freq",
+    _routing: "moe_router_topk_scaling_factor",
+}
+_TRAINING: dict[Callable[[Args], Options], str] = {
+    balancing: "moe_router_load_balancing_type moe_aux_loss_coeff",
+    _decay: "lr_wsd_decay_style lr_decay_style",
+    _muon: "muon_tp_mode muon_nesterov muon_use_nesterov",
+}
+_CONVERTED = {name for names in (_MODEL | _TRAINING).values() for name in names.split()}
+
+
+def translate(given: Args) -> Translation:
+    """Return our options for arguments of Megatron-LM by name, and a line for each one that has no place here."""
+    args = DEFAULTS | dict(given)
+    result = Translation()
+    for name, value in args.items():
+        argument = find_argument(name)
+        if argument is None:
+            if value:
+                result.unknown[name] = f"{name}: got {echo(value)}, which this version does not know"
+        elif argument.group in ("model", "training") and not argument.allows(value):
+            lines = result.model if argument.group == "model" else result.training
+            lines[name] = f"{name}: got {echo(value)}, needs {argument.needed!r} ({argument.text})"
+        elif argument.has_same_name and name not in _CONVERTED and value is not None:
+            result.options[name] = value
+    for conversions, lines in ((_MODEL, result.model), (_TRAINING, result.training)):
+        for convert, names in conversions.items():
+            try:
+                result.options |= {name: value for name, value in convert(args).items() if value is not None}
+            except UserError as error:
+                lines[names.split()[0]] = str(error)
+    if not args["num_experts"]:
+        unread = [name for name in result.options if name.startswith(("moe_", "num_experts"))]
+        for name in unread:
+            del result.options[name]
+    return result
