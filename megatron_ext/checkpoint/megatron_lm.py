@@ -187,7 +187,10 @@ def model_config(args: dict[str, Any], vocab_size: int, accepted: Sequence[str] 
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not args.get(name):
             raise UserError(f"input: the checkpoint's args have no {name}, needs those of Megatron-LM")
-    translation = translate(args)
+    try:
+        translation = translate(args)
+    except (TypeError, ValueError) as error:  # of a value of another type
+        raise UserError(f"input: the checkpoint's args cannot be read ({echo(error)})") from None
     for line in translation.model.values():
         raise UserError(f"input: the checkpoint's args have {line}; convert it by Megatron-Bridge")
     for name, line in translation.unknown.items():
@@ -205,8 +208,9 @@ def model_config(args: dict[str, Any], vocab_size: int, accepted: Sequence[str] 
 def training_config(args: dict[str, Any], bf16: bool) -> TrainingConfig:
     """Return how a run of Megatron-LM balanced its experts; log what else of its training has no place here."""
     translation = translate(args)
-    for line in translation.training.values():
-        logger.warning("training differs from that of the checkpoint: %s", line)
+    for name, line in translation.training.items():
+        if name in _BALANCING or ARGUMENTS[name].group == "training":  # others are of its data and its layout
+            logger.warning("training differs from that of the checkpoint: %s", line)
     carried = {name: value for name, value in translation.options.items() if name in _BALANCING}
     return typed(carried | {"bf16": bf16}, TrainingConfig, "input: the checkpoint's args")
 

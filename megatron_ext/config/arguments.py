@@ -227,15 +227,15 @@ def _default(default: Any) -> str:
 
 def _metavar(field: Option) -> str:
     """Return the value shown by --help: {choices}, N, X, or the kind of text."""
-    parts = list(dict.fromkeys(_parts(field.hint)))
+    parts = list(dict.fromkeys(value_parts(field.hint)))
     choices = ",".join(part for part in parts if isinstance(part, str))
     kind = "N" if int in parts else "X" if float in parts else "TEXT"
     return field.shown or (f"{{{choices}}}" if choices else kind)
 
 
-def _parts(hint: Any) -> list[Any]:
+def value_parts(hint: Any) -> list[Any]:
     """Return the types and the choices that a type is made of."""
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return [word.value for word in hint]
     parts = get_args(hint)
-    return [inner for part in parts for inner in _parts(part)] if parts else [hint]
+    return [inner for part in parts for inner in value_parts(part)] if parts else [hint]

@@ -68,13 +68,14 @@ def set_by(word: str) -> tuple[Argument, bool] | None:
     return None
 
 
-def parse_value(word: str) -> Any:
-    """Return the number, truth value or text that a word of a command line is."""
-    try:
-        value = yaml.safe_load(word)
-    except yaml.YAMLError:
-        return word
-    return value if isinstance(value, int | float) else word
+def parse_value(word: str) -> int | float | str:
+    """Return the number that a word of a command line is, or the word."""
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
 
 
 def equivalent(word: str, value: str) -> str | None:
