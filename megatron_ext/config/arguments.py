@@ -17,6 +17,7 @@ import yaml
 
 from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
+from megatron_ext.config.blocks import BLOCKS, mlp_width
 from megatron_ext.config.megatron_lm import equivalent
 from megatron_ext.config.mixture import expand_mixture
 from megatron_ext.config.options import PRESETS
@@ -139,11 +140,22 @@ def _without_init(layer: Values) -> Values:
 def _build(*layers: Values) -> Config:
     """Merge the layers over the preset that they name, read the mixture's file, and validate all values."""
     values: Values = functools.reduce(matrix.merge, layers, {section: {} for section in SECTIONS})
-    values["model"] = PRESETS.get(values["model"].get("model_preset") or "", {}) | values["model"]
+    values["model"] = _with_sizes(PRESETS.get(values["model"].get("model_preset") or "", {}) | values["model"])
     if mixture := values["data"].get("mixture"):
         is_file = len(mixture) == 1 and isinstance(mixture[0], str)
         values["data"]["mixture"] = expand_mixture(Path(mixture[0]) if is_file else mixture)
     return validate(values)
+
+
+def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
+    """Add what follows from a given width and number of heads, as in Megatron-LM: the MLP's width and the key heads."""
+    model = {"num_query_groups": model["num_attention_heads"]} | model if "num_attention_heads" in model else model
+    try:
+        hidden_size = int(model["hidden_size"])
+    except (KeyError, TypeError, ValueError):  # not given, or validation names it
+        return model
+    block = BLOCKS.get(str(model.get("block")), BLOCKS["llama"])
+    return {"ffn_hidden_size": mlp_width(hidden_size, gated=block.gated_mlp)} | model
 
 
 def _check_file(sections: Values, path: str) -> None:

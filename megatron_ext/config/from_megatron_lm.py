@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ext.config.blocks import mlp_width
 from megatron_ext.config.megatron_lm import DEFAULTS, find_argument
 from megatron_ext.errors import UserError, echo
 
@@ -30,15 +31,10 @@ class Translation:
     unknown: dict[str, str] = field(default_factory=dict)  # not in the table
 
 
-def gated_width(hidden_size: int) -> int:
-    """Return Megatron-LM's width of a SwiGLU MLP: 8/3 of the model's, rounded down to a multiple of 64, at least 64."""
-    return max(8 * hidden_size // 3 // 64 * 64, 64)
-
-
 def _width(args: Args) -> Options:
     width = args["ffn_hidden_size"]
     if width is None and args["hidden_size"] is not None:
-        width = gated_width(args["hidden_size"]) if args["swiglu"] else 4 * args["hidden_size"]
+        width = mlp_width(args["hidden_size"], gated=args["swiglu"])
     return {"ffn_hidden_size": width}
 
 
@@ -47,8 +43,9 @@ def _heads(args: Args) -> Options:
 
 
 def _epsilon(args: Args) -> Options:
-    old = args["norm_epsilon"]  # the name until 0.15
-    return {"norm_epsilon": args["layernorm_epsilon"] if old is None else old}
+    new = args["layernorm_epsilon"]
+    is_default = new == DEFAULTS["layernorm_epsilon"]
+    return {"norm_epsilon": args["norm_epsilon"] if is_default else new}  # its name until 0.15
 
 
 def _window(args: Args) -> Options:

@@ -1,6 +1,8 @@
 """The table of Megatron-LM's arguments, megatron_lm.yaml, and what to write here for a flag of its scripts.
 
 An argument's name is that of Megatron-LM's `args`, which its checkpoints hold, too.
+
+python -m megatron_ext.config.megatron_lm    prints the table of docs/howto/from-megatron-lm.md
 """
 
 from dataclasses import dataclass
@@ -94,3 +96,28 @@ def equivalent(word: str, value: str) -> str | None:
     if argument.allows(is_set if is_switch else parse_value(value)):
         return "the default here; leave it out"
     return argument.text
+
+
+def differences() -> str:
+    """Return a Markdown table of the options that have the same name in both, but another default or meaning."""
+    rows = ["| flag | default there | default here | what differs |", "|---|---|---|---|"]
+    for argument in ARGUMENTS.values():
+        if argument.has_same_name:
+            ours = FIELDS[argument.name].default
+            same = ours == argument.default or not (ours or argument.default)
+            if argument.text or not same:
+                cells = [f"`{flag(argument.name)}`", _shown(argument.default), _shown(ours), argument.text]
+                rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default is None or default == ():
+        return "none"
+    return format(default, "g") if isinstance(default, float) else str(default)
+
+
+if __name__ == "__main__":
+    print(differences())

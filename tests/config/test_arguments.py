@@ -69,8 +69,24 @@ def test_preset_then_yaml_then_flags(tmp_path: Path) -> None:
     assert (config.training.bf16, config.optimizer.lr) == (False, 4e-4)
     other = parse([*file, "--model-preset", "1B"]).model
     assert (other.num_layers, other.hidden_size, other.ffn_hidden_size) == (3, 96, 5632)
-    plain = replace(Config().model, num_layers=3, hidden_size=96)
+    plain = replace(Config().model, num_layers=3, hidden_size=96, ffn_hidden_size=256)
     assert parse([*file, "--model-preset", "none"]).model == plain
+
+
+@pytest.mark.parametrize(
+    ("argv", "sizes"),
+    [
+        ("", (128, 384, 4, 2)),
+        ("--hidden-size 512 --num-attention-heads 8", (512, 1344, 8, 8)),
+        ("--hidden-size 512 --ffn-hidden-size 999 --num-attention-heads 8 --num-query-groups 4", (512, 999, 8, 4)),
+        ("--hidden-size 512 --block phi", (512, 2048, 4, 2)),
+        ("--model-preset 1B --num-attention-heads 16", (2048, 5632, 16, 4)),
+    ],
+)
+def test_sizes_follow_from_a_given_width_and_number_of_heads(argv: str, sizes: tuple[int, ...]) -> None:
+    """Otherwise a wide model would have the narrow MLP and the few key heads of the default one."""
+    model = parse(argv.split()).model
+    assert (model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.num_query_groups) == sizes
 
 
 def test_values_are_converted() -> None:

@@ -8,6 +8,7 @@ import yaml
 from megatron_ext.config import megatron_lm
 from megatron_ext.config.from_megatron_lm import translate
 from megatron_ext.config.megatron_lm import ARGUMENTS, find_argument
+from megatron_ext.config.schema import FIELDS, flag
 from tests.config.megatron_lm import VERSIONS, defaults
 from tests.conftest import ROOT
 
@@ -23,6 +24,15 @@ def test_the_table_has_every_argument_and_its_default(version: str) -> None:
         "attention_backend",  # an enum
         "muon_tp_mode",  # changed in the last version
     }
+
+
+def test_the_page_has_the_table_of_differences() -> None:
+    """python -m megatron_ext.config.megatron_lm prints it, from the defaults of both."""
+    page = (ROOT / "docs/howto/from-megatron-lm.md").read_text(encoding="utf-8")
+    rows = megatron_lm.differences()
+    assert rows in page
+    for name in ("weight_decay", "adam_beta2", "lr_decay_style", "ffn_hidden_size", "log_interval"):
+        assert f"`{flag(name)}` | {ARGUMENTS[name].default or 'none'} | {FIELDS[name].default}" in rows
 
 
 def test_no_argument_has_two_places() -> None:
