@@ -154,12 +154,21 @@ def _locate(path: Path, iteration: int | None) -> Path:
         with readable(path / POINTER):
             step = str(iteration) if iteration is not None else (path / POINTER).read_text("utf-8").strip()
         folder = path / (f"iter_{int(step):07d}" if step.isdecimal() else "release")
+    if not folder.is_dir():
+        raise UserError(f"input: {folder} does not exist; check the path")
+    if folder.name.startswith("mp_rank_"):
+        folder = folder.parent
     try:
-        found = json.loads((folder / "metadata.json").read_bytes())["sharded_backend"]
+        kind = json.loads((folder / "metadata.json").read_bytes())["sharded_backend"]
     except (OSError, ValueError, LookupError, TypeError):
-        found = "torch, the legacy format" if [*folder.glob("mp_rank_*")] else "none"
-    if found != _FORMAT["sharded_backend"]:
-        raise UserError(f"input: {folder} has format {echo(found)}, needs torch_dist (--ckpt-format torch_dist)")
+        kind = "none"
+    if kind == "none" and any(folder.glob("mp_rank_*")):
+        kind = "torch, the legacy one"
+    elif kind == "none" and (folder / ".metadata").is_file():
+        kind = "fsdp_dtensor or torch_dcp"
+    if kind != _FORMAT["sharded_backend"]:
+        needs = "torch_dist (--ckpt-format torch_dist, or --ckpt-convert-format torch_dist)"
+        raise UserError(f"input: {folder} has format {echo(kind)}, needs {needs}")
     return folder
 
 

@@ -19,7 +19,7 @@ from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.blocks import BLOCKS, mlp_width
 from megatron_ext.config.megatron_lm import equivalent
-from megatron_ext.config.mixture import expand_mixture
+from megatron_ext.config.mixture import expand_mixture, with_weights
 from megatron_ext.config.options import PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, Option, flag, validate
 from megatron_ext.config.stages import Stage, link_stage, read_entries
@@ -141,6 +141,10 @@ def _build(*layers: Values) -> Config:
     """Merge the layers over the preset that they name, read the mixture's file, and validate all values."""
     values: Values = functools.reduce(matrix.merge, layers, {section: {} for section in SECTIONS})
     values["model"] = _with_sizes(PRESETS.get(values["model"].get("model_preset") or "", {}) | values["model"])
+    for name in ("data_path", "valid_data_path"):
+        words = values["data"].get(name)
+        if isinstance(words, list | tuple):
+            values["data"][name] = with_weights([str(word) for word in words])
     if mixture := values["data"].get("mixture"):
         is_file = len(mixture) == 1 and isinstance(mixture[0], str)
         values["data"]["mixture"] = expand_mixture(Path(mixture[0]) if is_file else mixture)

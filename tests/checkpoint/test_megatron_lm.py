@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.batch import pack
+from megatron_ext.checkpoint.folders import find_checkpoint
 from megatron_ext.checkpoint.megatron_lm import (
     megatron_lm_to_megatron,
     megatron_to_megatron_lm,
@@ -216,10 +217,23 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-def test_formats_are_refused_and_nothing_is_executed(tmp_path: Path) -> None:
-    legacy = tmp_path / "legacy" / "iter_0000001" / "mp_rank_00"
-    legacy.mkdir(parents=True)
-    assert "legacy" in refused(megatron_lm_to_megatron, tmp_path / "legacy", tmp_path / "run", iteration=1)
+def test_formats_and_folders_are_told_apart(tmp_path: Path) -> None:
+    legacy, dtensor = tmp_path / "legacy" / "iter_0000001", tmp_path / "dtensor"
+    (legacy / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").write_text("1")
+    dtensor.mkdir()
+    (dtensor / ".metadata").touch()
+    kinds = {"gone": "does not exist", "dtensor": "fsdp_dtensor", "": "has format 'none'", "legacy": "legacy"}
+    kinds |= {"legacy/iter_0000001": "legacy", "legacy/iter_0000001/mp_rank_00": "legacy"}
+    for name, text in kinds.items():
+        assert text in refused(megatron_lm_to_megatron, tmp_path / name, tmp_path.parent / "run")
+    for folder in (tmp_path / "legacy", legacy, dtensor):  # a trainer names the command that converts it
+        assert "megatron-lm-to-megatron --input" in refused(Pretrained.find, folder)
+        config = parse(["--load", str(folder), "--load-if-present"])
+        assert "megatron-lm-to-megatron --input" in refused(find_checkpoint, config)
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
     folder, touched = tmp_path / "evil", tmp_path / "touched"
     folder.mkdir()
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
