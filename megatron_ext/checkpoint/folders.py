@@ -72,7 +72,8 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
         UserError: the folder is one of Megatron-LM, the pointer holds no step, or the manifest is damaged or missing;
             the message names the file, and in the last case the newest complete checkpoint before it.
     """
-    if any(path.glob(f"{folder}{name}") for folder in ("", "iter_*/", "release/") for name in _MEGATRON_LM):
+    patterns = [folder + name for folder in ("", "iter_*/", "release/") for name in _MEGATRON_LM]
+    if any(file for pattern in patterns for file in path.glob(pattern)):
         remedy = f"{program('convert')} megatron-lm-to-megatron --input {path} --output RUN, then --init-from RUN"
         raise UserError(f"load: {path} is a checkpoint of Megatron-LM; convert it: {remedy}")
     folder = path

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
 # what the block llama has
-_FIXED = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
+_FIXED = {name: argument.needed for name, argument in ARGUMENTS.items() if argument.needed != argument.default}
 _SAME = [  # options of the model under the same name
     name
     for name, argument in ARGUMENTS.items()

@@ -231,6 +231,9 @@ def test_formats_and_folders_are_told_apart(tmp_path: Path) -> None:
         assert "megatron-lm-to-megatron --input" in refused(Pretrained.find, folder)
         config = parse(["--load", str(folder), "--load-if-present"])
         assert "megatron-lm-to-megatron --input" in refused(find_checkpoint, config)
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "gone"):
+        assert "holds no checkpoint" in refused(Pretrained.find, tmp_path / name)
 
 
 def test_nothing_is_executed(tmp_path: Path) -> None:
