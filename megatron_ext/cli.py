@@ -52,6 +52,7 @@ COMMANDS = {
     "inspect-step": "tools.inspect_step",
     "checkpoints": "tools.checkpoints",
     "convert": "tools.convert_checkpoint",
+    "translate-megatron-lm": "tools.translate_megatron_lm",
     "generate": "tools.generate",
     "evaluate": "tools.evaluate",
     "environment": "tools.environment",

@@ -44,6 +44,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
     add = subcommand("megatron-lm-to-megatron", "read a torch_dist checkpoint of Megatron-LM, write a run folder")
     add("--iteration", type=integer(0), metavar="N", help="of a folder with several checkpoints [the newest]")
+    text = "arguments that this version does not know and that do not change the model"
+    add("--accept", nargs="+", default=(), metavar="NAME", help=text)
     subcommand("megatron-to-megatron-lm", "write a torch_dist checkpoint that Megatron-LM loads with --finetune")
 
     add = subcommand("verify", "run both on a text and compare logits, loss and greedy text")
@@ -115,7 +117,8 @@ def main(argv: list[str]) -> int:
         limit = options.max_shard_size
         megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
     elif options.command == "megatron-lm-to-megatron":
-        megatron_lm_to_megatron(options.input, options.output, iteration=options.iteration)
+        iteration, accepted = options.iteration, options.accept
+        megatron_lm_to_megatron(options.input, options.output, iteration=iteration, accepted=accepted)
     elif options.command == "megatron-to-megatron-lm":
         megatron_to_megatron_lm(options.input, options.output)
     else:

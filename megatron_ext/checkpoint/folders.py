@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkpoint.manifest import MANIFEST, Manifest
+from megatron_ext.cli import program
 from megatron_ext.config import CheckpointConfig, Config
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write, sync
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 POINTER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".incomplete"
 LEFT = ".left"
+_MEGATRON_LM = ("common.pt", ".metadata", "mp_rank_*")  # files of a checkpoint in its formats
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -67,9 +69,13 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
     With `past_damaged` the checkpoint before a damaged one is taken, with a warning.
 
     Raises:
-        UserError: the pointer holds no step, or the manifest is damaged or missing; the message names the file, and in
-            the second case the newest complete checkpoint before it.
+        UserError: the folder is one of Megatron-LM, the pointer holds no step, or the manifest is damaged or missing;
+            the message names the file, and in the last case the newest complete checkpoint before it.
     """
+    patterns = [folder + name for folder in ("", "iter_*/", "release/") for name in _MEGATRON_LM]
+    if any(file for pattern in patterns for file in path.glob(pattern)):
+        remedy = f"{program('convert')} megatron-lm-to-megatron --input {path} --output RUN, then --init-from RUN"
+        raise UserError(f"load: {path} is a checkpoint of Megatron-LM; convert it: {remedy}")
     folder = path
     if not path.is_dir() or (step_of(path) is None and not (path / MANIFEST).is_file()):
         newest, pointer = max(saved_steps(path), default=None), path / "checkpoints" / POINTER

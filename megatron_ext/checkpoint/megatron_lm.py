@@ -11,12 +11,13 @@ are pickles; here they are read without executing anything. Memory holds one ten
 
 import io
 import json
+import logging
 import math
 import pickle
 import time
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,29 +38,24 @@ from megatron_ext.checkpoint.manifest import check_inside, readable
 from megatron_ext.checkpoint.tensors import DTYPES, Shard
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.checks import mistakes
+from megatron_ext.config.from_megatron_lm import translate
+from megatron_ext.config.megatron_lm import ARGUMENTS
+from megatron_ext.config.schema import FIELDS
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.files.reading import typed
 
+logger = logging.getLogger(__name__)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
-_SAME = (  # options of the same name and meaning
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels norm_epsilon rotary_base rotary_percent "
-    "no_rope_freq untie_embeddings_and_output_weights num_experts moe_router_topk moe_ffn_hidden_size "
-    "moe_shared_expert_intermediate_size moe_router_score_function moe_router_enable_expert_bias "
-    "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor add_qkv_bias qk_layernorm softmax_type "
-    "window_attn_skip_freq init_method_std hidden_dropout"
-)
 # what the block llama has
-_FIXED = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
-_ABSENT = (  # options that must be off, because they change the model
-    "multi_latent_attention apply_layernorm_1p apply_residual_connection_post_layernorm rotary_interleaved "
-    "squared_relu quick_geglu openai_gelu qk_l2_norm attention_output_gate mtp_num_layers moe_router_pre_softmax "
-    "moe_latent_size moe_shared_expert_gate moe_apply_probs_on_input moe_expert_capacity_factor "
-    "experimental_attention_variant linear_attention_freq linear_attention_type glu_linear_offset "
-    "activation_func_clamp_value is_hybrid_model hybrid_override_pattern hybrid_layer_pattern "
-    "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json use_mup"
-)
+_FIXED = {name: argument.needed for name, argument in ARGUMENTS.items() if argument.needed != argument.default}
+_SAME = [  # options of the model under the same name
+    name
+    for name, argument in ARGUMENTS.items()
+    if argument.has_same_name and FIELDS[name].section == "model" and name not in ("vocab_size", "rope_scaling_factor")
+]
+_BALANCING = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
 _NO_WEIGHTS = ("optimizer", "chained_", "rng_state", "rerun_state")
 
 
@@ -158,12 +154,21 @@ def _locate(path: Path, iteration: int | None) -> Path:
         with readable(path / POINTER):
             step = str(iteration) if iteration is not None else (path / POINTER).read_text("utf-8").strip()
         folder = path / (f"iter_{int(step):07d}" if step.isdecimal() else "release")
+    if not folder.is_dir():
+        raise UserError(f"input: {folder} does not exist; check the path")
+    if folder.name.startswith("mp_rank_"):
+        folder = folder.parent
     try:
-        found = json.loads((folder / "metadata.json").read_bytes())["sharded_backend"]
+        kind = json.loads((folder / "metadata.json").read_bytes())["sharded_backend"]
     except (OSError, ValueError, LookupError, TypeError):
-        found = "torch, the legacy format" if [*folder.glob("mp_rank_*")] else "none"
-    if found != _FORMAT["sharded_backend"]:
-        raise UserError(f"input: {folder} has format {echo(found)}, needs torch_dist (--ckpt-format torch_dist)")
+        kind = "none"
+    if kind == "none" and any(folder.glob("mp_rank_*")):
+        kind = "torch, the legacy one"
+    elif kind == "none" and (folder / ".metadata").is_file():
+        kind = "fsdp_dtensor or torch_dcp"
+    if kind != _FORMAT["sharded_backend"]:
+        needs = "torch_dist (--ckpt-format torch_dist, or --ckpt-convert-format torch_dist)"
+        raise UserError(f"input: {folder} has format {echo(kind)}, needs {needs}")
     return folder
 
 
@@ -181,40 +186,42 @@ def _places_in(row: Parameter, place: Place) -> Iterator[tuple[str, Place]]:
             yield key, tuple(at)
 
 
-def model_config(args: dict[str, Any], vocab_size: int) -> ModelConfig:
+def model_config(args: dict[str, Any], vocab_size: int, accepted: Sequence[str] = ()) -> ModelConfig:
     """Return the model that Megatron-LM builds from its arguments, with `vocab_size` rows of the embedding.
 
     Raises:
-        UserError: an argument that our model does not support; the message names it.
+        UserError: an argument that our model does not support, or one that is unknown and not in `accepted`; the
+            message names it.
     """
-    for name, ours in (dict.fromkeys(_ABSENT.split()) | _FIXED).items():
-        value = args.get(name)
-        if value != ours and (value or ours):
-            raise UserError(f"{name}: the checkpoint has {echo(value)}, needs {ours!r}; convert it by Megatron-Bridge")
-    if missing := {"num_layers", "norm_epsilon", "rotary_base"} - args.keys():
-        raise UserError(f"input: the checkpoint's args have no {min(missing)}, needs those of Megatron-LM")
-    given = {name: args[name] for name in _SAME.split() if name in args}
-    if not given.get("num_experts"):
-        given = {name: value for name, value in given.items() if not name.startswith(("moe_", "num_experts"))}
-    elif (every := args.get("moe_layer_freq", 1)) != 1:
-        layers = range(args["num_layers"])
-        given["moe_layer_freq"] = [int(n % every == 0) for n in layers] if isinstance(every, int) else every
-    if given.get("moe_router_topk_scaling_factor", 1) is None:
-        del given["moe_router_topk_scaling_factor"]
-    heads = args.get("num_attention_heads")
-    given["num_query_groups"] = args.get("num_query_groups") if args.get("group_query_attention") else heads
-    if window := args.get("window_size"):
-        given["local_window"] = window[0] + 1
-    if args.get("use_rope_scaling"):
-        given |= {"rope_scaling": "llama3", "rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}
-        given["rope_original_length"] = 8192
-    elif factor := args.get("rotary_seq_len_interpolation_factor"):
-        given |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
-    given |= {"vocab_size": vocab_size, "make_vocab_size_divisible_by": math.gcd(vocab_size, 128)}
-    model = typed(given, ModelConfig, "input: the checkpoint's args")
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not args.get(name):
+            raise UserError(f"input: the checkpoint's args have no {name}, needs those of Megatron-LM")
+    try:
+        translation = translate(args)
+    except (TypeError, ValueError) as error:  # of a value of another type
+        raise UserError(f"input: the checkpoint's args cannot be read ({echo(error)})") from None
+    for line in translation.model.values():
+        raise UserError(f"input: the checkpoint's args have {line}; convert it by Megatron-Bridge")
+    for name, line in translation.unknown.items():
+        if name not in accepted:
+            remedy = f"add --accept {name} if it does not change what the model computes"
+            raise UserError(f"input: the checkpoint's args have {line}; {remedy}")
+    options = {name: value for name, value in translation.options.items() if FIELDS[name].section == "model"}
+    options |= {"vocab_size": vocab_size, "make_vocab_size_divisible_by": math.gcd(vocab_size, 128)}
+    model = typed(options, ModelConfig, "input: the checkpoint's args")
     if mistake := next(mistakes(Config(model=model, data=DataConfig(data_path=("none",))), 1, training=False), None):
         raise UserError(f"input: the checkpoint has values with which it cannot run here: {mistake}")
     return model
+
+
+def training_config(args: dict[str, Any], bf16: bool) -> TrainingConfig:
+    """Return how a run of Megatron-LM balanced its experts; log what else of its training has no place here."""
+    translation = translate(args)
+    for name, line in translation.training.items():
+        if name in _BALANCING or ARGUMENTS[name].group == "training":  # others are of its data and its layout
+            logger.warning("training differs from that of the checkpoint: %s", line)
+    carried = {name: value for name, value in translation.options.items() if name in _BALANCING}
+    return typed(carried | {"bf16": bf16}, TrainingConfig, "input: the checkpoint's args")
 
 
 def arguments(model: ModelConfig) -> dict[str, Any]:
@@ -223,7 +230,8 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
     Raises:
         UserError: it cannot; the message names the option.
     """
-    args = _FIXED | {name: getattr(model, name) for name in _SAME.split()} | {"kv_channels": model.head_size}
+    args = _FIXED | {name: getattr(model, name) for name in _SAME} | {"kv_channels": model.head_size}
+    args |= {"layernorm_epsilon": model.norm_epsilon, "norm_epsilon": model.norm_epsilon}  # since 0.16, and before
     args |= {"group_query_attention": True, "num_query_groups": model.num_query_groups}
     args["moe_layer_freq"] = list(model.moe_layer_freq) or 1
     args["window_size"] = (model.local_window - 1, 0) if model.local_window else None
@@ -240,8 +248,12 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
     return args
 
 
-def megatron_lm_to_megatron(source: Path, output: Path, *, iteration: int | None = None) -> None:
+def megatron_lm_to_megatron(
+    source: Path, output: Path, *, iteration: int | None = None, accepted: Sequence[str] = ()
+) -> None:
     """Write a run folder for `--init-from` from a checkpoint of Megatron-LM, or the newest one in a folder.
+
+    `accepted` are arguments that this version does not know and that do not change the model.
 
     Raises:
         UserError: the model or the format is not supported, the checkpoint is damaged, or `output` exists.
@@ -252,7 +264,7 @@ def megatron_lm_to_megatron(source: Path, output: Path, *, iteration: int | None
     if (embedding := stored.tensors.get("embedding.word_embeddings.weight")) is None:
         raise UserError(f"input: {stored.folder} has no embedding.word_embeddings.weight, needs a GPT model's weights")
     vocab_size = embedding.size[0]
-    model = model_config(stored.args, vocab_size)
+    model = model_config(stored.args, vocab_size, accepted)
     shards, used = list[Shard](), set[str]()
     for row in parameters_of(model):
         shape = stored_shape(row, model, vocab_size)
@@ -270,8 +282,8 @@ def megatron_lm_to_megatron(source: Path, output: Path, *, iteration: int | None
     if more := sorted(key for key in stored.tensors.keys() - used if not key.startswith(_NO_WEIGHTS)):
         raise UserError(f"input: {stored.folder} has {more[0]}, which this package does not support")
     data = DataConfig(seq_length=stored.args.get("max_position_embeddings") or DataConfig.seq_length)
-    bf16 = shards[0].dtype is torch.bfloat16
-    write_run(output, Config(model=model, data=data, training=TrainingConfig(bf16=bf16)), shards, began)
+    training = training_config(stored.args, bf16=shards[0].dtype is torch.bfloat16)
+    write_run(output, Config(model=model, data=data, training=training), shards, began)
 
 
 class _Target(DefaultSavePlanner):

@@ -18,8 +18,9 @@ import yaml
 
 from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
+from megatron_ext.config.blocks import BLOCKS, mlp_width
 from megatron_ext.config.megatron_lm import equivalent
-from megatron_ext.config.mixture import expand_mixture
+from megatron_ext.config.mixture import expand_mixture, with_weights
 from megatron_ext.config.options import OF_ONE_START, PRESETS
 from megatron_ext.config.schema import ADAPTER, FIELDS, SECTIONS, Option, flag, validate
 from megatron_ext.config.stages import Stage, StageEntry, link_stage, read_entries
@@ -194,11 +195,26 @@ def _without_init(layer: Values) -> Values:
 def _build(*layers: Values) -> Config:
     """Merge the layers over the preset that they name, read the mixture's file, and validate all values."""
     values: Values = functools.reduce(matrix.merge, layers, {section: {} for section in SECTIONS})
-    values["model"] = PRESETS.get(values["model"].get("model_preset") or "", {}) | values["model"]
+    values["model"] = _with_sizes(PRESETS.get(values["model"].get("model_preset") or "", {}) | values["model"])
+    for name in ("data_path", "valid_data_path"):
+        words = values["data"].get(name)
+        if isinstance(words, list | tuple):
+            values["data"][name] = with_weights([str(word) for word in words])
     if mixture := values["data"].get("mixture"):
         is_file = len(mixture) == 1 and isinstance(mixture[0], str)
         values["data"]["mixture"] = expand_mixture(Path(mixture[0]) if is_file else mixture)
     return validate(values)
+
+
+def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
+    """Add what follows from a given width and number of heads, as in Megatron-LM: the MLP's width and the key heads."""
+    model = {"num_query_groups": model["num_attention_heads"]} | model if "num_attention_heads" in model else model
+    try:
+        hidden_size = int(model["hidden_size"])
+    except (KeyError, TypeError, ValueError):  # not given, or validation names it
+        return model
+    block = BLOCKS.get(str(model.get("block")), BLOCKS["llama"])
+    return {"ffn_hidden_size": mlp_width(hidden_size, gated=block.gated_mlp)} | model
 
 
 def _check_file(sections: Values, path: str) -> None:
@@ -283,15 +299,15 @@ def _default(default: Any) -> str:
 
 def _metavar(field: Option) -> str:
     """Return the value shown by --help: {choices}, N, X, or the kind of text."""
-    parts = list(dict.fromkeys(_parts(field.hint)))
+    parts = list(dict.fromkeys(value_parts(field.hint)))
     choices = ",".join(part for part in parts if isinstance(part, str))
     kind = "N" if int in parts else "X" if float in parts else "TEXT"
     return field.shown or (f"{{{choices}}}" if choices else kind)
 
 
-def _parts(hint: Any) -> list[Any]:
+def value_parts(hint: Any) -> list[Any]:
     """Return the types and the choices that a type is made of."""
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return [word.value for word in hint]
     parts = get_args(hint)
-    return [inner for part in parts for inner in _parts(part)] if parts else [hint]
+    return [inner for part in parts for inner in value_parts(part)] if parts else [hint]

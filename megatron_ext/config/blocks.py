@@ -78,3 +78,11 @@ BLOCKS = {
         options=("num_experts",),
     ),
 }
+
+
+def mlp_width(hidden_size: int, *, gated: bool) -> int:
+    """Return Megatron-LM's default for the width inside an MLP: 4 times the model's.
+
+    With a gate it is 8/3 of the model's, rounded down to a multiple of 64, but at least 64.
+    """
+    return max(8 * hidden_size // 3 // 64 * 64, 64) if gated else 4 * hidden_size

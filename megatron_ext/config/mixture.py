@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
+from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.policies import Packing, check_options
 from megatron_ext.errors import UserError
 from megatron_ext.files.reading import read_yaml, typed
@@ -98,10 +99,21 @@ def parts_of_data_path(
     if not parts:
         flag = f"--{name.replace('_', '-')}"
         raise UserError(
-            f"{name}: got {' '.join(data_path) or 'nothing'}; use {flag} PREFIX, or a weight before each prefix: "
-            f"{flag} 0.3 A 0.7 B"
+            f"{name}: got {' '.join(data_path) or 'nothing'}; use {flag} PREFIX, several that exist, or a weight "
+            f"before each: {flag} 0.3 A 0.7 B"
         )
     return parts
+
+
+def with_weights(data_path: Sequence[str]) -> list[str]:
+    """Add a weight to each of several prefixes that have none: the number of its tokens, as in Megatron-LM.
+
+    If one of the data sets does not exist, or a word is a weight, the words stay as they are.
+    """
+    exist = all(Path(f"{prefix}.idx").is_file() for prefix in data_path)
+    if len(data_path) < 2 or not exist:
+        return list(data_path)
+    return [word for prefix in data_path for word in (str(IndexedSource(prefix).document_lengths.sum()), prefix)]
 
 
 class _Entry(BaseModel, extra="allow"):

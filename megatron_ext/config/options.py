@@ -83,9 +83,11 @@ class ModelConfig(_Section):
     )
     num_layers: Layers = _option(4, "transformer layers")
     hidden_size: Width = _option(128, "width of the residual stream")
-    ffn_hidden_size: Width = _option(384, "width inside the MLP")
+    ffn_hidden_size: Width = _option(
+        384, "width inside the MLP (with a given hidden_size 8/3 of it in multiples of 64; phi: 4 times)"
+    )
     num_attention_heads: Width = _option(4, "query heads")
-    num_query_groups: Width = _option(2, "key and value heads")
+    num_query_groups: Width = _option(2, "key and value heads (with given num_attention_heads as many)")
     kv_channels: Width | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
     multi_latent_attention: bool = _option(False, "MLA (DeepSeek): keys and values of heads from a latent per token")
     q_lora_rank: Width | None = _option(None, "MLA: width of the queries' latent (default: queries have none)")

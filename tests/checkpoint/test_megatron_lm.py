@@ -11,28 +11,33 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.batch import pack
-from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron, megatron_to_megatron_lm, model_config
+from megatron_ext.checkpoint.folders import find_checkpoint
+from megatron_ext.checkpoint.megatron_lm import (
+    megatron_lm_to_megatron,
+    megatron_to_megatron_lm,
+    model_config,
+    training_config,
+)
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.tensors import Stored
 from megatron_ext.config import ParallelConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.engine import platform
 from megatron_ext.inference.model import open_model
+from tests.config.megatron_lm import defaults
 from tests.conftest import refused, slow_but
 from tests.launcher import call
 
 TOKENS = torch.randint(0, 120, (33,), generator=torch.Generator().manual_seed(1))
 SMALL: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
-    "group_query_attention": True, "kv_channels": 8, "normalization": "RMSNorm", "norm_epsilon": 1e-6, "swiglu": True,
-    "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 5000, "max_position_embeddings": 64,
-    "untie_embeddings_and_output_weights": True, "params_dtype": torch.float32,
+    "group_query_attention": True, "kv_channels": 8, "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
+    "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 5000,
+    "max_position_embeddings": 64, "untie_embeddings_and_output_weights": True, "params_dtype": torch.float32,
 }  # fmt: skip
 MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm": True, "moe_layer_freq": 1}
-
-
-class Unknown:
-    """An object that only its own package could restore."""
+MOE |= {"moe_aux_loss_coeff": 0.01}
 
 
 def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
@@ -50,7 +55,7 @@ def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     names += "add_bias_linear qk_layernorm moe_router_topk moe_ffn_hidden_size moe_layer_freq"
     given = {name: args[name] for name in names.split() if name in args} | layout
-    given |= {"num_moe_experts": args.get("num_experts"), "layernorm_epsilon": args["norm_epsilon"]}
+    given |= {"num_moe_experts": args.get("num_experts"), "layernorm_epsilon": args["layernorm_epsilon"]}
     given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "pipeline_dtype": torch.float32}
     given |= {"init_method_std": 0.2, "use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     given |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
@@ -84,7 +89,9 @@ def losses_of(model: Any) -> list[float] | None:
     return None
 
 
-def save(rank: int, folder: Path, args: dict[str, Any], layout: dict[str, int], options: dict[str, Any]) -> Any:
+def save(
+    rank: int, folder: Path, version: str, args: dict[str, Any], layout: dict[str, int], options: dict[str, Any]
+) -> Any:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
@@ -102,7 +109,7 @@ def save(rank: int, folder: Path, args: dict[str, Any], layout: dict[str, int], 
             for old, new in renamed.items():
                 one.key = one.key.replace(old, new)
     (folder / "iter_0000007").mkdir(parents=True, exist_ok=True)
-    everything = Namespace(**args, unknown=Unknown())
+    everything = Namespace(**defaults(version) | args)
     dist_checkpointing.save({**state, "args": everything, "iteration": 7}, str(folder / "iter_0000007"))
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
     return losses_of(model)
@@ -130,23 +137,23 @@ TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 UNFUSED = {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
 LOCAL = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", **UNFUSED}
 EP2_PP2 = {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    "stacked": ({}, TP2_PP2, {}),
-    "single": ({}, TP2_PP2, {"non_homogeneous_layers": True}),
-    "tied-local-names": ({"untie_embeddings_and_output_weights": False}, TP2_PP2, {"renamed": LOCAL}),
-    "bf16": ({"params_dtype": torch.bfloat16}, TP2_PP2, {}),
-    "moe": (MOE, EP2_PP2, {"renamed": UNFUSED}),
-    "moe-some": (MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "stacked": ("0.16.1", {}, TP2_PP2, {}),
+    "single": ("0.19.0", {}, TP2_PP2, {"non_homogeneous_layers": True}),
+    "tied-local-names": ("0.16.1", {"untie_embeddings_and_output_weights": False}, TP2_PP2, {"renamed": LOCAL}),
+    "bf16": ("d98e8a64", {"params_dtype": torch.bfloat16}, TP2_PP2, {}),
+    "moe": ("d98e8a64", MOE, EP2_PP2, {"renamed": UNFUSED}),
+    "moe-some": ("0.19.0", MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", slow_but(["stacked", "moe"], VARIANTS))
 def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     """From TP 2 and PP 2, or EP 2 and PP 2, into our model, and back into another layout of theirs."""
-    changes, layout, options = VARIANTS[name]
+    version, changes, layout, options = VARIANTS[name]
     args, theirs, run, back = SMALL | changes, tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
     processes = layout.get("tensor_model_parallel_size", 1) * layout.get("expert_model_parallel_size", 1) * 2
-    before = next(filter(None, call(save, processes, theirs, args, layout, options)))
+    before = next(filter(None, call(save, processes, theirs, version, args, layout, options)))
     megatron_lm_to_megatron(theirs, run)
     converted = call(ours, 1, run, group=False)[0]
     megatron_to_megatron_lm(run, back)
@@ -157,6 +164,9 @@ def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     megatron_lm_to_megatron(back, tmp_path / "again", iteration=0)  # what we write is also what we read
     first, again = (Pretrained.find(folder) for folder in (run, tmp_path / "again"))
     assert again.model == first.model
+    if "num_experts" in args:
+        training = parse(["--config", str(run / "config.yaml")]).training
+        assert (training.moe_router_load_balancing_type, training.moe_aux_loss_coeff) == ("aux_loss", 0.01)
     stored = Stored(first.folder), Stored(again.folder)
     assert {tensor.dtype for tensor in stored[0].tensors.values()} == {"BF16" if name == "bf16" else "F32"}
     for tensor in stored[0].tensors:
@@ -171,17 +181,32 @@ def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
         ("multi_latent_attention", True),
         ("rotary_percent", 0.5),
         ("softmax_type", "off-by-one"),
+        ("layernorm_zero_centered_gamma", True),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+        ("window_size", (15, 3)),
+        ("spec", ["module", "function"]),
+        ("enable_mhc_connections", True),
+        ("argument_of_the_future", 0.5),
+        ("num_layers", None),
     ],
 )
 def test_what_is_not_representable_is_named(field: str, value: object) -> None:
-    assert field in refused(model_config, SMALL | {field: value}, 128)
+    args = defaults("0.19.0") | SMALL | MOE
+    model_config(args | {"argument_of_the_future": None}, 128)
+    assert field in refused(model_config, args | {field: value}, 128)
 
 
-def test_options_of_rope_and_windows() -> None:
-    given = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "window_size": (7, 0), "window_attn_skip_freq": 4}
-    model = model_config(SMALL | given, 128)
-    assert (model.rope_scaling, model.rope_scaling_factor, model.rope_original_length) == ("llama3", 8, 8192)
-    assert (model.local_window, model.window_attn_skip_freq) == (8, 4)
+def test_an_unknown_argument_can_be_accepted() -> None:
+    args = defaults("0.19.0") | SMALL
+    assert model_config(args | {"other": 1}, 128, ("other",)) == model_config(args, 128)
+
+
+def test_what_training_loses_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    args = defaults("0.19.0") | SMALL | MOE | {"moe_z_loss_coeff": 1e-3, "decoupled_lr": 1e-4}
+    training_config(args | {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, bf16=True)
+    for name in ("moe_z_loss_coeff", "decoupled_lr", "moe_router_load_balancing_type"):
+        assert f"{name}: got" in caplog.text
 
 
 class Evil:
@@ -192,10 +217,26 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-def test_formats_are_refused_and_nothing_is_executed(tmp_path: Path) -> None:
-    legacy = tmp_path / "legacy" / "iter_0000001" / "mp_rank_00"
-    legacy.mkdir(parents=True)
-    assert "legacy" in refused(megatron_lm_to_megatron, tmp_path / "legacy", tmp_path / "run", iteration=1)
+def test_formats_and_folders_are_told_apart(tmp_path: Path) -> None:
+    legacy, dtensor = tmp_path / "legacy" / "iter_0000001", tmp_path / "dtensor"
+    (legacy / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").write_text("1")
+    dtensor.mkdir()
+    (dtensor / ".metadata").touch()
+    kinds = {"gone": "does not exist", "dtensor": "fsdp_dtensor", "": "has format 'none'", "legacy": "legacy"}
+    kinds |= {"legacy/iter_0000001": "legacy", "legacy/iter_0000001/mp_rank_00": "legacy"}
+    for name, text in kinds.items():
+        assert text in refused(megatron_lm_to_megatron, tmp_path / name, tmp_path.parent / "run")
+    for folder in (tmp_path / "legacy", legacy, dtensor):  # a trainer names the command that converts it
+        assert "megatron-lm-to-megatron --input" in refused(Pretrained.find, folder)
+        config = parse(["--load", str(folder), "--load-if-present"])
+        assert "megatron-lm-to-megatron --input" in refused(find_checkpoint, config)
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "gone"):
+        assert "holds no checkpoint" in refused(Pretrained.find, tmp_path / name)
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
     folder, touched = tmp_path / "evil", tmp_path / "touched"
     folder.mkdir()
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')

@@ -21,6 +21,7 @@ from megatron_ext.config.checks import check
 from megatron_ext.config.schema import FIELDS, json_schema
 from megatron_ext.errors import UserError
 from megatron_ext.schedule import ScheduleKind
+from tests.config.megatron_lm import VERSIONS, defaults
 from tests.conftest import ROOT, refused
 
 SWITCHES = [flag(name) for name, field in FIELDS.items() if field.is_switch]
@@ -68,8 +69,24 @@ def test_preset_then_yaml_then_flags(tmp_path: Path) -> None:
     assert (config.training.bf16, config.optimizer.lr) == (False, 4e-4)
     other = parse([*file, "--model-preset", "1B"]).model
     assert (other.num_layers, other.hidden_size, other.ffn_hidden_size) == (3, 96, 5632)
-    plain = replace(Config().model, num_layers=3, hidden_size=96)
+    plain = replace(Config().model, num_layers=3, hidden_size=96, ffn_hidden_size=256)
     assert parse([*file, "--model-preset", "none"]).model == plain
+
+
+@pytest.mark.parametrize(
+    ("argv", "sizes"),
+    [
+        ("", (128, 384, 4, 2)),
+        ("--hidden-size 512 --num-attention-heads 8", (512, 1344, 8, 8)),
+        ("--hidden-size 512 --ffn-hidden-size 999 --num-attention-heads 8 --num-query-groups 4", (512, 999, 8, 4)),
+        ("--hidden-size 512 --block phi", (512, 2048, 4, 2)),
+        ("--model-preset 1B --num-attention-heads 16", (2048, 5632, 16, 4)),
+    ],
+)
+def test_sizes_follow_from_a_given_width_and_number_of_heads(argv: str, sizes: tuple[int, ...]) -> None:
+    """Otherwise a wide model would have the narrow MLP and the few key heads of the default one."""
+    model = parse(argv.split()).model
+    assert (model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.num_query_groups) == sizes
 
 
 def test_values_are_converted() -> None:
@@ -257,12 +274,27 @@ def test_a_megatron_lm_script_gets_all_its_equivalents_at_once(capsys: pytest.Ca
     assert said["--global-batch-sise"].startswith("no such flag; did you mean --global-batch-size?")
     assert {said[name][:12] for name in said.keys() & set(argv)}.isdisjoint({"no such flag"})
     kinds = [line.split(": ")[1][:11] for line in lines if line.startswith("--position-embedding-type")]
-    assert kinds == ["the default", "not support"]  # rope, none
+    assert kinds == ["the default", "rotary only"]  # rope, none
 
 
 def test_the_table_of_megatron_lm_names_existing_flags_and_no_typo_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     all_flags = set(re.findall(r"--[a-z][a-z0-9-]*", help_of("--help-all", capsys)))
-    assert set(re.findall(r"--[a-z][a-z0-9-]*", " ".join(megatron_lm.EQUIVALENTS))) <= all_flags
+    texts = " ".join(argument.text for argument in megatron_lm.ARGUMENTS.values() if not argument.has_same_name)
+    assert set(re.findall(r"--[a-z][a-z0-9-]*", texts)) <= all_flags
     for name in map(flag, FIELDS):
         shorter = [name[:n] + name[n + 1 :] for n in range(3, len(name))]
         assert [word for word in (name, *shorter) if megatron_lm.equivalent(word, "")] == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_flag_of_megatron_lm_is_ours_or_has_an_answer(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An answer is about the flag itself; "did you mean" would lead to another one."""
+    theirs = defaults(version)
+    words = {flag(name) for name in theirs} | {flag(f"no_{name}") for name in theirs if theirs[name] is True}
+    words |= {"--disable-bias-linear", "--override-opt_param-scheduler", "--no-save-optim", "--no-such-flag"}
+    words -= set(re.findall(r"--[a-z][a-z0-9-]*", help_of("--help-all", capsys)))
+    with pytest.raises(UserError) as caught:
+        parse(sorted(words))
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines if "no such flag" in line] == ["--no-such-flag"]
+    assert len(lines) == len(words)

@@ -4,15 +4,19 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_ext.config.arguments import dump_yaml, parse
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.mixture import MixturePart, parts_of_data_path, split_documents
+from megatron_ext.errors import UserError
 from tests.conftest import ROOT, refused
+from tests.theirs import write_theirs
 
 
 def write(folder: Path, name: str, parts: object) -> Path:
@@ -36,6 +40,23 @@ def test_a_mixture_and_a_part_of_it_may_be_files(tmp_path: Path, monkeypatch: py
         assert parse(["--config", str(write(tmp_path, "run.yaml", {"data": {"mixture": mixture}}))]) == config
     (tmp_path / "dumped.yaml").write_text(dump_yaml(config))
     assert parse(["--config", str(tmp_path / "dumped.yaml")]) == config
+
+
+def test_prefixes_without_weights_are_weighted_by_their_tokens(tmp_path: Path) -> None:
+    """Megatron-LM uses such data sets whole; its parser says which words are prefixes."""
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    for prefix, tokens in ((a, 10), (b, 30), (c, 60)):
+        write_theirs(prefix, [np.ones(tokens, dtype=np.int64)], 100)
+    for words in ([a, b], [a, b, c], ["0.3", a, "0.7", b], [a]):
+        prefixes, weights = get_blend_from_list(words)
+        config = parse(["--data-path", *words])
+        assert [part.prefix for part in config.data.parts] == prefixes
+        expected = weights or [{a: 10, b: 30, c: 60}[prefix] for prefix in prefixes]
+        assert [part.weight for part in config.data.parts] == (expected if len(words) > 1 else [1])
+        assert parse(["--valid-data-path", *words]).data.valid_parts == config.data.parts
+    for words in ([a, str(tmp_path / "gone")], ["0.3", a, b]):
+        with pytest.raises(UserError, match="several that exist, or a weight before each"):
+            _ = parse(["--data-path", *words]).data.parts
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from megatron_ext.config.arguments import dump_yaml, from_dict, to_dict
 from megatron_ext.data.indexed import read_metadata
 from megatron_ext.data.text.chat import TEMPLATE_FILE
 from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.files.reading import read_object
 
@@ -72,6 +72,10 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
     began = time.perf_counter()
     check_output(output, source)
     model = replace(read_model_config(source), make_vocab_size_divisible_by=divisible_by)
+    entries = read_config(source)
+    for name in ("router_aux_loss_coef", "aux_loss_alpha"):  # computed in another way there
+        if model.num_experts and entries.get(name):
+            logger.warning("config.json has %s %s; choose --moe-aux-loss-coeff", name, echo(entries[name]))
     tensors = HuggingFaceTensors(source)
     vocab_size = model.vocab_size
     assert vocab_size is not None
@@ -80,7 +84,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
     config = Config(
         model=model,
         data=DataConfig(
-            seq_length=read_config(source).get("max_position_embeddings") or DataConfig.seq_length,
+            seq_length=entries.get("max_position_embeddings") or DataConfig.seq_length,
             tokenizer_model=str(output.absolute() / "hugging_face") if has_tokenizer(source) else None,
         ),
         training=TrainingConfig(bf16=shards[0].dtype is torch.bfloat16),

@@ -171,6 +171,11 @@ def test_a_config_that_names_code_is_not_carried(tmp_path: Path) -> None:
     assert comparable(read_model_config(export)) == comparable(read_model_config(model))
 
 
+def test_a_coefficient_of_balancing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hf_to_megatron(write_model(tmp_path / "model", "mixtral", router_aux_loss_coef=0.02), tmp_path / "run")
+    assert "router_aux_loss_coef 0.02; choose --moe-aux-loss-coeff" in caplog.text
+
+
 def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As well as with the base model's own ends of text."""
     model, run, chats = write_model(tmp_path / "model", "llama", eos_token_id=2), tmp_path / "run", tmp_path / "chats"

@@ -1,0 +1,326 @@
+"""Translate the arguments of a run of Megatron-LM, of a checkpoint or a command line, into our options.
+
+Each conversion below computes some of our options from the arguments that it names. All other arguments follow the
+table (megatron_lm.yaml). An argument that is not given has Megatron-LM's default.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ext.config.blocks import mlp_width
+from megatron_ext.config.megatron_lm import DEFAULTS, find_argument
+from megatron_ext.errors import UserError, echo
+
+Args = Mapping[str, Any]
+Options = dict[str, Any]
+
+
+@dataclass
+class Translation:
+    """What becomes of a run's arguments.
+
+    The other attributes have a line for each argument that is not in `options`: what it has and what is needed here.
+    """
+
+    options: Options = field(default_factory=dict)
+    model: dict[str, str] = field(default_factory=dict)  # changes what the model computes
+    training: dict[str, str] = field(default_factory=dict)  # changes how it is trained
+    other: dict[str, str] = field(default_factory=dict)  # is done in another way here
+    unknown: dict[str, str] = field(default_factory=dict)  # not in the table
+
+
+def _width(args: Args) -> Options:
+    width = args["ffn_hidden_size"]
+    if width is None and args["hidden_size"] is not None:
+        width = mlp_width(args["hidden_size"], gated=args["swiglu"])
+    return {"ffn_hidden_size": width}
+
+
+def _heads(args: Args) -> Options:
+    return {"num_query_groups": args["num_query_groups" if args["group_query_attention"] else "num_attention_heads"]}
+
+
+def _epsilon(args: Args) -> Options:
+    new = args["layernorm_epsilon"]
+    is_default = new == DEFAULTS["layernorm_epsilon"]
+    return {"norm_epsilon": args["norm_epsilon"] if is_default else new}  # its name until 0.15
+
+
+def _window(args: Args) -> Options:
+    window = args["window_size"]
+    if isinstance(window, str):
+        window = tuple(int(part) for part in window.strip("()").split(","))
+    if not window or tuple(window) == (-1, 0) or tuple(window) == (-1, -1):
+        return {}
+    before, after = window
+    if before < 0 or after != 0:
+        raise UserError(f"window_size: got {tuple(window)}, needs a number of tokens before each token and 0 after it")
+    return {"local_window": before + 1, "window_attn_skip_freq": args["window_attn_skip_freq"]}
+
+
+def _positions(args: Args) -> Options:
+    if args["use_rope_scaling"]:
+        llama = {"rope_scaling": "llama3", "rope_original_length": 8192}
+        return llama | {"rope_scaling_factor": args["rope_scaling_factor"]}
+    factor = args["rotary_seq_len_interpolation_factor"]
+    return {"rope_scaling": "linear", "rope_scaling_factor": factor} if factor else {}
+
+
+def _expert_layers(args: Args) -> Options:
+    """Expand `moe_layer_freq`: every n-th layer, or a list that an expression such as ([0]+[1]*3)*2 describes."""
+    every = args["moe_layer_freq"]
+    if isinstance(every, str):
+        try:
+            every = _pattern(ast.parse(every, mode="eval").body)
+        except (SyntaxError, TypeError):
+            raise UserError(f"moe_layer_freq: got {echo(every)}, needs a number or lists with + and *") from None
+    if not args["num_experts"] or every == 1:
+        return {}
+    if isinstance(every, int):
+        every = [int(layer % every == 0) for layer in range(args["num_layers"])]
+    return {"moe_layer_freq": every}
+
+
+def _pattern(node: ast.expr) -> Any:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _pattern(node.left) + _pattern(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _pattern(node.left) * _pattern(node.right)
+    if isinstance(node, ast.List):
+        return [_pattern(element) for element in node.elts]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value <= 10_000:
+        return node.value
+    raise TypeError
+
+
+def _kinds(args: Args) -> list[str]:
+    kinds = args["moe_router_load_balancing_type"]
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+def _routing(args: Args) -> Options:
+    others = set(_kinds(args)) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+    if args["num_experts"] and others:
+        raise UserError(f"moe_router_load_balancing_type: got {min(others)}, which chooses other experts")
+    return {"moe_router_topk_scaling_factor": args["moe_router_topk_scaling_factor"] or 1.0}
+
+
+def balancing(args: Args) -> Options:
+    """Return how the experts of a run of Megatron-LM are balanced, in our options.
+
+    Raises:
+        UserError: several losses, or the one over the global batch.
+    """
+    kinds = _kinds(args)
+    coefficients = args["moe_aux_loss_coeff"]
+    if not isinstance(coefficients, list | tuple):
+        coefficients = [coefficients] * len(kinds)
+    losses = {kind: number for kind, number in zip(kinds, coefficients, strict=False) if number and kind != "none"}
+    if not args["num_experts"] or not losses:
+        return {}
+    ((kind, coefficient),) = losses.items() if len(losses) == 1 else (("several", 0.0),)
+    if kind not in ("aux_loss", "seq_aux_loss"):
+        raise UserError(f"moe_router_load_balancing_type: got {echo(losses)}, needs one of aux_loss and seq_aux_loss")
+    return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
+
+
+def _decay(args: Args) -> Options:
+    if args["lr_decay_style"] != "WSD":
+        return {"lr_decay_style": args["lr_decay_style"]}
+    fall = args["lr_wsd_decay_style"]
+    if fall != "linear":
+        raise UserError(f"lr_wsd_decay_style: got {echo(fall)}, needs 'linear'")
+    return {"lr_decay_style": "WSD", "lr_wsd_decay_iters": _steps(args, "lr_wsd_decay")}
+
+
+def _steps(args: Args, name: str) -> int | None:
+    """Return NAME_iters, or NAME_samples in steps, of which both are 0 or None if not given."""
+    samples = args[f"{name}_samples"]
+    if not samples:
+        steps: int | None = args[f"{name}_iters"]
+        return steps
+    if not args["global_batch_size"]:
+        raise UserError(f"{name}_samples: got {samples}, needs --global-batch-size to become steps")
+    return int(samples) // int(args["global_batch_size"])
+
+
+def _length(args: Args) -> Options:
+    return {"train_iters": _steps(args, "train"), "lr_decay_iters": _steps(args, "lr_decay")}
+
+
+def _warmup(args: Args) -> Options:
+    steps = _steps(args, "lr_warmup")
+    if args["lr_warmup_fraction"]:
+        whole = _steps(args, "lr_decay") or _steps(args, "train")
+        if whole is None:
+            raise UserError(f"lr_warmup_fraction: got {args['lr_warmup_fraction']}, needs --train-iters")
+        steps = round(args["lr_warmup_fraction"] * whole)
+    return {"lr_warmup_iters": steps, "lr_warmup_from_zero": True} if steps else {}
+
+
+def _ranks(args: Args) -> Options:
+    """Return options of the layout; an optimization that is off there is the platform's choice here."""
+    tensor = args["tensor_model_parallel_size"]
+    schemes = {"p2p": "auto", "a2a": "ulysses"}
+    kinds = args["cp_comm_type"]
+    kind = kinds[0] if isinstance(kinds, list | tuple) else kinds
+    switches = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    return {
+        "sequence_parallel": bool(args["sequence_parallel"] and tensor > 1),
+        "make_vocab_size_divisible_by": args["make_vocab_size_divisible_by"] * tensor,
+        "cp_scheme": schemes.get(kind, "auto"),
+        **{name: True for name in switches if args[name]},
+    }
+
+
+def _fp8(args: Args) -> Options:
+    recipe = args["fp8_recipe"]
+    if args["fp8"] and recipe not in ("tensorwise", "blockwise", "mxfp8"):
+        raise UserError(
+            f"fp8_recipe: got {echo(recipe)}, needs tensorwise, blockwise or mxfp8; without it bf16 is used"
+        )
+    return {"fp8_format": args["fp8"], "fp8_recipe": recipe} if args["fp8"] else {}
+
+
+def _recompute(args: Args) -> Options:
+    granularity = "selective" if args["recompute_activations"] else args["recompute_granularity"]
+    modules = args["recompute_modules"]
+    unlike = set(modules or ()) - {"core_attn", "layernorm", "mlp"}
+    if unlike:
+        raise UserError(f"recompute_modules: got {min(unlike)}, needs core_attn, layernorm and mlp")
+    options = {"recompute_granularity": granularity}
+    if granularity == "full":
+        options |= {name: args[name] for name in ("recompute_method", "recompute_num_layers")}
+    return options | ({"recompute_modules": modules} if granularity == "selective" else {})
+
+
+def _data(args: Args) -> Options:
+    path = args["data_path"] or args["train_data_path"]
+    if args["mock_data"]:
+        raise UserError("mock_data: got True, needs --data-path with a dataset; tools/preprocess_data.py writes one")
+    split = args["split"] or ("969,30,1" if path else None)
+    return {"data_path": path, "split": split and str(split).replace(" ", "")}
+
+
+def _batch(args: Args) -> Options:
+    if args["global_batch_size"] is None and args["micro_batch_size"] is not None:
+        needs = "--micro-batch-size times the number of data-parallel ranks"
+        raise UserError(f"global_batch_size: not given, needs {needs}")
+    return {"global_batch_size": args["global_batch_size"]}
+
+
+def _evaluation(args: Args) -> Options:
+    iterations = args["eval_iters"]
+    return {"eval_interval": args["eval_interval"], "eval_iters": iterations} if iterations else {}
+
+
+def _masks(args: Args) -> Options:
+    return {"document_mask": bool(args["reset_attention_mask"] or args["dataloader_inter_document_masking"])}
+
+
+def _tokenizer(args: Args) -> Options:
+    kind = args["tokenizer_type"]
+    if kind == "HuggingFaceTokenizer" or not (kind or args["vocab_file"]):
+        return {"tokenizer_model": args["tokenizer_model"], "vocab_size": args["vocab_size"]}
+    if kind == "NullTokenizer" and args["vocab_size"]:
+        return {"vocab_size": args["vocab_size"] + 1}  # its end of a document
+    model = args["tokenizer_model"] or args["vocab_file"]
+    raise UserError(
+        f"tokenizer_type: got {echo(kind)} with {echo(model)}, needs --tokenizer-model FOLDER with tokenizer.json; "
+        "tools/convert_tokenizer.py writes it from SentencePiece and tiktoken"
+    )
+
+
+def _start(args: Args) -> Options:
+    load = args["load"] or args["pretrained_checkpoint"]
+    is_new = any(args[name] for name in ("finetune", "no_load_optim", "pretrained_checkpoint"))
+    if load and (is_new or load != args["save"]):
+        raise UserError(
+            f"load: got {echo(load)}, a checkpoint of Megatron-LM; tools/convert_checkpoint.py megatron-lm-to-megatron "
+            "converts it for --init-from"
+        )
+    return {"load": load, "load_if_present": not args["exit_on_missing_checkpoint"]} if load else {}
+
+
+def _muon(args: Args) -> Options:
+    mode = args["muon_tp_mode"]
+    if "muon" in args["optimizer"] and args["tensor_model_parallel_size"] > 1 and mode != "duplicated":
+        raise UserError(f"muon_tp_mode: got {echo(mode)}, needs 'duplicated': it orthogonalizes whole matrices here")
+    return {"muon_nesterov": args["muon_nesterov"] or args["muon_use_nesterov"]}  # its name in 0.16
+
+
+# conversion: the arguments that it reads and the table therefore does not carry
+_MODEL: dict[Callable[[Args], Options], str] = {
+    _width: "ffn_hidden_size",
+    _heads: "num_query_groups group_query_attention",
+    _epsilon: "layernorm_epsilon norm_epsilon",
+    _window: "window_size window_attn_skip_freq",
+    _positions: "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor",
+    _expert_layers: "moe_layer_freq",
+    _routing: "moe_router_topk_scaling_factor",
+}
+_TRAINING: dict[Callable[[Args], Options], str] = {
+    balancing: "moe_router_load_balancing_type moe_aux_loss_coeff",
+    _decay: "lr_wsd_decay_style lr_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+    _length: "train_samples train_iters lr_decay_iters lr_decay_samples",
+    _warmup: "lr_warmup_fraction lr_warmup_iters lr_warmup_samples",
+    _ranks: "sequence_parallel make_vocab_size_divisible_by cp_comm_type use_distributed_optimizer overlap_grad_reduce "
+    "overlap_param_gather attention_backend",
+    _fp8: "fp8_recipe fp8",
+    _recompute: "recompute_modules recompute_granularity recompute_method recompute_num_layers recompute_activations",
+    _data: "mock_data data_path train_data_path split",
+    _batch: "global_batch_size",
+    _evaluation: "eval_interval eval_iters",
+    _masks: "reset_attention_mask dataloader_inter_document_masking",
+    _tokenizer: "tokenizer_type tokenizer_model vocab_file merge_file vocab_size",
+    _start: "load finetune no_load_optim no_load_rng pretrained_checkpoint exit_on_missing_checkpoint",
+    _muon: "muon_tp_mode muon_nesterov muon_use_nesterov",
+}
+# option: the beginnings of others' names that are read only with it
+_READ_WITH = {
+    "num_experts": ("moe_", "expert_model_"),
+    "moe_router_enable_expert_bias": ("moe_router_bias_update_rate",),
+    "use_precision_aware_optimizer": ("main_", "exp_avg_"),
+    "optimizer_cpu_offload": ("optimizer_offload_fraction",),
+    "save": ("save_interval", "async_save"),
+    "eval_interval": ("valid_data_path",),
+}
+CONVERTED = {name for names in (_MODEL | _TRAINING).values() for name in names.split()}
+
+
+def translate(given: Args) -> Translation:
+    """Return our options for arguments of Megatron-LM by name, and a line for each one that has no place here."""
+    args = DEFAULTS | dict(given)
+    result = Translation()
+    for name, value in args.items():
+        argument = find_argument(name)
+        if argument is None:
+            if value:
+                result.unknown[name] = f"{name}: got {echo(value)}, which this version does not know"
+        elif argument.group in ("model", "training") and not argument.allows(value):
+            lines = result.model if argument.group == "model" else result.training
+            lines[name] = f"{name}: got {echo(value)}, needs {argument.needed!r} ({argument.text})"
+        elif argument.group == "carried" and name not in CONVERTED:
+            if not argument.has_same_name and not argument.allows(value):
+                result.other[name] = f"{name}: got {echo(value)}, here {argument.text}"
+            elif argument.has_same_name and value is not None:
+                result.options[name] = value
+    for conversions, lines in ((_MODEL, result.model), (_TRAINING, result.training)):
+        for convert, names in conversions.items():
+            try:
+                result.options |= {name: value for name, value in convert(args).items() if value is not None}
+            except UserError as error:
+                lines[names.split()[0]] = str(error)
+    for needed, prefixes in _READ_WITH.items():
+        if not result.options.get(needed):
+            _drop(result.options, prefixes)
+    if result.options.get("optimizer") != "muon":
+        _drop(result.options, ("muon_",))
+    return result
+
+
+def _drop(options: Options, prefixes: tuple[str, ...]) -> None:
+    for name in [name for name in options if name.startswith(prefixes)]:
+        del options[name]

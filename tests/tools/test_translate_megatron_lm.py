@@ -1,0 +1,159 @@
+"""Launch scripts of Megatron-LM, in the forms that its own examples and others' have, as YAML of this package."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import Config
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.checks import check
+from megatron_ext.config.launch_script import Script, missing_variables
+from tests.conftest import refused
+from tools.translate_megatron_lm import document, words_of
+
+LLAMA = """#!/bin/bash
+# trains "a model (of ours
+set -euo pipefail
+CHECKPOINTS=${1:-"runs/new"}   # the first argument
+DATA=$2
+GPUS=${GPUS_PER_NODE:-8}
+HERE=$(dirname $(realpath $0))
+BATCH=$(( 2 * $GPUS ))
+LAUNCH=(
+    --nproc_per_node $GPUS
+)
+MODEL=(
+    --use-mcore-models
+    --num-layers 4   # a comment
+    --hidden-size 512
+    --num-attention-heads 8
+    --swiglu --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope
+    --untie-embeddings-and-output-weights
+    --norm-epsilon 1e-6
+    "--rotary-base 500000"
+)
+if [ -n "${WANDB:-}" ]; then
+    MODEL+=(--wandb-project ${WANDB_PROJECT:-"mine"})
+fi
+TRAIN="
+    --micro-batch-size 1 \\
+    --global-batch-size $BATCH \\
+    --seq-length 2048 --max-position-embeddings 2048
+    --train-samples 16000 --lr-decay-samples 12000 --lr-warmup-fraction .01
+    --lr 3e-4 --min-lr=3e-5 --bf16 --attention-dropout 0 --hidden-dropout 0.0
+    --tensor-model-parallel-size 1 --sequence-parallel
+"
+torchrun ${LAUNCH[@]} $HERE/pretrain_gpt.py \\
+    ${MODEL[@]} \\
+    $TRAIN \\
+    --data-path "$DATA" --save $CHECKPOINTS --load $CHECKPOINTS 2>&1 | tee log.txt
+"""
+
+
+def translated(folder: Path, words: list[str]) -> tuple[Config, str]:
+    """The configuration and the text of a translation, which parses."""
+    text = document(words)
+    (folder / "run.yaml").write_text(text, encoding="utf-8")
+    return parse(["--config", str(folder / "run.yaml")]), text
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "train.sh").write_text(text, encoding="utf-8")
+    return str(folder / "train.sh")
+
+
+def test_a_script_becomes_a_run_with_megatron_lms_defaults(tmp_path: Path) -> None:
+    config, text = translated(tmp_path, words_of([written(tmp_path, LLAMA), "runs/a", "data/mine"]))
+    model, data, optimizer = config.model, config.data, config.optimizer
+    assert (model.num_layers, model.ffn_hidden_size, model.num_query_groups) == (4, 1344, 8)
+    assert (model.norm_epsilon, model.rotary_base, model.untie_embeddings_and_output_weights) == (1e-6, 5e5, True)
+    assert (data.data_path, data.split, data.global_batch_size, data.seq_length) == (
+        ("data/mine",),
+        "969,30,1",
+        16,
+        2048,
+    )
+    assert (config.training.train_iters, optimizer.lr_decay_iters, optimizer.lr_warmup_iters) == (1000, 750, 8)
+    assert (optimizer.weight_decay, optimizer.adam_beta2, optimizer.lr_decay_style) == (0.01, 0.999, "linear")
+    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_warmup_from_zero) == (3e-4, 3e-5, True)
+    assert (config.parallel.sequence_parallel, config.logging.wandb_project) == (False, "mine")
+    assert (config.checkpoint.save, config.checkpoint.load, config.checkpoint.load_if_present) == (
+        "runs/a",
+        "runs/a",
+        True,
+    )
+    assert "another model" not in text
+    assert "deprecated_use_mcore_models: always so here" in text
+    check(replace(config, model=replace(model, vocab_size=512)), 8)
+
+
+def test_what_is_not_given_is_gelu_with_layernorm_and_biases(tmp_path: Path) -> None:
+    """Only options that say otherwise make a Llama."""
+    line = "torchrun --nnodes 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4"
+    config, text = translated(tmp_path, words_of(shlex.split(line)))
+    assert (config.model.ffn_hidden_size, config.model.num_query_groups, config.model.hidden_dropout) == (256, 4, 0.1)
+    another = text[text.index("another model") :]
+    for name in ("swiglu", "normalization", "add_bias_linear", "position_embedding_type"):
+        assert f"#   {name}: got" in another
+    decide = text[text.index("# Decide") :]
+    assert all(f"{name}: not given" in decide for name in ("seq_length", "micro_batch_size", "lr", "train_iters"))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--no-such-flag 3", "--no-such-flag 3: no argument of Megatron-LM"),
+        ("--train-samples 100", "train_samples: got 100, needs --global-batch-size"),
+        ("--num-layers many", "--num-layers many: needs a number"),
+        ("--load theirs --finetune", "load: got 'theirs', a checkpoint of Megatron-LM"),
+        ("--fp8-format hybrid", "fp8_recipe: got 'delayed'"),
+        (
+            "--tokenizer-type GPT2BPETokenizer --vocab-file v.json",
+            "tokenizer_type: got 'GPT2BPETokenizer' with 'v.json'",
+        ),
+        ("--mock-data", "mock_data: got True"),
+        ("--exit-interval 100", "exit_interval: got 100, here --train-iters"),
+        ("--optimizer lion", "optimizer: got 'lion'"),
+        ("--micro-batch-size 2", "global_batch_size: not given"),
+        ("--lr-decay-style WSD", "lr_wsd_decay_style: got 'exponential'"),
+    ],
+)
+def test_what_the_user_decides_is_listed(tmp_path: Path, words: str, text: str) -> None:
+    _, translation = translated(tmp_path, words.split())
+    assert f"#   {text}" in translation[translation.index("# Decide") :]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("A=3\nB=${A}\nrun.py --a $B --b ${C:-4} --c ${D-$A} --d ${A:+5}${E:+6}", "--a 3 --b 4 --c 3 --d 5"),
+        ("run.py --a $((1 + 2*3)) --b $((8/2-1))", "--a 7 --b 3"),
+        ("X=(--a 1)\nX+=(--b 2)\npython run.py \"${X[@]}\"", "--a 1 --b 2"),
+        ("A='x y'\nrun.py --a $A", "--a x y"),
+        ("CMD=\"python run.py --a 1\"\neval $CMD", "--a 1"),
+        ("OPTS=\"--a 1\"\nCMD=\"python run.py $OPTS\"\nsrun -l bash -c \"$CMD\" > log", "--a 1"),
+        ("export A=1 B=2; C=3 torchrun run.py --a $A --b $B || exit", "--a 1 --b 2"),
+        ("run.py $@ --x $1", "one two --x one"),
+        ("echo \"run.py --more --and --more\"\nrun.py --a '$A'", "--a $A"),
+        ("touch it's\nrun.py --a 1", "--a 1"),
+    ],
+)  # fmt: skip
+def test_shells_are_read_without_being_executed(script: str, words: str) -> None:
+    found = Script(script, ["one", "two"]).program_words()
+    assert [word.replace("\0", "$") for word in found] == words.split()
+
+
+def test_a_variable_without_a_value_is_named(tmp_path: Path) -> None:
+    words = Script("run.py --save $HOME/a --num-layers ${N} --lr $(cat lr)").program_words()
+    assert missing_variables(words) == ["COMMAND", "HOME", "N"]
+    config, text = translated(tmp_path, words)
+    assert (config.checkpoint.save, config.model.num_layers) == ("$HOME/a", Config().model.num_layers)
+    assert "--num-layers $N: $N has no value in the script" in text
+
+
+def test_scripts_without_a_program_are_refused(tmp_path: Path) -> None:
+    assert "starts no Python program" in refused(words_of, [written(tmp_path, "ls --all")])
+    assert "does not exist" in refused(words_of, ["gone.sh"])
