@@ -1,12 +1,14 @@
 """Read the rows of a packing plan."""
 
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import PackingPlan
 from megatron_ext.data.row import EPOCHS_KEPT, Purpose, TokenRow, permutation
+from megatron_ext.files.kept import LARGE, kept_arrays
 
 
 class PackedRows:
@@ -27,16 +29,25 @@ class PackedRows:
     - Padding is `pad_id`, never trained, and a separate document, so no other token attends to it. The last label is
       `pad_id`, not trained, if the row's last piece ends its document.
 
-    `plan` is of any policy but `random`, whose rows are read by `RowDataset`.
+    `plan` is of any policy but `random`, whose rows are read by `RowDataset`. Orders of many rows are kept in `cache`,
+    unless it is None.
     """
 
     def __init__(
-        self, source: IndexedSource, plan: PackingPlan, seed: int, *, mask_eod: bool = False, pad_id: int = 0
+        self,
+        source: IndexedSource,
+        plan: PackingPlan,
+        seed: int,
+        *,
+        mask_eod: bool = False,
+        pad_id: int = 0,
+        cache: Path | None = None,
     ) -> None:
         self.source, self.plan, self.seed = source, plan, int(seed)
         self.mask_eod, self.pad_id = mask_eod, pad_id
         self.row_length, self.row_tokens = plan.row_length, plan.tokens / plan.rows
-        self._order = lru_cache(EPOCHS_KEPT)(lambda epoch: permutation(plan.rows, self.seed, epoch, Purpose.ROWS))
+        self.cache = cache if plan.rows >= LARGE else None
+        self._order = lru_cache(EPOCHS_KEPT)(self._open_order)
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
@@ -48,6 +59,15 @@ class PackedRows:
         epoch, number = divmod(sample, self.plan.rows)
         is_curriculum = self.plan.key.policy == "decomposition"
         return number if is_curriculum else int(self._order(epoch)[number])
+
+    def _open_order(self, epoch: int) -> np.ndarray:
+        if self.cache is None:
+            return self._draw_order(epoch)
+        key = {"rows": self.plan.rows, "seed": self.seed, "epoch": epoch}
+        return kept_arrays(self.cache, key, lambda: {"row_order": self._draw_order(epoch)})["row_order"]
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        return permutation(self.plan.rows, self.seed, epoch, Purpose.ROWS)
 
     def plan_row(self, row: int) -> TokenRow:
         length, source, joined = self.row_length, self.source, self.plan.joined
@@ -63,7 +83,7 @@ class PackedRows:
             mask[filled : filled + count] = source.read_mask(document, start, count)
             trained[filled : filled + count - 1] = True
             filled += count
-            after_end = start + count == source.document_lengths[document]
+            after_end = start + count == source.document_length(document)
             if after_end if filled == length else not joined:
                 ends.append(filled)
         if filled == length and not after_end:  # the last label is the document's next token

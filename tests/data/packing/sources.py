@@ -27,6 +27,15 @@ class ListedSource:
         self.document_sources = None if sources is None else np.array(sources, dtype=np.int32)
         self.reads: list[tuple[int, int, int]] = []
 
+    def lengths_in(self, documents: range) -> np.ndarray:
+        return self.document_lengths[documents.start : documents.stop]
+
+    def tokens_in(self, documents: range) -> int:
+        return int(self.lengths_in(documents).sum())
+
+    def document_length(self, document: int) -> int:
+        return int(self.document_lengths[document])
+
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         assert 0 <= offset < offset + length <= self.document_lengths[document]
         self.reads.append((document, offset, length))
