@@ -25,6 +25,14 @@ class TokenRow:
     weights: np.ndarray | None = None  # float32 [L], factors of the losses, if the data set has them
 
 
+@dataclass(frozen=True)
+class RowOutline:
+    """What a row is without its tokens: known from the lengths of documents alone, unless the data set has a mask."""
+
+    document_ends: np.ndarray  # as in TokenRow
+    trained: np.ndarray
+
+
 class RowSource(Protocol):
     """An endless sequence of rows of one length, each a pure function of its sample index."""
 
@@ -33,6 +41,10 @@ class RowSource(Protocol):
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ..."""
+        ...
+
+    def outline(self, sample: int) -> RowOutline:
+        """Return the outline of the row of a sample, without reading its tokens."""
         ...
 
 

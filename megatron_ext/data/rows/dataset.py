@@ -9,7 +9,7 @@ micro-batch size or another number of ranks reads exactly the same rows.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.data.indexed import IndexedSource, no_tokens
-from megatron_ext.data.row import EPOCHS_KEPT, TokenRow
+from megatron_ext.data.row import EPOCHS_KEPT, RowOutline, TokenRow
 from megatron_ext.data.rows.order import EpochOrder, draw_order, rows_before
 from megatron_ext.errors import UserError
 from megatron_ext.files.kept import LARGE, Arrays, Key, compute_ahead, kept_arrays
 
+Piece = tuple[int, int, int]  # document, its first token used, number of tokens
 _PREPARED_AFTER = 0.9  # of the samples of an epoch, the order of the next one is drawn in the background
 
 
@@ -61,24 +62,37 @@ class RowDataset:
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
-        length, source = self.row_length, self.source
-        tokens, mask = np.empty(length + 1, dtype=np.int64), np.empty(length + 1, dtype=np.bool_)
+        pieces = self._pieces(sample)
+        tokens = np.concatenate([self.source.read(*piece) for piece in pieces])
+        weights = [self.source.read_weights(*piece) for piece in pieces]
+        known_weights = [array for array in weights if array is not None]
+        outline = self._outline(pieces)
+        return TokenRow(
+            tokens,
+            outline.document_ends,
+            outline.trained,
+            np.concatenate(known_weights)[1:] if known_weights else None,
+        )
+
+    def outline(self, sample: int) -> RowOutline:
+        """Return the outline of the row of a sample, without reading its tokens."""
+        return self._outline(self._pieces(sample))
+
+    def _outline(self, pieces: Sequence[Piece]) -> RowOutline:
+        mask = np.empty(self.row_length + 1, dtype=np.bool_)
         ends: list[int] = []
-        weights: list[np.ndarray] = []
         filled = 0
-        for document, offset, count in self._pieces(self.row_index(sample), length + 1):
-            tokens[filled : filled + count] = source.read(document, offset, count)
-            mask[filled : filled + count] = source.read_mask(document, offset, count)
-            if (of_tokens := source.read_weights(document, offset, count)) is not None:
-                weights.append(of_tokens)
+        for document, offset, count in pieces:
+            mask[filled : filled + count] = self.source.read_mask(document, offset, count)
             filled += count
             # If the label token is a document's last, its border belongs to the next row.
-            if filled <= length and offset + count == source.document_length(document):
+            if filled <= self.row_length and offset + count == self.source.document_length(document):
                 ends.append(filled)
-        document_ends, trained = np.array(ends, dtype=np.int64), mask[1:]
+        document_ends = np.array(ends, dtype=np.int64)
+        trained = mask[1:]
         if self.mask_eod:
             trained[document_ends - 1] = False
-        return TokenRow(tokens, document_ends, trained, np.concatenate(weights)[1:] if weights else None)
+        return RowOutline(document_ends, trained)
 
     def row_index(self, sample: int) -> int:
         """Return the row for `sample`: a permutation of the rows that start in the same epoch."""
@@ -100,12 +114,15 @@ class RowDataset:
         """Return the first row that starts in an epoch."""
         return rows_before(epoch, self.tokens_per_epoch, self.row_length)
 
-    def _pieces(self, row: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (document, first token, tokens) for `count` tokens of the stream from the start of a row on."""
+    def _pieces(self, sample: int) -> list[Piece]:
+        """Return the pieces of documents of the L + 1 tokens of a sample's row, label included."""
+        row = self.row_index(sample)
         epoch = self._epoch_of(row)
         order = self._order(epoch)
         number, offset = order.row_starts[row - self._first_row(epoch)].tolist()
-        while count:
+        missing = self.row_length + 1
+        pieces = []
+        while missing:
             if number == len(order.documents):
                 epoch += 1
                 order = self._order(epoch)
@@ -114,11 +131,12 @@ class RowDataset:
             length = self.source.document_length(document) if document in self.documents else 0
             if not 0 <= offset < length:
                 raise UserError(f"{self.cache}: an order in this folder is damaged; remove the folder and start again")
-            taken = min(length - offset, count)
-            yield document, offset, taken
-            count -= taken
+            count = min(length - offset, missing)
+            pieces.append((document, offset, count))
+            missing -= count
             number += 1
             offset = 0
+        return pieces
 
     def _open_order(self, epoch: int) -> EpochOrder:
         if self.cache is None:
