@@ -32,7 +32,8 @@ def show(run: Path, *, verify: bool) -> bool:
     checkpoints = run / "checkpoints"
     if not (steps := saved_steps(run)):
         raise UserError(f"run: got {run}, which holds no checkpoint, needs the --save of training")
-    training, validation = (read_by_step(run / name) for name in (METRICS_FILE, EVALUATION_FILE))
+    training = read_by_step(run / METRICS_FILE, {step - 1 for step in steps})
+    validation = read_by_step(run / EVALUATION_FILE, set(steps))
     print(run)
     print(f"{'step':>10}  {'rows':>12}  {'size':>10}  {'loss':>8}  {'valid':>8}  layout")
     damaged = False

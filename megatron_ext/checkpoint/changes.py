@@ -19,7 +19,14 @@ _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}
 _FREE = {
     *("model_preset", "init_method_std", "init_scheme", "micro_batch_size", "balance_batches", "loss_block_tokens"),
     *("eval_interval", "eval_iters", "eval_lengths", "eval_packing", "eval_document_mask", "eval_stride"),
-    *("valid_data_path", "early_stopping_patience", "early_stopping_delta", "spike_window", "spike_deviations"),
+    *(
+        "valid_data_path",
+        "data_cache_path",
+        "early_stopping_patience",
+        "early_stopping_delta",
+        "spike_window",
+        "spike_deviations",
+    ),
     *("on_spike", "on_non_finite", "skip_limit", "lm_eval_interval", "lm_eval_tasks", "lm_eval_limit"),
     *("lm_eval_lengths", "lm_eval_include_path", "lm_eval_batch_size"),
 }

@@ -113,7 +113,7 @@ def with_weights(data_path: Sequence[str]) -> list[str]:
     exist = all(Path(f"{prefix}.idx").is_file() for prefix in data_path)
     if len(data_path) < 2 or not exist:
         return list(data_path)
-    return [word for prefix in data_path for word in (str(IndexedSource(prefix).document_lengths.sum()), prefix)]
+    return [word for prefix in data_path for word in (str(IndexedSource(prefix).token_count), prefix)]
 
 
 class _Entry(BaseModel, extra="allow"):

@@ -323,6 +323,9 @@ class DataConfig(_Section):
     balance_batches: bool = _option(False, "assign rows to ranks and micro-batches by the cost of their attention")
     valid_data_path: tuple[str, ...] = _option((), "validation data, instead of the second share of --split", "PREFIX")
     eod_mask_loss: bool = _option(False, "do not train on the token after a document's end")
+    data_cache_path: str | None = _option(
+        None, "folder of the orders of large data sets (default: beside the data, or else in the run)", "FOLDER"
+    )
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:

@@ -16,6 +16,8 @@ import os
 import shutil
 import struct
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import sync
+from megatron_ext.files.fingerprint import file_edges, fingerprint
 from megatron_ext.files.reading import read_object
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
@@ -36,6 +39,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint16),
 }
 MASK, SOURCES = ".mask.npy", ".sources.npy"
+CHECKED_AT_ONCE = 2**20  # sequences of an index that is checked whole when it is opened, in about 10 ms
 Documents = Sequence[int] | np.ndarray  # indices into an `IndexedSource`
 
 
@@ -59,12 +63,14 @@ def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any]:
 class IndexedSource:
     """Reads the documents of a data set, memory-mapped.
 
-    A document may consist of several sequences; they are contiguous in the .bin file and read as one. Token ids are
-    checked when they are read: they must be below `vocab_size`, unless it is None. With `weighted`, PREFIX.weights.npy
-    is read too. Raises UserError if a file is missing or damaged, or does not belong to the others.
+    A document may consist of several sequences; they are contiguous in the .bin file and read as one. Opening a data
+    set takes the same time and memory for any number of documents: a large index is checked when `lengths_in` reads
+    it, and each document when it is read. Token ids are checked when they are read: they must be below `vocab_size`,
+    unless it is None. With `weighted`, PREFIX.weights.npy is read too. Raises UserError if a file is missing or
+    damaged, or does not belong to the others.
 
     Attributes:
-        document_lengths: int64 [documents], tokens of each, including its end-of-document token (EOD).
+        document_count: the number of documents; `token_count`: of tokens.
         document_sources: int32 [documents], the index of each one's source; None if the data set has no sources.
     """
 
@@ -73,20 +79,21 @@ class IndexedSource:
     ) -> None:
         self.prefix, self.vocab_size = os.fspath(prefix), vocab_size
         self._remedy = f"run {program('preprocess')} again"
-        lengths, documents, self._tokens = self._open()
-        self.document_lengths = document_lengths(lengths, np.diff(documents))
-        self._starts = np.cumsum(self.document_lengths) - self.document_lengths
-        tokens, metadata = len(self._tokens), read_metadata(self.prefix)
-        counts = {"documents": len(self.document_lengths), "tokens": tokens}
+        self._open()
+        self.token_count = len(self._tokens)
+        metadata = read_metadata(self.prefix)
+        counts = {"documents": self.document_count, "tokens": self.token_count}
         if any(metadata.get(name, count) != count for name, count in counts.items()):
             raise UserError(f"{self.prefix}.json describes another data set than {self.prefix}.idx; {self._remedy}")
-        self._mask = self._open_array(MASK, tokens, np.uint8, bool(metadata.get("chat_template")))
-        of_documents = len(self.document_lengths), np.int32, bool(metadata.get("source_field"))
+        self._mask = self._open_array(MASK, self.token_count, np.uint8, bool(metadata.get("chat_template")))
+        of_documents = self.document_count, np.int32, bool(metadata.get("source_field"))
         self.document_sources = self._open_array(SOURCES, *of_documents)
-        self._weights = self._open_array(".weights.npy", tokens, np.float32, needed=True) if weighted else None
+        self._weights = None
+        if weighted:
+            self._weights = self._open_array(".weights.npy", self.token_count, np.float32, needed=True)
 
-    def _open(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the tokens of each sequence, the first sequence of each document and the end, and all token ids."""
+    def _open(self) -> None:
+        """Map the index and the tokens; check the header, both ends and the sizes, and a small index completely."""
         idx, bin_ = f"{self.prefix}.idx", f"{self.prefix}.bin"
         for path in (idx, bin_):
             if not os.path.isfile(path):
@@ -94,25 +101,84 @@ class IndexedSource:
         with open(idx, "rb") as file:
             head = file.read(HEADER.size)
         magic, version, code, sequences, borders = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
-        damaged = UserError(f"{idx} is not a Megatron index of integer tokens, or is damaged or empty; {self._remedy}")
         valid = magic == MAGIC and version == VERSION and code in DTYPES and sequences > 0 and borders > 1
         size = HEADER.size + sequences * (4 + 8) + borders * 8
         if not valid or os.path.getsize(idx) < size or not os.path.getsize(bin_):
-            raise damaged
+            raise self._damaged()
         index = np.memmap(idx, mode="r")
-        lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)
-        pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)
-        documents = np.frombuffer(index, "<i8", borders, HEADER.size + 12 * sequences)
-        sizes = lengths * np.int64(DTYPES[code].itemsize)
-        contiguous = (lengths >= 0).all() and np.array_equal(pointers, np.cumsum(sizes) - sizes)
-        if not contiguous or (documents[0], documents[-1]) != (0, sequences) or (np.diff(documents) < 0).any():
-            raise damaged
-        if os.path.getsize(bin_) != sizes.sum():
+        self._sequence_lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)
+        self._pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)  # in bytes
+        self._first_sequences = np.frombuffer(index, "<i8", borders, HEADER.size + 12 * sequences)
+        self._itemsize = DTYPES[code].itemsize
+        self.document_count = borders - 1
+        if (self._first_sequences[0], self._first_sequences[-1]) != (0, sequences):
+            raise self._damaged()
+        if max(sequences, borders) <= CHECKED_AT_ONCE:
+            self._check_index()
+        described = int(self._pointers[-1]) + int(self._sequence_lengths[-1]) * self._itemsize
+        if os.path.getsize(bin_) != described:
             raise UserError(
-                f"{bin_} has {os.path.getsize(bin_)} bytes, but {idx} describes {sizes.sum()}: one is truncated or "
+                f"{bin_} has {os.path.getsize(bin_)} bytes, but {idx} describes {described}: one is truncated or "
                 f"belongs to another dataset; {self._remedy}"
             )
-        return lengths, documents, np.asarray(np.memmap(bin_, DTYPES[code], mode="r"))
+        self._tokens = np.asarray(np.memmap(bin_, DTYPES[code], mode="r"))
+
+    def _damaged(self) -> UserError:
+        return UserError(
+            f"{self.prefix}.idx is not a Megatron index of integer tokens, or is damaged or empty; {self._remedy}"
+        )
+
+    def _check_index(self) -> None:
+        """Check that the sequences are contiguous and the documents in order."""
+        sizes = self._sequence_lengths * np.int64(self._itemsize)
+        contiguous = (sizes >= 0).all() and np.array_equal(self._pointers, np.cumsum(sizes) - sizes)
+        if not contiguous or (np.diff(self._first_sequences) < 0).any():
+            raise self._damaged()
+
+    @cached_property
+    def index_fingerprint(self) -> str:
+        """A checksum of the sizes, the ends and the times of the .idx file and the sources: it needs no whole file."""
+        files = [f"{self.prefix}.idx", *[f"{self.prefix}{SOURCES}"] * (self.document_sources is not None)]
+        times = [str(os.stat(file).st_mtime_ns) for file in files]
+        return fingerprint(*chain.from_iterable(map(file_edges, files)), *times)
+
+    @cached_property
+    def document_lengths(self) -> Int64:
+        """The tokens of each document, including its end-of-document token (EOD): int64 [documents], in memory."""
+        return self.lengths_in(range(self.document_count))
+
+    def lengths_in(self, documents: range) -> Int64:
+        """Return the tokens of consecutive documents, int64 [documents]; check a large index."""
+        if max(len(self._pointers), self.document_count) > CHECKED_AT_ONCE:
+            self._check_index()
+        sequences = self._first_sequences[documents.start : documents.stop + 1]
+        first_tokens = self._pointers[np.minimum(sequences, len(self._pointers) - 1)] // self._itemsize
+        first_tokens[sequences == len(self._pointers)] = len(self._tokens)  # documents without a sequence, at the end
+        return np.diff(first_tokens)
+
+    def document_length(self, document: int) -> int:
+        """Return the tokens of a document, including its EOD."""
+        return self._first_token(document + 1) - self._first_token(document)
+
+    def tokens_in(self, documents: range) -> int:
+        """Return the tokens of consecutive documents together."""
+        return self._first_token(documents.stop) - self._first_token(documents.start)
+
+    def _first_token(self, document: int) -> int:
+        """Return the place of a document's first token in the data set; it may be the document after the last."""
+        sequence = int(self._first_sequences[document])
+        if sequence == len(self._pointers):
+            return len(self._tokens)
+        return int(self._pointers[sequence]) // self._itemsize
+
+    def _places(self, document: int, offset: int, length: int) -> slice:
+        """Return the places in the data set of `length` tokens of a document from its token `offset` on."""
+        first = self._first_token(document)
+        following = self._first_token(document + 1)
+        if not 0 <= first <= following <= len(self._tokens):
+            raise self._damaged()
+        assert 0 <= offset <= offset + length <= following - first, (document, offset, length)
+        return slice(first + offset, first + offset + length)
 
     def _open_array(self, suffix: str, count: int, dtype: type[np.generic], needed: bool) -> np.ndarray | None:
         """Open a .npy file with `count` numbers, memory-mapped; None if it is missing and not needed."""
@@ -133,9 +199,7 @@ class IndexedSource:
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         """Read token ids, int64 [length], of `document` from its token `offset` on; check them."""
-        assert 0 <= offset <= offset + length <= self.document_lengths[document], (document, offset, length)
-        start = int(self._starts[document]) + offset
-        tokens = self._tokens[start : start + length].astype(np.int64)
+        tokens = self._tokens[self._places(document, offset, length)].astype(np.int64)
         if self.vocab_size is not None:  # checking in advance would read terabytes before the first step
             bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
             if bad.size:
@@ -150,8 +214,7 @@ class IndexedSource:
         """Read the weights of these tokens, float32 [length], and check them; None if not `weighted`."""
         if self._weights is None:
             return None
-        start = int(self._starts[document]) + offset
-        weights = self._weights[start : start + length]
+        weights = self._weights[self._places(document, offset, length)]
         bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
         if bad.size:
             raise UserError(
@@ -164,8 +227,7 @@ class IndexedSource:
         """Read whether each of these tokens is trained, bool [length]; True if the data set has no mask."""
         if self._mask is None:
             return True
-        start = int(self._starts[document]) + offset
-        return self._mask[start : start + length].astype(np.bool_)
+        return self._mask[self._places(document, offset, length)].astype(np.bool_)
 
 
 def join_arrays(parts: Sequence[Path]) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -224,8 +286,13 @@ def nonempty(source: IndexedSource, documents: Documents) -> tuple[np.ndarray, n
     chosen = np.asarray(documents, dtype=np.int64)
     lengths = np.asarray(source.document_lengths, dtype=np.int64)[chosen]
     if not lengths.any():
-        raise UserError(
-            f"documents: this split has no tokens ({chosen.size} documents); "
-            "give it a share in --split, or use a larger data set"
-        )
+        raise no_tokens(chosen.size)
     return chosen[lengths > 0], lengths[lengths > 0]
+
+
+def no_tokens(documents: int) -> UserError:
+    """Return the error of a split whose documents have no tokens."""
+    return UserError(
+        f"documents: this split has no tokens ({documents} documents); "
+        "give it a share in --split, or use a larger data set"
+    )

@@ -12,6 +12,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
@@ -56,3 +58,23 @@ def lock(folder: Path, option: str) -> FileIO:
     write_whole(file, text.encode())
     os.fsync(file.fileno())  # NFS shows it to others only then
     return file
+
+
+@contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Lock a file, made if missing, for the context; yield False if another process has locked it.
+
+    Yields True where the file system has no locks. Threads of one process do not exclude each other.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except OSError as error:
+            if error.errno not in {errno.EACCES, errno.EAGAIN, *_UNSUPPORTED}:
+                raise
+            locked = error.errno in _UNSUPPORTED
+        yield locked

@@ -13,7 +13,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -43,18 +43,29 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _read_lines(path)]
 
 
-def read_by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """Read the last values of each step, by increasing step; {} without such a file. Raises UserError for damage.
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file of metrics, in order; none without such a file. Raises UserError for damage."""
+    if not path.is_file():
+        return
+    for _, record in _read_lines(path):
+        for key, value in record.items():
+            is_number = type(value) in (float, int) and abs(value) <= 1e308  # most are: half the time of `_is_metric`
+            if not (is_number or _is_metric(key, value)):
+                got = f"{path}, step {record['step']}: {key}: got {echo(value)}"
+                raise UserError(f"{got}, needs a finite number or null; restore the file or delete that line")
+        yield record
+
+
+def read_by_step(path: Path, steps: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
+    """Read the last values of each step, or of some steps, by increasing step. Raises as `read_metrics`.
 
     Several records of a step, such as a validation and lm-eval's results, become one.
     """
-    found: dict[int, dict[str, Any]] = {}
-    for record in read_jsonl(path) if path.is_file() else ():
-        if wrong := next((key for key, value in record.items() if not _is_metric(key, value)), None):
-            got = f"{path}, step {record['step']}: {wrong}: got {echo(record[wrong])}"
-            raise UserError(f"{got}, needs a finite number or null; restore the file or delete that line")
-        found.setdefault(record["step"], {}).update(record)
-    return dict(sorted(found.items()))
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in read_metrics(path):
+        if steps is None or record["step"] in steps:
+            by_step.setdefault(record["step"], {}).update(record)
+    return dict(sorted(by_step.items()))
 
 
 def _is_metric(key: str, value: Any) -> bool:
@@ -110,8 +121,9 @@ def stage_folders(run: Path) -> list[Path]:
         return []
     started = {}
     for path in run.glob(f"*/{METRICS_FILE}"):
-        first = next(iter(read_by_step(path).values()), {})
-        started[path.parent] = math.inf if (began := first.get("time")) is None else began
+        first = next(read_metrics(path), {})
+        began = first.get("time")
+        started[path.parent] = math.inf if began is None else began
     return sorted(started, key=lambda folder: (started[folder], folder.name))
 
 
@@ -179,6 +191,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     `attention_entropy/layer_1`. A null has no number, and a list with a null none at all.
     """
     for key, value in record.items():
+        if type(value) is float:
+            yield key, value
+            continue
         if isinstance(value, (list, tuple)):
             value = {} if None in value else {f"layer_{n}": of_layer for n, of_layer in enumerate(value, start=1)}
         if isinstance(value, Mapping):

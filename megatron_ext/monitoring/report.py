@@ -7,6 +7,8 @@ import html
 import math
 import os
 import re
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -31,6 +33,7 @@ from megatron_ext.monitoring.metrics import (
     local_time,
     read_by_step,
     read_history,
+    read_metrics,
     scalars,
 )  # fmt: skip
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
@@ -129,17 +132,15 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{path}: not found; give the folder that training was started with as --save")
-    if not (records := list(read_by_step(path).values())):
+    last_step, train = _read_training(path)
+    if last_step is None:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
-    for record in records:
-        if record.get("denominator") == 0:
-            record |= {"lm_loss": None, "train_loss": None}
     config = folder / "config.yaml"
     return Run(
         name=name if name is not None else folder.resolve().name,
         folder=folder,
-        steps=records[-1]["step"] + 1,
-        train=_curves(records),
+        steps=last_step + 1,
+        train=train,
         validation=_curves(read_by_step(folder / EVALUATION_FILE).values()),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         passage=Passage.read(folder) if (folder / PASSAGE_FILE).is_file() else None,
@@ -147,12 +148,47 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     )
 
 
+def _read_training(path: Path) -> tuple[int | None, dict[str, Curve]]:
+    """Return the last step and the curves of metrics.jsonl, of which one line at a time is in memory."""
+    last_step = None
+    points = _Points()
+    for record in read_metrics(path):
+        if last_step is not None and record["step"] <= last_step:  # not what training writes
+            records = read_by_step(path)
+            return max(records), _curves(records.values())
+        last_step = record["step"]
+        points.add(record)
+    return last_step, points.curves()
+
+
 def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    points: dict[str, list[tuple[int, float]]] = {}
+    points = _Points()
     for record in records:
-        for name, value in scalars(record):
-            points.setdefault(name, []).append((record["step"], value))
-    return {name: Curve(*np.array(own, dtype=np.float64).T) for name, own in points.items()}
+        points.add(record)
+    return points.curves()
+
+
+class _Points:
+    """Collects the numbers of records by their names."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        self._values: dict[str, array[float]] = defaultdict(lambda: array("d"))
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        numbers = dict(scalars(record))
+        if numbers.get("denominator") == 0:
+            numbers.pop("lm_loss", None)
+            numbers.pop("train_loss", None)
+        for name, value in numbers.items():
+            self._steps[name].append(step)
+            self._values[name].append(value)
+
+    def curves(self) -> dict[str, Curve]:
+        return {
+            name: Curve(np.frombuffer(steps), np.frombuffer(self._values[name])) for name, steps in self._steps.items()
+        }
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
@@ -434,13 +470,28 @@ def _shade_windows(figure: go.Figure, windows: Curve) -> None:
     starts = np.flatnonzero(np.diff(doublings, prepend=np.nan))
     if len(starts) < 2:
         return
+    if len(starts) > MOST_POINTS:  # spans narrower than can be seen: each bin has its longest window's shade
+        bins = np.linspace(0, len(doublings), MOST_POINTS, endpoint=False, dtype=np.int64)
+        highest = np.maximum.reduceat(doublings, bins)
+        changes = np.flatnonzero(np.diff(highest, prepend=np.nan))
+        starts = bins[changes]
+        doublings = np.repeat(highest, np.diff(bins, append=len(doublings)))
     borders = np.append(windows.steps[starts], windows.steps[-1] + 1)
     longest = np.maximum.reduceat(windows.values, starts)
     shades = 0.02 + 0.2 * (doublings[starts] - doublings.min()) / max(np.ptp(doublings), 1)
-    for x0, x1, shade, window in zip(borders, borders[1:], shades, longest, strict=False):
-        text = f"{window:,.0f}" if x1 - x0 > 0.08 * (borders[-1] - borders[0]) else ""  # if it has room
-        note = {"annotation_text": text, "annotation_position": "outside top", "annotation_font_size": 11}
-        figure.add_vrect(x0, x1, fillcolor="#7f8794", opacity=shade, line_width=0, layer="below", **note)
+    shapes = []
+    notes = []
+    for x0, x1, shade, window in zip(borders[:-1], borders[1:], shades, longest, strict=True):
+        place = {"xref": "x", "yref": "y domain"}
+        style = {"fillcolor": "#7f8794", "opacity": shade, "line_width": 0, "layer": "below"}
+        shapes.append(go.layout.Shape(type="rect", x0=x0, x1=x1, y0=0, y1=1, **place, **style))
+        if x1 - x0 > 0.08 * (borders[-1] - borders[0]):  # its text has room
+            text = {"text": f"{window:,.0f}", "showarrow": False, "font_size": 11}
+            notes.append(
+                go.layout.Annotation(x=(x0 + x1) / 2, y=1, xanchor="center", yanchor="bottom", **place, **text)
+            )
+    # one by one, each would copy all before it
+    figure.update_layout(shapes=[*figure.layout.shapes, *shapes], annotations=[*figure.layout.annotations, *notes])
 
 
 def _smooth(values: Float64) -> Float64:

@@ -17,7 +17,7 @@ from megatron_ext.attention.health import sample_queries
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
 from megatron_ext.context_parallel.choice import ContextOptions
-from megatron_ext.data.row import TokenRow
+from megatron_ext.data.row import RowOutline, TokenRow
 from megatron_ext.data.rows.balance import assign_rows
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.masks import LayerMasks, MaskOptions
@@ -25,6 +25,8 @@ from megatron_ext.run.inputs import RowAt
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.exposure import exposure_rows
 from megatron_ext.token_weighting.short_pass import Division, short_pass, sliding_evaluation
+
+OutlineAt = Callable[[int], RowOutline | TokenRow]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +38,16 @@ class BatchMaker:
     context: ContextOptions | None
     short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None  # of a frozen scorer for a sample, float32 [L]
     bos_id: int | None = None  # the token at the start of the data's documents, if any
+    outline_at: OutlineAt | None = None  # of the training rows, without reading tokens; None: from whole rows
 
     def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
         """Make the batches of the optimizer step that starts at a sample."""
         samples = self._samples(first_sample)
         if self.config.data.balance_batches:
-            samples = self._balanced(row_at, first_sample, window)
+            samples = self._balanced(self.outline_at or row_at, first_sample, window)
         if self.config.weighting.by_exposure:
-            row_at = exposure_rows(row_at, self._global_batch(first_sample), self.config)
+            outlines = map(self.outline_at or row_at, self._global_batch(first_sample))
+            row_at = exposure_rows(row_at, outlines, self.config)
         rows = [[row_at(sample) for sample in group] for group in samples]
         tokens = [lay_end_to_end(group) for group in rows]
         masks = [self._masks(group, window, self.config.mask_options()) for group in rows]
@@ -91,14 +95,17 @@ class BatchMaker:
     def _global_batch(self, first_sample: int) -> range:
         return range(first_sample, first_sample + self.config.data.global_batch_size)
 
-    def _balanced(self, row_at: RowAt, first_sample: int, window: int) -> list[list[int]]:
-        """List these samples distributed by attention cost; every rank reads the global batch and computes the same."""
-        samples, options = self._global_batch(first_sample), self.config.mask_options()
-        costs = [self._masks([row_at(sample)], window, options).context_sum for sample in samples]
+    def _balanced(self, outline_at: OutlineAt, first_sample: int, window: int) -> list[list[int]]:
+        """List these samples distributed by attention cost; every rank computes the same assignment."""
+        options = self.config.mask_options()
+        costs = [
+            self._masks([outline_at(sample)], window, options).context_sum
+            for sample in self._global_batch(first_sample)
+        ]
         assigned = assign_rows(costs, self.ranks.data_size, self.config.microbatches(self.ranks.world_size))
         return (first_sample + assigned[self.ranks.data]).tolist()
 
-    def _masks(self, rows: list[TokenRow], window: int, options: MaskOptions) -> LayerMasks:
+    def _masks(self, rows: Sequence[RowOutline | TokenRow], window: int, options: MaskOptions) -> LayerMasks:
         return options.at(self.config.data.seq_length, [row.document_ends for row in rows], window)
 
     def _with_base(self, batches: list[PackedBatch], window: int) -> list[PackedBatch]:

@@ -8,10 +8,8 @@ from megatron_ext.config.effective import effective
 from megatron_ext.data.indexed import SOURCES, read_metadata
 from megatron_ext.data.text.tokenizer import Tokenizer, vocabulary_size
 from megatron_ext.errors import UserError
-from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.files.fingerprint import file_edges, fingerprint
 from megatron_ext.token_weighting.store import ScoreStore
-
-_EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
 
 def checked_vocab_size(config: Config) -> int:
@@ -52,7 +50,7 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
     content: list[str | bytes | Path] = []
     for part in data.mixture:
         # the index, and size and both ends of the tokens; reading terabytes would add little
-        content += [Path(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")]
+        content += [Path(f"{part.prefix}.idx"), *file_edges(f"{part.prefix}.bin")]
         sources = Path(f"{part.prefix}{SOURCES}")  # used by upsampling
         content += [sources] if sources.is_file() else []
     packing = (
@@ -87,16 +85,4 @@ def data_fingerprints(config: Config) -> list[str]:
 
 def data_fingerprint(prefix: str) -> str:
     """Return a fingerprint of a data set, from the sizes and both ends of its files."""
-    return fingerprint(*_ends(f"{prefix}.idx"), *_ends(f"{prefix}.bin"))
-
-
-def _ends(name: str) -> list[str | bytes]:
-    try:
-        with Path(name).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            head = file.read(_EDGE)
-            file.seek(max(size - _EDGE, 0))
-            return [str(size), head, file.read()]
-    except FileNotFoundError as error:  # other errors may be transient
-        raise UserError(f"data: {name} cannot be read ({error.strerror}); check the path") from None
+    return fingerprint(*file_edges(f"{prefix}.idx"), *file_edges(f"{prefix}.bin"))

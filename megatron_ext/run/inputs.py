@@ -3,6 +3,7 @@
 The datasets of `--data-path` or a mixture are split, packed and blended; rows are read on demand.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.packed import PackedRows
 from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.launch import is_first
 from megatron_ext.run.identity import bos_of, checked_vocab_size, data_fingerprint, open_scores
 from megatron_ext.token_weighting.store import ScoreStore
 
@@ -87,10 +89,14 @@ class Split:
     documents: range
     length: int  # tokens of a packed sequence
     seed: int  # of the sequences' order
+    cache: Path | None  # the folder that keeps orders
 
     def plan_key(self) -> PlanKey:
-        """Return the values that determine the packing plan of these documents; reads all their lengths."""
-        return plan_key(self.part.packing, self.source, self.documents, self.length, self.seed, self.part.options)
+        """Return the values that determine the packing plan of these documents; may read all their lengths."""
+        options = self.part.options
+        return plan_key(
+            self.part.packing, self.source, self.documents, self.length, self.seed, options, cache=self.cache
+        )
 
 
 def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
@@ -106,9 +112,9 @@ def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
     weighted = config.weighting.token_weighting == "dataset" and share == TRAINING
     source = IndexedSource(part.prefix, vocab_size, weighted=weighted)
     if share == VALIDATION and data.valid_data_path:
-        documents = range(len(source.document_lengths))
+        documents = range(source.document_count)
     else:
-        documents = split_documents(len(source.document_lengths), data.split)[share]
+        documents = split_documents(source.document_count, data.split)[share]
     if share == VALIDATION and not len(documents):
         raise UserError(
             f"split: got {data.split!r}, which leaves no document of {part.prefix} for validation; "
@@ -118,7 +124,14 @@ def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
         part = replace(part, packing="random", packing_options=())
     part = part.unfiltered() if share == VALIDATION else part
     seed = (config.training.seed + index) % 2**64  # each part has its own order
-    return Split(part=part, source=source, documents=documents, length=part.length or data.seq_length, seed=seed)
+    return Split(
+        part=part,
+        source=source,
+        documents=documents,
+        length=part.length or data.seq_length,
+        seed=seed,
+        cache=order_folder(config, part.prefix),
+    )
 
 
 def splits(config: Config, vocab_size: int, share: int) -> list[Split]:
@@ -161,6 +174,30 @@ def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
     """Open the packed sequences of a split; raise UserError for a plan that has not been made, or does not fit."""
     mask_eod = config.data.eod_mask_loss
     if split.part.packing == "random":
-        return RowDataset(split.source, split.documents, split.length, split.seed, mask_eod=mask_eod)
+        return RowDataset(
+            split.source,
+            split.documents,
+            split.length,
+            split.seed,
+            mask_eod=mask_eod,
+            cache=split.cache,
+            prepares=is_first(),
+        )
     plan = load_plan(split.part.prefix, split.plan_key())
-    return PackedRows(split.source, plan, split.seed, mask_eod=mask_eod)
+    return PackedRows(split.source, plan, split.seed, mask_eod=mask_eod, cache=split.cache)
+
+
+def order_folder(config: Config, prefix: str) -> Path | None:
+    """Return the folder that keeps the orders of a data set's documents; None if no folder can be written.
+
+    It is `data_cache_path`, else beside the data set, else beside the run.
+    """
+    if config.data.data_cache_path is not None:
+        return Path(config.data.data_cache_path)
+    folders = [Path(f"{prefix}.order")]
+    if config.checkpoint.save is not None:
+        folders.append(Path(config.checkpoint.save) / "order")
+    for folder in folders:
+        if folder.is_dir() or os.access(folder.parent, os.W_OK):
+            return folder
+    return None

@@ -32,7 +32,7 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
         UserError: the run has no record of the step or the one before it; data or weights cannot be read.
     """
     metrics = run / METRICS_FILE
-    records = read_by_step(metrics)
+    records = read_by_step(metrics, (step - 1, step))
     if step < 0 or (step not in records and step - 1 not in records):
         raise UserError(f"step: got {step}, needs one that {metrics} has; name another")
     before, after = ([n for n in saved_steps(run) if (n > step) == later] for later in (False, True))

@@ -198,7 +198,9 @@ class Trainer:
             model=self.model, optimizer=self.optimizer, platform=platform, ranks=ranks, config=config, context=context
         )
         short_losses = inputs.scores.read if inputs.scores is not None else None
-        self.batches = BatchMaker(config, ranks, context_options(config, context), short_losses, inputs.bos_id)
+        self.batches = BatchMaker(
+            config, ranks, context_options(config, context), short_losses, inputs.bos_id, inputs.train.outline
+        )
         # read now, because the files may have changed or be gone when the first checkpoint is written
         data = agreement.run_on_rank0(lambda: data_fingerprints(config), Path())
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks, data)
@@ -396,11 +398,11 @@ class Trainer:
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if on_cuda else host_peak
         sent = self.context.take_sent_bytes()
-        mine = to_device([self.request.signal, *self.checkpointer.status(), peak, sent], self.platform.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
-        dist.all_gather(everyone, mine)
-        of_all = torch.stack(everyone)
-        return {"largest": of_all[:, :-1].amax(dim=0), "cp_bytes": of_all[:, -1].sum()}
+        largest = to_device([self.request.signal, *self.checkpointer.status(), peak], self.platform.device)
+        sent_bytes = to_device([sent], self.platform.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(sent_bytes)
+        return {"largest": largest, "cp_bytes": sent_bytes[0]}
 
     def _save(self) -> None:
         """Start saving a checkpoint of the current position and, of one rank, passage.json; if the run has a folder."""

@@ -98,7 +98,7 @@ class Trajectory(Callback):
         weighted = self.config.weighting.by_losses
         row_at: RowAt = self.inputs.train.row
         if self.config.weighting.by_exposure:
-            row_at = exposure_rows(row_at, done.samples, self.config)
+            row_at = exposure_rows(row_at, map(row_at, done.samples), self.config)
         parts: list[Any] | None = [None] * ranks.world_size if ranks.world == 0 else None
         if weighted:  # each row from one of the processes that have it
             dist.gather_object(mine if ranks.reports_loss and ranks.context == 0 else {}, parts, dst=0)

@@ -23,27 +23,27 @@ import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.config import Config
-from megatron_ext.data.row import TokenRow
+from megatron_ext.data.row import RowOutline, TokenRow
 
 LOWEST_TAIL = 8  # the first bucket, 0 .. 7, is never in the tail
 
 
-def exposure_buckets(row: TokenRow, *, document_mask: bool) -> Int64:
+def exposure_buckets(row: RowOutline | TokenRow, *, document_mask: bool) -> Int64:
     """Return the bucket of each target of a row, int64 [L]: the number of binary digits of its context."""
-    targets = np.arange(1, len(row.tokens))
+    targets = np.arange(1, len(row.trained) + 1)
     starts = np.append(0, row.document_ends if document_mask else [])
     contexts = targets - starts[np.searchsorted(starts, targets, side="right") - 1]
     return np.frexp(contexts)[1].astype(np.int64)
 
 
 def exposure_rows(
-    row_at: Callable[[int], TokenRow], samples: Iterable[int], config: Config
+    row_at: Callable[[int], TokenRow], outlines: Iterable[RowOutline | TokenRow], config: Config
 ) -> Callable[[int], TokenRow]:
-    """Return a function like `row_at`, with weights, for the rows of a global batch; reads all its `samples`."""
+    """Return a function like `row_at`, with weights, for the rows of a global batch with these outlines."""
     options, document_mask = config.weighting, config.window.document_mask
     tau = config.data.seq_length // 4 if options.exposure_tau is None else options.exposure_tau
     counts = np.zeros(64, dtype=np.int64)
-    for row in map(row_at, samples):
+    for row in outlines:
         counts += np.bincount(exposure_buckets(row, document_mask=document_mask)[row.trained], minlength=len(counts))
     tail = np.flatnonzero((2.0 ** (np.arange(len(counts)) - 1) >= max(tau, LOWEST_TAIL)) & (counts > 0))
     shares = counts[tail] / counts[tail].sum()

@@ -216,7 +216,7 @@ def spoilt_file(folder: Path) -> tuple[st.SearchStrategy[tuple[Path, bytes]], Ca
 
 def test_plans(effort: settings, tmp_path: Path) -> None:
     key = PlanKey("best_fit", 8, 1, {}, "f")
-    plan = PackingPlan(key, np.array([0, 1, 3]), np.array([[0, 0, 8], [1, 0, 3], [2, 0, 5]]))
+    plan = PackingPlan(key, np.array([0, 1, 3]), np.array([[0, 0, 8], [1, 0, 3], [2, 0, 5]]), 16)
     save_plan(plan, tmp_path / "data")
     assert load_plan(tmp_path / "data", key).rows == 2
     fuzz(effort, *spoilt_file(plan_folder(tmp_path / "data", key)), lambda: load_plan(tmp_path / "data", key))

@@ -156,6 +156,14 @@ def test_the_training_loss_is_smoothed_and_the_doublings_of_the_window_are_shade
     assert [note.text for note in found["Throughput"].layout.annotations] == ["64", "128", "256"]
 
 
+def test_spans_too_narrow_to_be_seen_are_shaded_together(tmp_path):
+    """A window that turns a thousand times has as many shapes as the page has room for, and none is added alone."""
+    records = [step_record(step, window=64 << (step % 2), lm_loss=3.0) for step in range(2000)]
+    shapes = charts([load_run(write_records(tmp_path, records))])["Throughput"].layout.shapes
+    assert 1 <= len(shapes) <= pages.MOST_POINTS
+    assert (shapes[0].x0, shapes[-1].x1) == (0, 2000)
+
+
 def test_joined_stages_count_on_and_are_marked(tmp_path):
     runs = [load_run(write_run(tmp_path / name, steps, evaluate_every=10)) for name, steps in (("a", 30), ("<b>", 20))]
     run = pages.join_stages(runs, tmp_path)

@@ -53,6 +53,23 @@ def test_balanced_ranks_share_the_expensive_rows() -> None:
     assert [sum(sample % 4 == 0 for sample in own) for own in assigned] == [1, 1]
 
 
+def test_only_the_tokens_of_its_own_rows_are_read() -> None:
+    """What is counted over the global batch is counted from outlines: its tokens would be terabytes an hour."""
+    exposure = WeightingConfig(token_weighting="unfrozen", weight_score="exposure", weight_post="none")
+    counting = replace(config(balance_batches=True), weighting=exposure)
+    read: list[int] = []
+
+    def counted_row_at(sample: int) -> TokenRow:
+        read.append(sample)
+        return row_at(sample)
+
+    maker = BatchMaker(counting, ranks(0, 2), None, outline_at=row_at)
+    made = maker.train(counted_row_at, 0, 16, LENGTH).train
+    own = [sample for batch in made for sample in batch.tokens_t.view(-1, LENGTH)[:, 0].tolist()]
+    assert sorted(read) == sorted(own)
+    assert len(own) == 4
+
+
 def test_the_seeds_of_rows_are_those_of_earlier_runs() -> None:
     assert row_seed(1234, 5) == 4021649082500149864
     assert len({row_seed(seed, sample) for seed in range(30) for sample in range(30)}) == 900

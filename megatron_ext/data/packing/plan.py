@@ -15,7 +15,7 @@ A plan is a pure function of its key, and has its own folder:
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,9 +23,10 @@ import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
-from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.indexed import Documents, IndexedSource
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
+from megatron_ext.files.kept import LARGE, kept_arrays
 
 PLAN, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
 
@@ -46,12 +47,14 @@ class PackingPlan:
     """Rows as pieces of documents: row r has the pieces row_offsets[r] .. row_offsets[r+1] (int64 [R+1]), at least one.
 
     A piece, a row of int64 [P, 3], is the document (index into the data set), its first token used, and the number of
-    tokens, >= 1. The pieces of a row are in order and have at most L tokens; the rest of the row is padding.
+    tokens, >= 1. The pieces of a row are in order and have at most L tokens; the rest of the row is padding. All rows
+    together have `tokens` tokens.
     """
 
     key: PlanKey
     row_offsets: Int64
     pieces: Int64
+    tokens: int
 
     @property
     def row_length(self) -> int:
@@ -64,11 +67,6 @@ class PackingPlan:
         return len(self.row_offsets) - 1
 
     @property
-    def tokens(self) -> int:
-        """The number of tokens of one epoch, without padding."""
-        return int(self.pieces[:, 2].sum())
-
-    @property
     def joined(self) -> bool:
         """Whether the documents of a row are joined into one text without borders."""
         return bool(self.key.options.get("join_sources"))
@@ -77,14 +75,28 @@ class PackingPlan:
         return self.pieces[self.row_offsets[row] : self.row_offsets[row + 1]]
 
 
-def fingerprint(source: IndexedSource, documents: Sequence[int] | Int64) -> str:
-    """Return the SHA-256 of the documents of a split, and of all documents' lengths and sources (if known)."""
+def fingerprint(source: IndexedSource, documents: Documents, cache: Path | None = None) -> str:
+    """Return the SHA-256 of the documents of a split, and of all documents' lengths and sources (if known).
+
+    That of a large data set is kept in `cache`, unless it is None.
+    """
+    if cache is None or not isinstance(documents, range) or len(documents) < LARGE:
+        return _hash_documents(source, documents).hexdigest()
+    key = {"index": source.index_fingerprint, "first_document": documents.start, "documents": len(documents)}
+    digest = kept_arrays(
+        cache, key, lambda: {"sha256": np.frombuffer(_hash_documents(source, documents).digest(), np.uint8)}
+    )
+    return digest["sha256"].tobytes().hex()
+
+
+def _hash_documents(source: IndexedSource, documents: Documents) -> "hashlib._Hash":
     digest = hashlib.sha256()
     for numbers in (source.document_lengths, documents, source.document_sources):
         if numbers is not None:
             values = np.ascontiguousarray(numbers, dtype="<i8")
-            digest.update(len(values).to_bytes(8, "little") + values.tobytes())
-    return digest.hexdigest()
+            digest.update(len(values).to_bytes(8, "little"))
+            digest.update(values.data)
+    return digest
 
 
 def plan_folder(prefix: str | Path, key: PlanKey) -> Path:
@@ -99,7 +111,7 @@ def save_plan(plan: PackingPlan, prefix: str | Path, record: Mapping[str, object
     with atomic_folder(plan_folder(prefix, plan.key)) as partial:
         np.save(partial / OFFSETS, plan.row_offsets)
         np.save(partial / PIECES, plan.pieces)
-        content = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces), **(record or {})}
+        content = {**asdict(plan.key), "rows": plan.rows, "tokens": plan.tokens, **(record or {})}
         (partial / PLAN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -107,7 +119,9 @@ def load_plan(prefix: str | Path, key: PlanKey) -> PackingPlan:
     """Open the plan with this key, memory-mapped; raise UserError if it is missing or damaged."""
     folder = plan_folder(prefix, key)
     try:
-        offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))
+        offsets = np.load(folder / OFFSETS, mmap_mode="r")
+        pieces = np.load(folder / PIECES, mmap_mode="r")
+        tokens = int(json.loads((folder / PLAN).read_text(encoding="utf-8"))["tokens"])
     except FileNotFoundError:
         raise UserError(
             f"packing: {prefix} has no {key.policy} plan for seq_length {key.row_length} and seed "
@@ -115,4 +129,4 @@ def load_plan(prefix: str | Path, key: PlanKey) -> PackingPlan:
         ) from None
     except Exception as error:  # numpy parses the header as Python literals
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); build it again") from None
-    return PackingPlan(key, offsets, pieces)
+    return PackingPlan(key, offsets, pieces, tokens)

@@ -14,6 +14,7 @@ decomposition   L / 2^i pieces of 2^i tokens of a document      see `decompositi
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -392,11 +393,20 @@ def check_options(policy: str, options: Options, row_length: int) -> Policy:
 
 
 def plan_key(
-    policy: str, source: IndexedSource, documents: Documents, row_length: int, seed: int, options: Options | None = None
+    policy: str,
+    source: IndexedSource,
+    documents: Documents,
+    row_length: int,
+    seed: int,
+    options: Options | None = None,
+    cache: Path | None = None,
 ) -> PlanKey:
-    """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`."""
+    """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`.
+
+    `cache` is that of `fingerprint`.
+    """
     chosen = check_options(policy, options or {}, row_length)
-    return PlanKey(policy, row_length, seed, chosen.options, fingerprint(source, documents))
+    return PlanKey(policy, row_length, seed, chosen.options, fingerprint(source, documents, cache))
 
 
 def build_plan(
@@ -416,4 +426,4 @@ def build_plan(
             f"which has {lengths.max()}; use a smaller row length, longer documents, or another policy"
         )
     pieces[:, 0] = chosen[pieces[:, 0]]  # policies index the non-empty documents, plans those of the data set
-    return PackingPlan(key, row_offsets, pieces)
+    return PackingPlan(key, row_offsets, pieces, int(pieces[:, 2].sum()))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ext.data.row import RowSource, TokenRow
+from megatron_ext.data.row import RowOutline, RowSource, TokenRow
 
 
 class BlendedRows:
@@ -37,6 +37,10 @@ class BlendedRows:
     def row(self, sample: int) -> TokenRow:
         dataset, own = self.locate(sample)
         return self.datasets[dataset].row(own)
+
+    def outline(self, sample: int) -> RowOutline:
+        dataset, own = self.locate(sample)
+        return self.datasets[dataset].outline(own)
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Return the data set of a sample of the blend, and its sample there; O(D log D)."""
@@ -81,15 +85,26 @@ class LaidSequences:
         self.row_tokens = sequences.row_tokens * self.count
 
     def row(self, sample: int) -> TokenRow:
-        rows = [self.sequences.row(sample * self.count + number) for number in range(self.count)]
-        length = self.sequences.row_length
+        rows = [self.sequences.row(number) for number in self._numbers(sample)]
         tokens = np.concatenate([*(row.tokens[:-1] for row in rows), rows[-1].tokens[-1:]])
-        trained = np.concatenate([row.trained for row in rows])
+        weights = [row.weights for row in rows if row.weights is not None]
+        outline = self._laid(rows)
+        return TokenRow(tokens, outline.document_ends, outline.trained, np.concatenate(weights) if weights else None)
+
+    def outline(self, sample: int) -> RowOutline:
+        return self._laid([self.sequences.outline(number) for number in self._numbers(sample)])
+
+    def _numbers(self, sample: int) -> range:
+        """Return the numbers of a row's sequences."""
+        return range(sample * self.count, (sample + 1) * self.count)
+
+    def _laid(self, outlines: Sequence[RowOutline | TokenRow]) -> RowOutline:
+        length = self.sequences.row_length
+        trained = np.concatenate([outline.trained for outline in outlines])
         trained[length - 1 : -1 : length] = False
         borders = np.arange(length, self.row_length, length)
-        ends = np.concatenate([row.document_ends + number * length for number, row in enumerate(rows)])
-        weights = [row.weights for row in rows if row.weights is not None]
-        return TokenRow(tokens, np.union1d(ends, borders), trained, np.concatenate(weights) if weights else None)
+        ends = np.concatenate([outline.document_ends + number * length for number, outline in enumerate(outlines)])
+        return RowOutline(np.union1d(ends, borders), trained)
 
 
 def scaled(weights: Sequence[float]) -> tuple[float, ...]:

@@ -4,17 +4,26 @@
     cut every L tokens                    |-- row 0 --|-- row 1 --|-- row 2 --| ...   each + 1 label token
     rows of an epoch, shuffled            sample 0 -> row 1, sample 1 -> row 0, ...
 
-Workers have no counters, and only the order of the current epoch is precomputed, so a resumed run, another micro-batch
-size or another number of ranks reads exactly the same rows.
+Workers have no counters, and only the order of an epoch is computed in advance (`order.py`), so a resumed run, another
+micro-batch size or another number of ranks reads exactly the same rows.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.data.indexed import Documents, IndexedSource, nonempty
-from megatron_ext.data.row import EPOCHS_KEPT, Purpose, TokenRow, permutation
+from megatron_ext.data.indexed import IndexedSource, no_tokens
+from megatron_ext.data.row import EPOCHS_KEPT, RowOutline, TokenRow
+from megatron_ext.data.rows.order import EpochOrder, draw_order, rows_before
+from megatron_ext.errors import UserError
+from megatron_ext.files.kept import LARGE, Arrays, Key, compute_ahead, kept_arrays
+
+Piece = tuple[int, int, int]  # document, its first token used, number of tokens
+_PREPARED_AFTER = 0.9  # of the samples of an epoch, the order of the next one is drawn in the background
 
 
 class RowDataset:
@@ -26,68 +35,136 @@ class RowDataset:
     spans the border of two or (if T < L) more epochs.
 
     `documents` are those of the split, indices into `source`; empty ones are dropped. With `mask_eod` the label after a
-    document's last token is not trained (Megatron-LM's --eod-mask-loss).
+    document's last token is not trained (Megatron-LM's --eod-mask-loss). Orders of many documents are kept in `cache`,
+    unless it is None; of several processes the one that `prepares` draws the next epoch's before it is needed.
     """
 
     def __init__(
-        self, source: IndexedSource, documents: Documents, row_length: int, seed: int, *, mask_eod: bool = False
+        self,
+        source: IndexedSource,
+        documents: range,
+        row_length: int,
+        seed: int,
+        *,
+        mask_eod: bool = False,
+        cache: Path | None = None,
+        prepares: bool = False,
     ) -> None:
-        self.source, self.seed, self.mask_eod = source, seed, mask_eod
+        self.source, self.documents, self.seed, self.mask_eod = source, documents, seed, mask_eod
         self.row_length, self.row_tokens = row_length, float(row_length)
-        self._documents, self._lengths = nonempty(source, documents)
-        self.tokens_per_epoch = int(self._lengths.sum())
-        self._document_order = lru_cache(EPOCHS_KEPT)(self._draw_document_order)
-        self._row_order = lru_cache(EPOCHS_KEPT)(self._draw_row_order)
+        self.cache = cache if len(documents) >= LARGE else None
+        self.prepares = prepares
+        self.tokens_per_epoch = source.tokens_in(documents)
+        if not self.tokens_per_epoch:
+            raise no_tokens(len(documents))
+        self._order = lru_cache(EPOCHS_KEPT)(self._open_order)
+        self._preparation: threading.Thread | None = None
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
-        length, source = self.row_length, self.source
-        tokens, mask = np.empty(length + 1, dtype=np.int64), np.empty(length + 1, dtype=np.bool_)
+        pieces = self._pieces(sample)
+        tokens = np.concatenate([self.source.read(*piece) for piece in pieces])
+        weights = [self.source.read_weights(*piece) for piece in pieces]
+        known_weights = [array for array in weights if array is not None]
+        outline = self._outline(pieces)
+        return TokenRow(
+            tokens,
+            outline.document_ends,
+            outline.trained,
+            np.concatenate(known_weights)[1:] if known_weights else None,
+        )
+
+    def outline(self, sample: int) -> RowOutline:
+        """Return the outline of the row of a sample, without reading its tokens."""
+        return self._outline(self._pieces(sample))
+
+    def _outline(self, pieces: Sequence[Piece]) -> RowOutline:
+        mask = np.empty(self.row_length + 1, dtype=np.bool_)
         ends: list[int] = []
-        weights: list[np.ndarray] = []
         filled = 0
-        for document, offset, count in self._pieces(self.row_index(sample) * length, length + 1):
-            tokens[filled : filled + count] = source.read(document, offset, count)
-            mask[filled : filled + count] = source.read_mask(document, offset, count)
-            if (of_tokens := source.read_weights(document, offset, count)) is not None:
-                weights.append(of_tokens)
+        for document, offset, count in pieces:
+            mask[filled : filled + count] = self.source.read_mask(document, offset, count)
             filled += count
             # If the label token is a document's last, its border belongs to the next row.
-            if filled <= length and offset + count == source.document_lengths[document]:
+            if filled <= self.row_length and offset + count == self.source.document_length(document):
                 ends.append(filled)
-        document_ends, trained = np.array(ends, dtype=np.int64), mask[1:]
+        document_ends = np.array(ends, dtype=np.int64)
+        trained = mask[1:]
         if self.mask_eod:
             trained[document_ends - 1] = False
-        return TokenRow(tokens, document_ends, trained, np.concatenate(weights)[1:] if weights else None)
+        return RowOutline(document_ends, trained)
 
     def row_index(self, sample: int) -> int:
         """Return the row for `sample`: a permutation of the rows that start in the same epoch."""
         assert sample >= 0, sample
         # Row r starts at token rL, so the rows of an epoch are consecutive, and so are the samples.
-        epoch = sample * self.row_length // self.tokens_per_epoch
-        first, order = self._row_order(epoch)
-        return first + int(order[sample - first])
+        epoch = self._epoch_of(sample)
+        first_row = self._first_row(epoch)
+        order = self._order(epoch).row_order
+        number = sample - first_row
+        if self.prepares and number >= _PREPARED_AFTER * len(order):
+            self._prepare(epoch + 1)
+        return first_row + int(order[number])
 
-    def _draw_row_order(self, epoch: int) -> tuple[int, np.ndarray]:
-        """Return the first row that starts in an epoch, and the order of these rows."""
-        first, following = (-(-at * self.tokens_per_epoch // self.row_length) for at in (epoch, epoch + 1))
-        return first, permutation(following - first, self.seed, epoch, Purpose.ROWS)
+    def _epoch_of(self, row: int) -> int:
+        """Return the epoch in which a row, or a sample, starts."""
+        return row * self.row_length // self.tokens_per_epoch
 
-    def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (document, first token, tokens) for the stream's tokens [start, start + count)."""
-        while count:
-            epoch, at = divmod(start, self.tokens_per_epoch)
-            documents, ends = self._document_order(epoch)
-            # from the document of token `at` of the epoch to the last one needed, or the epoch's last
-            for number in range(int(np.searchsorted(ends, at, side="right")), len(documents)):
-                document, rest = int(documents[number]), int(ends[number]) - at
-                taken = min(rest, count)
-                yield document, int(self.source.document_lengths[document]) - rest, taken
-                at, start, count = at + taken, start + taken, count - taken
-                if not count:
-                    return
+    def _first_row(self, epoch: int) -> int:
+        """Return the first row that starts in an epoch."""
+        return rows_before(epoch, self.tokens_per_epoch, self.row_length)
 
-    def _draw_document_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the documents of an epoch, in order, and its tokens up to the end of each."""
-        order = permutation(len(self._documents), self.seed, epoch, Purpose.DOCUMENTS)
-        return self._documents[order], np.cumsum(self._lengths[order])
+    def _pieces(self, sample: int) -> list[Piece]:
+        """Return the pieces of documents of the L + 1 tokens of a sample's row, label included."""
+        row = self.row_index(sample)
+        epoch = self._epoch_of(row)
+        order = self._order(epoch)
+        number, offset = order.row_starts[row - self._first_row(epoch)].tolist()
+        missing = self.row_length + 1
+        pieces = []
+        while missing:
+            if number == len(order.documents):
+                epoch += 1
+                order = self._order(epoch)
+                number = 0
+            document = int(order.documents[number])
+            length = self.source.document_length(document) if document in self.documents else 0
+            if not 0 <= offset < length:
+                raise UserError(f"{self.cache}: an order in this folder is damaged; remove the folder and start again")
+            count = min(length - offset, missing)
+            pieces.append((document, offset, count))
+            missing -= count
+            number += 1
+            offset = 0
+        return pieces
+
+    def _open_order(self, epoch: int) -> EpochOrder:
+        if self.cache is None:
+            return EpochOrder(**self._draw_order(epoch))
+        if self._preparation is not None:
+            self._preparation.join()
+        return EpochOrder(**kept_arrays(self.cache, self._key(epoch), lambda: self._draw_order(epoch)))
+
+    def _draw_order(self, epoch: int) -> Arrays:
+        return vars(draw_order(self.source, self.documents, self.row_length, self.seed, epoch))
+
+    def _key(self, epoch: int) -> Key:
+        return {
+            "index": self.source.index_fingerprint,
+            "first_document": self.documents.start,
+            "documents": len(self.documents),
+            "row_length": self.row_length,
+            "seed": self.seed,
+            "epoch": epoch,
+        }
+
+    def _prepare(self, epoch: int) -> None:
+        """Draw the order of an epoch in a thread, once; without a cache, when it is needed."""
+        if self.cache is None or (self._preparation is not None and self._preparation.name == str(epoch)):
+            return
+        self._preparation = threading.Thread(target=self._draw_ahead, args=(self.cache, epoch), name=str(epoch))
+        self._preparation.start()
+
+    def _draw_ahead(self, cache: Path, epoch: int) -> None:
+        with suppress(OSError):  # the folder cannot be written: `_open_order` says so
+            compute_ahead(cache, self._key(epoch), lambda: self._draw_order(epoch))

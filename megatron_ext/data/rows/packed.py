@@ -1,12 +1,15 @@
 """Read the rows of a packing plan."""
 
+from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from megatron_ext.data.indexed import IndexedSource
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.row import EPOCHS_KEPT, Purpose, TokenRow, permutation
+from megatron_ext.data.row import EPOCHS_KEPT, Purpose, RowOutline, TokenRow, permutation
+from megatron_ext.files.kept import LARGE, kept_arrays
 
 
 class PackedRows:
@@ -27,16 +30,25 @@ class PackedRows:
     - Padding is `pad_id`, never trained, and a separate document, so no other token attends to it. The last label is
       `pad_id`, not trained, if the row's last piece ends its document.
 
-    `plan` is of any policy but `random`, whose rows are read by `RowDataset`.
+    `plan` is of any policy but `random`, whose rows are read by `RowDataset`. Orders of many rows are kept in `cache`,
+    unless it is None.
     """
 
     def __init__(
-        self, source: IndexedSource, plan: PackingPlan, seed: int, *, mask_eod: bool = False, pad_id: int = 0
+        self,
+        source: IndexedSource,
+        plan: PackingPlan,
+        seed: int,
+        *,
+        mask_eod: bool = False,
+        pad_id: int = 0,
+        cache: Path | None = None,
     ) -> None:
         self.source, self.plan, self.seed = source, plan, int(seed)
         self.mask_eod, self.pad_id = mask_eod, pad_id
         self.row_length, self.row_tokens = plan.row_length, plan.tokens / plan.rows
-        self._order = lru_cache(EPOCHS_KEPT)(lambda epoch: permutation(plan.rows, self.seed, epoch, Purpose.ROWS))
+        self.cache = cache if plan.rows >= LARGE else None
+        self._order = lru_cache(EPOCHS_KEPT)(self._open_order)
 
     def row(self, sample: int) -> TokenRow:
         """Return the row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
@@ -49,25 +61,54 @@ class PackedRows:
         is_curriculum = self.plan.key.policy == "decomposition"
         return number if is_curriculum else int(self._order(epoch)[number])
 
+    def _open_order(self, epoch: int) -> np.ndarray:
+        if self.cache is None:
+            return self._draw_order(epoch)
+        key = {"rows": self.plan.rows, "seed": self.seed, "epoch": epoch}
+        return kept_arrays(self.cache, key, lambda: {"row_order": self._draw_order(epoch)})["row_order"]
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        return permutation(self.plan.rows, self.seed, epoch, Purpose.ROWS)
+
+    def outline(self, sample: int) -> RowOutline:
+        """Return the outline of the row of a sample, without reading its tokens."""
+        return self._outline(self._pieces(self.row_index(sample)))
+
     def plan_row(self, row: int) -> TokenRow:
-        length, source, joined = self.row_length, self.source, self.plan.joined
-        tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
-        trained = np.zeros(length, dtype=np.bool_)
+        """Return a row of the plan by its number."""
+        pieces = self._pieces(row)
+        tokens = np.full(self.row_length + 1, self.pad_id, dtype=np.int64)
+        filled = 0
+        for piece in pieces:
+            count = piece[2]
+            tokens[filled : filled + count] = self.source.read(*piece)
+            filled += count
+        outline = self._outline(pieces)
+        return TokenRow(tokens, outline.document_ends, outline.trained)
+
+    def _pieces(self, row: int) -> list[tuple[int, int, int]]:
+        """Return the pieces of a row of the plan; the last may have one token more, which is only a label."""
+        pieces = [(document, start, count) for document, start, count in self.plan.row_pieces(row).tolist()]
+        document, start, count = pieces[-1]
+        filled = sum(piece[2] for piece in pieces)
+        if filled == self.row_length and start + count < self.source.document_length(document):
+            pieces[-1] = (document, start, count + 1)
+        return pieces
+
+    def _outline(self, pieces: Sequence[tuple[int, int, int]]) -> RowOutline:
+        length, joined = self.row_length, self.plan.joined
+        trained = np.zeros(length + 1, dtype=np.bool_)
         mask = np.ones(length + 1, dtype=np.bool_)
         ends: list[int] = []
-        filled, after_end = 0, False
-        for document, start, count in self.plan.row_pieces(row).tolist():
+        filled = 0
+        after_end = False
+        for document, start, count in pieces:
             if filled:  # the label after the previous piece
                 trained[filled - 1] = after_end and start == 0 and (joined or not self.mask_eod)
-            tokens[filled : filled + count] = source.read(document, start, count)
-            mask[filled : filled + count] = source.read_mask(document, start, count)
+            mask[filled : filled + count] = self.source.read_mask(document, start, count)
             trained[filled : filled + count - 1] = True
             filled += count
-            after_end = start + count == source.document_lengths[document]
-            if after_end if filled == length else not joined:
+            after_end = start + count == self.source.document_length(document)
+            if filled == length or (filled < length and not joined):
                 ends.append(filled)
-        if filled == length and not after_end:  # the last label is the document's next token
-            tokens[length:] = source.read(document, start + count, 1)
-            mask[length:] = source.read_mask(document, start + count, 1)
-            trained[length - 1] = True
-        return TokenRow(tokens, np.array(ends, dtype=np.int64), trained & mask[1:])
+        return RowOutline(np.array(ends, dtype=np.int64), trained[:length] & mask[1:])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.row import TokenRow
+from megatron_ext.data.row import RowSource, TokenRow
 
 Piece = tuple[int, int, int]  # document, start, length
 STRIDE = 1000  # token p of document d is d * STRIDE + p
@@ -26,6 +26,15 @@ class ListedSource:
         self.document_lengths = np.array(lengths, dtype=np.int64)
         self.document_sources = None if sources is None else np.array(sources, dtype=np.int32)
         self.reads: list[tuple[int, int, int]] = []
+
+    def lengths_in(self, documents: range) -> np.ndarray:
+        return self.document_lengths[documents.start : documents.stop]
+
+    def tokens_in(self, documents: range) -> int:
+        return int(self.lengths_in(documents).sum())
+
+    def document_length(self, document: int) -> int:
+        return int(self.document_lengths[document])
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         assert 0 <= offset < offset + length <= self.document_lengths[document]
@@ -69,6 +78,13 @@ def input_tokens(rows: list[TokenRow]) -> Counter[int]:
     counts = Counter(token for row in rows for token in row.tokens[:-1].tolist())
     del counts[PAD]
     return counts
+
+
+def assert_outlined(rows: RowSource, sample: int) -> None:
+    """The outline of a row is that of the row itself."""
+    row, outline = rows.row(sample), rows.outline(sample)
+    np.testing.assert_array_equal(outline.document_ends, row.document_ends)
+    np.testing.assert_array_equal(outline.trained, row.trained)
 
 
 def assert_same(row: TokenRow, other: TokenRow) -> None:

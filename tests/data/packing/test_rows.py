@@ -20,6 +20,7 @@ from tests.data.packing.sources import (
     STRIDE,
     ListedSource,
     MaskedSource,
+    assert_outlined,
     assert_same,
     input_tokens,
     row_lengths,
@@ -73,6 +74,7 @@ def test_rows_token_by_token(kind, policy: str, lengths: list[int], row_length: 
         labels = wanted.tokens[1:]
         held = (labels // STRIDE % 2 == 1) | (labels % 3 == 0) | (kind is ListedSource)
         assert_same(rows.plan_row(number), TokenRow(wanted.tokens, wanted.document_ends, wanted.trained & held))
+        assert_outlined(rows, number)
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())

@@ -13,7 +13,7 @@ from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.packed import PackedRows
 from tests.conftest import refused
-from tests.data.packing.sources import PAD, STRIDE, ListedSource, MaskedSource, assert_same, seeds
+from tests.data.packing.sources import PAD, STRIDE, ListedSource, MaskedSource, assert_outlined, assert_same, seeds
 
 some_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 row_lengths = st.integers(1, 25)
@@ -77,6 +77,7 @@ def test_rows_equal_naive_concatenation(lengths: list[int], row_length: int, see
     dataset = make(lengths, row_length, seed, mask_eod=True)
     for sample, row in enumerate(naive_samples(lengths, row_length, seed, epochs=4)):
         assert_same(dataset.row(sample), row)
+        assert_outlined(dataset, sample)
 
 
 def test_the_order_never_changes() -> None:
@@ -136,6 +137,7 @@ def test_sequences_fill_rows_as_separate_documents(lengths: list[int], length: i
     rows = LaidSequences(sequences, count * length)
     assert rows.row_tokens == rows.row_length == count * length
     for sample in range(3):
+        assert_outlined(rows, sample)
         row, parts = rows.row(sample), [sequences.row(sample * count + number) for number in range(count)]
         np.testing.assert_array_equal(row.tokens[:-1], np.concatenate([part.tokens[:-1] for part in parts]))
         assert (np.diff(row.document_ends) > 0).all()
