@@ -12,8 +12,9 @@ as `null` (the views get the number itself). Only rank 0 writes.
 import datetime
 import json
 import math
+import mmap
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError, echo
-from megatron_ext.files.atomic import atomic_write, write_whole
+from megatron_ext.files.atomic import write_whole
 from megatron_ext.monitoring.views import Views
 
 METRICS_FILE = "metrics.jsonl"
@@ -40,14 +41,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         UserError: a complete line is not a JSON object with an integer `step`; the message names the file and the line.
         FileNotFoundError: there is no such file.
     """
-    return [record for _, record in _read_lines(path)]
+    return list(_read_lines(path))
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file of metrics, in order; none without such a file. Raises UserError for damage."""
     if not path.is_file():
         return
-    for _, record in _read_lines(path):
+    for record in _read_lines(path):
         for key, value in record.items():
             is_number = type(value) in (float, int) and abs(value) <= 1e308  # most are: half the time of `_is_metric`
             if not (is_number or _is_metric(key, value)):
@@ -82,37 +83,67 @@ def _is_metric(key: str, value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and abs(value) <= 1e308)
 
 
-def cut_back(path: Path, keep: Callable[[int], bool]) -> None:
-    """Keep only the lines of `path` whose `step` satisfies `keep`; a missing file stays missing.
+def cut_back(path: Path, end_step: float) -> None:
+    """Remove the lines at the end of a file whose `step` is `end_step` or more, and an incomplete last line.
 
-    An incomplete last line of a killed writer is dropped; kept lines are unchanged, byte for byte. The file is
-    rewritten atomically. Raises as `read_jsonl` does; nothing is changed then.
+    Steps never decrease in a file, so only these lines and the one before them are read, however long the file is. A
+    missing file stays missing; kept lines are unchanged, byte for byte. Raises as `read_jsonl` for a corrupt line among
+    those that are read; nothing is changed then.
     """
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return
-    with atomic_write(path) as aside, aside.open("wb") as file:
-        file.writelines(raw + b"\n" for raw, record in _read_lines(path) if keep(record["step"]))
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            kept = _end_of_kept(path, content, end_step)
+            lacks_newline = kept > 0 and content[kept - 1 : kept] != b"\n"
+        file.truncate(kept)
+        if lacks_newline:
+            file.seek(kept)
+            file.write(b"\n")
 
 
-def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each complete line, without its newline, and its record."""
+def _end_of_kept(path: Path, content: mmap.mmap, end_step: float) -> int:
+    """Return the number of bytes before the lines that `cut_back` removes."""
+    end = len(content)
+    while end > 0:
+        start = content.rfind(b"\n", 0, end - 1) + 1
+        line = content[start:end]
+        record = _parse(line)
+        if record is None and line.strip() and line.endswith(b"\n"):
+            raise _corrupt(path, content[:start].count(b"\n") + 1, line)
+        if record is not None and record["step"] < end_step:
+            break
+        end = start
+    return end
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the record of each complete line."""
     with path.open("rb") as file:  # line by line: the file of a long run may not fit in memory
         for number, line in enumerate(file, start=1):
-            raw = line.removesuffix(b"\n")
-            if not raw.strip():
-                continue
-            try:
-                record = json.loads(raw.decode())
-            except ValueError:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-                record = None
-            if isinstance(record, dict) and type(step := record.get("step")) is int and abs(step) < 2**53:
-                yield raw, record
-            elif line.endswith(b"\n"):  # drop an incomplete last line; keep an object that only lacks its newline
-                text = raw[:60].decode("utf-8", errors="replace") + ("..." if len(raw) > 60 else "")
-                raise UserError(
-                    f"{path}, line {number}: got {text!r}, needs one JSON object with an integer step; "
-                    "restore the file from a copy or delete that line"
-                )
+            record = _parse(line)
+            if record is not None:
+                yield record
+            elif line.strip() and line.endswith(b"\n"):  # an incomplete last line is no error
+                raise _corrupt(path, number, line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line, with or without its newline; None if it is no object with an integer step."""
+    try:
+        record = json.loads(line.decode())
+    except ValueError:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and abs(step) < 2**53 else None
+
+
+def _corrupt(path: Path, number: int, line: bytes) -> UserError:
+    text = line[:60].removesuffix(b"\n").decode("utf-8", errors="replace") + ("..." if len(line) > 60 else "")
+    return UserError(
+        f"{path}, line {number}: got {text!r}, needs one JSON object with an integer step; "
+        "restore the file from a copy or delete that line"
+    )
 
 
 def stage_folders(run: Path) -> list[Path]:
@@ -144,8 +175,8 @@ class MetricsWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
         if resume_step:
-            cut_back(evaluation, lambda step: step <= resume_step)
-            cut_back(metrics, lambda step: step < resume_step)
+            cut_back(evaluation, resume_step + 1)
+            cut_back(metrics, resume_step)
         mode = "a" if resume_step else "w"
         self._files = {"train": FileIO(metrics, mode), "validation": FileIO(evaluation, mode)}
         self._views = Views(self.folder, logging, config, resume_step)
@@ -223,7 +254,7 @@ def note_history(folder: Path, event: str, step: int, facts: Record) -> None:
 
     Raises as `read_jsonl` does.
     """
-    cut_back(folder / HISTORY_FILE, lambda _: True)  # remove a line left incomplete by a killed process
+    cut_back(folder / HISTORY_FILE, math.inf)  # remove a line left incomplete by a killed process
     with (folder / HISTORY_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": event, "step": step, "time": local_time(time.time()), **facts}) + "\n")
 
