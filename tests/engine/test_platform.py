@@ -16,7 +16,6 @@ from tests.conftest import SmallData, refused
 from tests.engine.fake_modules import empty
 from tests.engine.needed import needed
 from tests.runs import attempt
-from tools import environment as tool
 
 RUN_WITHOUT = "tests/engine/run_without.py"
 FLAGS = ["--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]
@@ -63,14 +62,6 @@ def test_only_what_goes_to_cuda_comes_to_the_cpu() -> None:
 
 def test_a_missing_device_is_refused() -> None:
     assert refused(platform.choose, "cuda").endswith("; use --device cpu")
-
-
-def test_the_report_shows_an_old_megatron(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr("megatron.core.__version__", "0.15.3")
-    assert tool.main(["--device", "auto"]) == 2
-    out, err = capsys.readouterr()
-    assert "megatron-core 0.15.3" in out
-    assert err.startswith("error: megatron-core: got 0.15.3")
 
 
 def test_differences_between_ranks_are_reported_once_per_host() -> None:
