@@ -45,7 +45,7 @@ ROOMS = """
     files layout loss schedule
     launch masks short_context
     cli
-    data/indexed data/text
+    data/indexed data/kept data/text
     data/packing data/preprocess
     data/rows
     config

@@ -72,10 +72,6 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
         UserError: the folder is one of Megatron-LM, the pointer holds no step, or the manifest is damaged or missing;
             the message names the file, and in the last case the newest complete checkpoint before it.
     """
-    patterns = [folder + name for folder in ("", "iter_*/", "release/") for name in _MEGATRON_LM]
-    if any(file for pattern in patterns for file in path.glob(pattern)):
-        remedy = f"{program('convert')} megatron-lm-to-megatron --input {path} --output RUN, then --init-from RUN"
-        raise UserError(f"load: {path} is a checkpoint of Megatron-LM; convert it: {remedy}")
     folder = path
     if not path.is_dir() or (step_of(path) is None and not (path / MANIFEST).is_file()):
         newest, pointer = max(saved_steps(path), default=None), path / "checkpoints" / POINTER
@@ -88,8 +84,11 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
                 )
             newest = int(text)
         if newest is None:
+            _refuse_megatron_lm(path)
             return None
         folder = path / "checkpoints" / folder_name(newest)
+    elif not (path / MANIFEST).is_file():
+        _refuse_megatron_lm(path)
     try:
         return read_checkpoint(folder)
     except UserError as error:
@@ -98,6 +97,14 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
             raise with_offer(error, complete) from None
         logger.warning("%s\nload_latest_complete: taking %s", error, complete.folder)
         return complete
+
+
+def _refuse_megatron_lm(path: Path) -> None:
+    """Raise UserError if a folder without a checkpoint of ours has one of Megatron-LM."""
+    patterns = [folder + name for folder in ("", "iter_*/", "release/") for name in _MEGATRON_LM]
+    if any(file for pattern in patterns for file in path.glob(pattern)):
+        remedy = f"{program('convert')} megatron-lm-to-megatron --input {path} --output RUN, then --init-from RUN"
+        raise UserError(f"load: {path} is a checkpoint of Megatron-LM; convert it: {remedy}")
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

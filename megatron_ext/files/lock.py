@@ -64,17 +64,17 @@ def lock(folder: Path, option: str) -> FileIO:
 def try_lock(path: Path) -> Iterator[bool]:
     """Lock a file, made if missing, for the context; yield False if another process has locked it.
 
-    Yields True where the file system has no locks. Threads of one process do not exclude each other.
+    Threads of one process do not exclude each other.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or its file system has no locks.
     """
     with path.open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             locked = True
         except OSError as error:
-            if error.errno not in {errno.EACCES, errno.EAGAIN, *_UNSUPPORTED}:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-            locked = error.errno in _UNSUPPORTED
+            locked = False
         yield locked

@@ -198,6 +198,7 @@ def order_folder(config: Config, prefix: str) -> Path | None:
     if config.checkpoint.save is not None:
         folders.append(Path(config.checkpoint.save) / "order")
     for folder in folders:
-        if folder.is_dir() or os.access(folder.parent, os.W_OK):
+        nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        if os.access(nearest, os.W_OK):
             return folder
     return None

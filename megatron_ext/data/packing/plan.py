@@ -24,9 +24,9 @@ import numpy as np
 from megatron_ext.arrays import Int64
 from megatron_ext.cli import program
 from megatron_ext.data.indexed import Documents, IndexedSource
+from megatron_ext.data.kept import LARGE, kept_arrays
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.files.kept import LARGE, kept_arrays
 
 PLAN, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
 
@@ -121,7 +121,8 @@ def load_plan(prefix: str | Path, key: PlanKey) -> PackingPlan:
     try:
         offsets = np.load(folder / OFFSETS, mmap_mode="r")
         pieces = np.load(folder / PIECES, mmap_mode="r")
-        tokens = int(json.loads((folder / PLAN).read_text(encoding="utf-8"))["tokens"])
+        about = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        tokens = int(about["tokens"] if "tokens" in about else pieces[:, 2].sum())  # older plans do not have it
     except FileNotFoundError:
         raise UserError(
             f"packing: {prefix} has no {key.policy} plan for seq_length {key.row_length} and seed "

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.data.indexed import IndexedSource, no_tokens
+from megatron_ext.data.kept import LARGE, Arrays, Key, compute_ahead, kept_arrays
 from megatron_ext.data.row import EPOCHS_KEPT, RowOutline, TokenRow
 from megatron_ext.data.rows.order import EpochOrder, draw_order, rows_before
 from megatron_ext.errors import UserError
-from megatron_ext.files.kept import LARGE, Arrays, Key, compute_ahead, kept_arrays
 
 Piece = tuple[int, int, int]  # document, its first token used, number of tokens
 _PREPARED_AFTER = 0.9  # of the samples of an epoch, the order of the next one is drawn in the background
@@ -35,8 +35,8 @@ class RowDataset:
     spans the border of two or (if T < L) more epochs.
 
     `documents` are those of the split, indices into `source`; empty ones are dropped. With `mask_eod` the label after a
-    document's last token is not trained (Megatron-LM's --eod-mask-loss). Orders of many documents are kept in `cache`,
-    unless it is None; of several processes the one that `prepares` draws the next epoch's before it is needed.
+    document's last token is not trained (Megatron-LM's --eod-mask-loss). Orders of many documents or rows are kept in
+    `cache`, unless it is None; of several processes the one that `prepares` draws the next epoch's before it is needed.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class RowDataset:
     ) -> None:
         self.source, self.documents, self.seed, self.mask_eod = source, documents, seed, mask_eod
         self.row_length, self.row_tokens = row_length, float(row_length)
-        self.cache = cache if len(documents) >= LARGE else None
         self.prepares = prepares
         self.tokens_per_epoch = source.tokens_in(documents)
         if not self.tokens_per_epoch:
             raise no_tokens(len(documents))
+        self.cache = cache if max(len(documents), self.tokens_per_epoch // row_length) >= LARGE else None
         self._order = lru_cache(EPOCHS_KEPT)(self._open_order)
         self._preparation: threading.Thread | None = None
 

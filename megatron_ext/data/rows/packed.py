@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.data.indexed import IndexedSource
+from megatron_ext.data.kept import LARGE, kept_arrays
 from megatron_ext.data.packing.plan import PackingPlan
 from megatron_ext.data.row import EPOCHS_KEPT, Purpose, RowOutline, TokenRow, permutation
-from megatron_ext.files.kept import LARGE, kept_arrays
 
 
 class PackedRows:

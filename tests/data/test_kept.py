@@ -1,5 +1,7 @@
 """Arrays that one process computes and all map: the same values in all cases, computed once where that is possible."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.files.kept import Arrays, kept_arrays
+from megatron_ext.data.kept import Arrays, kept_arrays
 
 KEY = {"seed": 7, "epoch": 0}
 
@@ -75,4 +77,16 @@ def test_a_folder_that_cannot_be_written_costs_only_the_sharing(
     (tmp_path / "file").touch()
     array = kept_arrays(tmp_path / "file" / "kept", KEY, squares)["squares"]
     np.testing.assert_array_equal(array, squares()["squares"])
-    assert "cannot be written" in caplog.text
+    assert "cannot be used" in caplog.text
+
+
+def test_without_locks_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each of a thousand processes would write its copy to the shared file system."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    array = kept_arrays(tmp_path, KEY, squares)["squares"]
+    np.testing.assert_array_equal(array, squares()["squares"])
+    assert not list(tmp_path.glob("*/*.npy"))

@@ -12,6 +12,7 @@ no process reads it.
 import hashlib
 import json
 import logging
+import random
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ import numpy as np
 
 from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.files.lock import try_lock
+from megatron_ext.launch import is_first
 
 logger = logging.getLogger(__name__)
 
@@ -29,33 +31,38 @@ Arrays = dict[str, np.ndarray]
 Key = Mapping[str, object]  # all inputs of the arrays, as JSON has them
 LARGE = 2**18  # elements of an array: fewer are faster computed by each process than kept
 _ABOUT = "about.json"
-_POLL_S = 0.2
 
 
 def kept_arrays(parent: Path, key: Key, compute: Callable[[], Arrays]) -> Arrays:
     """Map the arrays of `key`, kept in `parent`; the first process that misses them computes and writes them.
 
-    The others wait for it. Where files cannot be locked, or `parent` cannot be written, each process computes its own.
+    The others wait for it. Where files cannot be written, locked or mapped, each process computes its own.
     """
-    while True:
-        arrays = _read(parent, key)
-        if arrays is not None:
-            return arrays
-        try:
-            if compute_ahead(parent, key, compute):
-                continue
-        except OSError as error:
-            logger.warning("warning: %s cannot be written (%s): each process keeps its own copy", parent, error)
-            return compute()
-        time.sleep(_POLL_S)
+    wait_s = 0.2
+    try:
+        while True:
+            was_computed = compute_ahead(parent, key, compute)
+            arrays = _read(parent, key)
+            if arrays is not None:
+                return arrays
+            if was_computed:
+                raise OSError("what was just written cannot be read")
+            time.sleep(wait_s * random.uniform(0.5, 1.0))  # thousands of processes may wait
+            wait_s = min(1.5 * wait_s, 5.0)
+    except OSError as error:
+        if is_first():
+            logger.warning("warning: %s cannot be used (%s): each process keeps its own copy", parent, error)
+        return compute()
 
 
 def compute_ahead(parent: Path, key: Key, compute: Callable[[], Arrays]) -> bool:
     """Compute and write the arrays of `key`, unless they are there; return False if another process does it now.
 
     Raises:
-        OSError: `parent` cannot be written.
+        OSError: `parent` cannot be written or locked.
     """
+    if _read(parent, key) is not None:
+        return True
     parent.mkdir(parents=True, exist_ok=True)
     with try_lock(_folder(parent, key).with_suffix(".lock")) as locked:
         if locked and _read(parent, key) is None:
@@ -80,13 +87,13 @@ def _write(parent: Path, key: Key, arrays: Arrays) -> None:
 
 
 def _read(parent: Path, key: Key) -> Arrays | None:
-    """Map the arrays of `key`; None if there are none, or if they are damaged."""
+    """Map the arrays of `key`; None if there are none, or if they are damaged. Other errors may be transient."""
     folder = _folder(parent, key)
     try:
         about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in about["arrays"]}
         return arrays if about == {"key": dict(key), "arrays": _shapes(arrays)} else None
-    except (OSError, ValueError, KeyError, TypeError):  # numpy and json raise ValueError
+    except (FileNotFoundError, EOFError, ValueError, KeyError, TypeError):  # numpy and json raise ValueError
         return None
 
 
