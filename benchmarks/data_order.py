@@ -65,6 +65,7 @@ def read_megatron_core(prefix: str, cache: str) -> int:
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
+        create_attention_mask=False,
         tokenizer=_Tokenizer(),
     )
     source = IndexedDataset(prefix, mmap=True)
@@ -83,9 +84,9 @@ class _Tokenizer:
 
 
 def unshared_mb() -> float:
-    """Return the memory of this process that no other process shares."""
+    """Return the memory of this process that is no page of a file, which all processes share."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
 
 
 def start(kind: str, prefix: str, cache: str) -> dict[str, float]:
