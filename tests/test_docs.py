@@ -25,6 +25,7 @@ SLURM = """
 # lm-eval's, OLMES's, pip's, torchfrtrace's, Megatron-LM's, docker's
 OTHERS = """
     --model --task --tasks --output-dir --no-build-isolation --prefix --dist-ckpt-strictness --rm --gpus --ipc --volume
+    --dist-ckpt-optim-fully-reshardable --use-checkpoint-args --finetune
 """
 
 

@@ -12,6 +12,7 @@ docs/conversion.md describes what is converted, what is refused and the toleranc
 """
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -46,7 +47,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--iteration", type=integer(0), metavar="N", help="of a folder with several checkpoints [the newest]")
     text = "arguments that this version does not know and that do not change the model"
     add("--accept", nargs="+", default=(), metavar="NAME", help=text)
-    subcommand("megatron-to-megatron-lm", "write a torch_dist checkpoint that Megatron-LM loads with --finetune")
+    text = "also Adam's state, step, batches and schedule, for --load"
+    add("--with-optimizer", action="store_true", help=text)
+    subcommand("megatron-to-megatron-lm", "write a torch_dist checkpoint for Megatron-LM, print its flags")
 
     add = subcommand("verify", "run both on a text and compare logits, loss and greedy text")
     add("--text", type=Path, metavar="FILE", help="UTF-8 [pages of Python's manual]")
@@ -117,10 +120,16 @@ def main(argv: list[str]) -> int:
         limit = options.max_shard_size
         megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
     elif options.command == "megatron-lm-to-megatron":
-        iteration, accepted = options.iteration, options.accept
-        megatron_lm_to_megatron(options.input, options.output, iteration=iteration, accepted=accepted)
+        megatron_lm_to_megatron(
+            options.input,
+            options.output,
+            iteration=options.iteration,
+            accepted=options.accept,
+            with_optimizer=options.with_optimizer,
+        )
     elif options.command == "megatron-to-megatron-lm":
-        megatron_to_megatron_lm(options.input, options.output)
+        words = megatron_to_megatron_lm(options.input, options.output)
+        print(f"Megatron-LM loads it with {shlex.join(words)}")
     else:
         hf_to_megatron(options.input, options.output, divisible_by=options.make_vocab_size_divisible_by)
     print(f"{options.output}: written in {time.perf_counter() - began:.1f} s")

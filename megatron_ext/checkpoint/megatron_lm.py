@@ -2,7 +2,7 @@
 
     CHECKPOINT/latest_checkpointed_iteration.txt         RUN/config.yaml
     CHECKPOINT/iter_0000040/common.pt                    RUN/checkpoints/iter_0000000/
-                            .metadata, *.distcp   <-->
+                            .metadata, *.distcp   <-->    (with the optimizer's state: iter_0000040)
 
 Megatron-Core's format torch_dist is that of torch.distributed.checkpoint: tensors are whole, of any layout. Those of
 all layers may be stacked along a new first axis, those of a layer's experts along the next. Its index and common.pt
@@ -14,10 +14,11 @@ import json
 import logging
 import math
 import pickle
+import re
 import time
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_ext.checkpoint.folders import POINTER, folder_name
 from megatron_ext.checkpoint.hf.config import comparable
-from megatron_ext.checkpoint.hf.convert import check_output, open_run, stored_shape, write_run
+from megatron_ext.checkpoint.hf.convert import Progress, check_output, open_run, stored_shape, write_run
 from megatron_ext.checkpoint.hf.names import Parameter, Place, parameters_of
 from megatron_ext.checkpoint.manifest import check_inside, readable
 from megatron_ext.checkpoint.tensors import DTYPES, Shard
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
+from megatron_ext.config.arguments import to_dict
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.from_megatron_lm import translate
-from megatron_ext.config.megatron_lm import ARGUMENTS
-from megatron_ext.config.schema import FIELDS
+from megatron_ext.config.megatron_lm import ARGUMENTS, DEFAULTS
+from megatron_ext.config.schema import FIELDS, flag, validate
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.files.reading import typed
@@ -55,8 +57,16 @@ _SAME = [  # options of the model under the same name
     for name, argument in ARGUMENTS.items()
     if argument.has_same_name and FIELDS[name].section == "model" and name not in ("vocab_size", "rope_scaling_factor")
 ]
+# those of them that Megatron-LM's --use-checkpoint-args does not read from a checkpoint
+_UNREAD = (
+    *("norm_epsilon", "qk_layernorm", "no_rope_freq", "window_size", "window_attn_skip_freq", "use_rope_scaling"),
+    *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "moe_router_num_groups", "moe_router_group_topk"),
+)
 _BALANCING = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
 _NO_WEIGHTS = ("optimizer", "chained_", "rng_state", "rerun_state")
+_RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+# those of which a common.pt may hold one number; torch's Adam keeps its step as a tensor
+_STORAGES = {"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "LongStorage": torch.int64}
 
 
 class _Opaque:
@@ -75,9 +85,20 @@ class _Opaque:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Execute nothing: only torch's dtypes and the index's data classes are known, all else becomes `_Opaque`."""
+    """Execute nothing: only torch's dtypes and the index's data classes are known, all else becomes `_Opaque`.
+
+    A tensor of one element in `archive` becomes its number, any other one None.
+    """
+
+    def __init__(self, content: bytes, archive: zipfile.ZipFile | None = None, folder: str = "") -> None:
+        super().__init__(io.BytesIO(content))
+        self._archive, self._folder = archive, folder
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _number
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if (module, name) == ("torch", "Size"):
@@ -87,8 +108,24 @@ class _Unpickler(pickle.Unpickler):
             return found
         return _StorageInfo if (module, name) == (_StorageInfo.__module__, "_StorageInfo") else _Opaque
 
-    def persistent_load(self, pid: Any) -> None:
-        """Skip a tensor of common.pt."""
+    def persistent_load(self, pid: Any) -> float | None:
+        """Return the only number of a tensor's memory."""
+        _, dtype, key, _, count = pid
+        if self._archive is None or count != 1 or not isinstance(dtype, torch.dtype):
+            return None
+        content = self._archive.read(f"{self._folder}data/{key}")
+        return torch.frombuffer(bytearray(content), dtype=dtype).item()
+
+
+def _number(storage: float | None, *_: Any) -> float | None:
+    return storage
+
+
+def _unpickle(content: bytes) -> Any:
+    """Return what torch.save wrote, without executing anything."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return _Unpickler(archive.read(name), archive, name.removesuffix("data.pkl")).load()
 
 
 class _Source(DefaultLoadPlanner):
@@ -97,14 +134,15 @@ class _Source(DefaultLoadPlanner):
     Attributes:
         tensors: the metadata of each tensor.
         args: the command line of Megatron-LM by name.
+        common: everything that is not a tensor.
     """
 
     def __init__(self, path: Path, iteration: int | None) -> None:
         super().__init__()
         self.folder = folder = _locate(path, iteration)
         try:
-            with readable(folder / ".metadata"), (folder / ".metadata").open("rb") as file:
-                index = _Unpickler(file).load()
+            with readable(folder / ".metadata"):
+                index = _Unpickler((folder / ".metadata").read_bytes()).load()
             for info in index.storage_data.values():
                 check_inside(info.relative_path, folder / ".metadata", "input")
             # newer versions save what common.pt held as an entry of the index, a list of one
@@ -112,12 +150,9 @@ class _Source(DefaultLoadPlanner):
             path = folder / (entry[0].relative_path if entry else "common.pt")
             with readable(path), path.open("rb") as file:
                 file.seek(entry[0].offset if entry else 0)
-                content = io.BytesIO(file.read(entry[0].length if entry else -1))
-            with zipfile.ZipFile(content) as archive:
-                (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-                common = _Unpickler(io.BytesIO(archive.read(name))).load()
-                common = common[0] if entry else common
-            self.args: dict[str, Any] = vars(common["args"])
+                common = _unpickle(file.read(entry[0].length if entry else -1))
+            self.common: dict[str, Any] = common[0] if entry else common
+            self.args: dict[str, Any] = vars(self.common["args"])
             stored = index.state_dict_metadata.items()
             self.tensors = {name: tensor for name, tensor in stored if isinstance(tensor, dcp.TensorStorageMetadata)}
         except UserError:
@@ -248,12 +283,153 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
     return args
 
 
+def continued_config(args: dict[str, Any], config: Config) -> Config:
+    """Return a configuration with the data, the batches, the optimizer and the schedule of the arguments.
+
+    Logs what else of the training has no place here.
+
+    Raises:
+        UserError: a value is invalid here; the message names the option.
+    """
+    translation = translate(args)
+    for name, line in translation.training.items():
+        if name != "load":
+            logger.warning("training differs from that of the checkpoint: %s", line)
+    sections = to_dict(config)
+    for name, value in translation.options.items():
+        if FIELDS[name].section in ("data", "training", "optimizer"):
+            sections[FIELDS[name].section][name] = value
+    return validate(sections, "input: the checkpoint's args: ")
+
+
+def _entries(state: Any, names: Collection[str]) -> Iterator[Any]:
+    """Yield the entries with these names in nested dictionaries and lists, except None."""
+    if isinstance(state, dict):
+        yield from (value for name, value in state.items() if name in names and value is not None)
+        state = list(state.values())
+    for part in state if isinstance(state, list | tuple) else ():
+        yield from _entries(part, names)
+
+
+def _progress(stored: _Source) -> Progress:
+    """Return where the run of a checkpoint stands that has the state of an Adam.
+
+    Raises:
+        UserError: it has none, or one whose tensors do not have the shapes of the weights.
+    """
+    state = stored.common.get("optimizer")
+    optimizer = stored.args.get("optimizer", "adam")
+    has = f"input: {stored.folder} has"
+    remedy = "leave --with-optimizer out"
+    if optimizer != "adam":
+        raise UserError(f"{has} the optimizer {echo(optimizer)}, needs adam; {remedy}")
+    if not any("optimizer.state.exp_avg." in name for name in stored.tensors):
+        kind = next(_entries(state, ["param_state_sharding_type"]), "none")
+        needs = f"fully_reshardable (save it with {_RESHARDABLE}) or that of the plain optimizer"
+        raise UserError(f"{has} an optimizer's state in the format {echo(kind)}, needs {needs}; {remedy}")
+    counts = {
+        "iteration": {stored.common.get("iteration")},
+        "consumed_train_samples": {stored.args.get("consumed_train_samples")},
+        "step": set(_entries(state, ["step", "common_step"])),
+    }
+    for name, values in counts.items():
+        if len(values) != 1 or not all(isinstance(value, int | float) and 0 < value < 2**63 for value in values):
+            raise UserError(
+                f"{has} {name} {echo(sorted(map(str, values)))}, needs one number of its progress; {remedy}"
+            )
+    step, consumed, updates = (int(values.pop()) for values in counts.values())
+    return Progress(step, consumed, updates)
+
+
+def _shard(
+    stored: _Source, key: str, at: Place, shape: tuple[int, ...], name: str, dtypes: Collection[torch.dtype]
+) -> Shard:
+    """Return a tensor, or the part of it at an index of its leading axes, under its name in our checkpoints."""
+    tensor = stored.tensors[key]
+    dtype = tensor.properties.dtype
+    if tuple(tensor.size[len(at) :]) != shape or dtype not in dtypes:
+        got = f"{list(tensor.size)} {dtype}"
+        raise UserError(f"input: {key} in {stored.folder} has {got}, its args need {list(shape)} per layer")
+    return Shard(name, shape, (0,) * len(shape), shape, dtype, partial(stored.read, key, at, shape))
+
+
+def _weights(stored: _Source, model: ModelConfig, vocab_size: int) -> tuple[list[Shard], dict[str, tuple[str, Place]]]:
+    """Return all weights, and the keys and indices of those that are trained, by name.
+
+    Raises:
+        UserError: a weight is missing, or there is one that the model does not have.
+    """
+    shards = list[Shard]()
+    used = set[str]()
+    places = dict[str, tuple[str, Place]]()
+    for row in parameters_of(model):
+        shape = stored_shape(row, model, vocab_size)
+        for place in row.places(model):
+            found = [(key, at) for key, at in _places_in(row, place) if key in stored.tensors]
+            if not found:
+                raise UserError(f"input: {stored.folder} has no {row.checkpoint(place)}, needs all weights of its args")
+            key, at = found[0]
+            used.update(key for key, _ in found)
+            shards.append(_shard(stored, key, at, shape, row.checkpoint(place), DTYPES.values()))
+            if row.trained:
+                places[shards[-1].name] = key, at
+    if more := sorted(key for key in stored.tensors.keys() - used if not key.startswith(_NO_WEIGHTS)):
+        raise UserError(f"input: {stored.folder} has {more[0]}, which this package does not support")
+    return shards, places
+
+
+def _adam_states(stored: _Source, places: dict[str, tuple[str, Place]], weights: Sequence[Shard]) -> Iterator[Shard]:
+    """Yield Adam's state of weights, whose keys and indices `places` has by name.
+
+    Raises:
+        UserError: the state of a weight is missing or not in float32, or the weight itself is in float16.
+    """
+    # parts of an optimizer may number their keys; fully_reshardable has another name for the master weight
+    plain = {re.sub(r"^chained_\d+\.", "", name).replace(".param.", ".fp32_param."): name for name in stored.tensors}
+    for weight in weights:
+        key, at = places[weight.name]
+        if weight.dtype is torch.float16:
+            raise UserError(f"input: {key} in {stored.folder} is in float16, needs bfloat16 or float32 to go on here")
+        for name in ("exp_avg", "exp_avg_sq", *(["fp32_param"] if weight.dtype is torch.bfloat16 else [])):
+            state = plain.get(f"optimizer.state.{name}.{key}")
+            if state is None:
+                raise UserError(
+                    f"input: {stored.folder} has no optimizer.state.{name}.{key}, needs all of Adam's state"
+                )
+            yield _shard(stored, state, at, weight.sizes, f"optimizer.state.{name}.{weight.name}", [torch.float32])
+
+
+def flags(args: dict[str, Any]) -> list[str]:
+    """Return the words of Megatron-LM's command line that load a checkpoint with these arguments."""
+    words = ["--finetune", "--use-checkpoint-args"]
+    for name in _UNREAD:
+        value = args.get(name)
+        if value == DEFAULTS[name] or value is None:
+            continue
+        words.append(flag(name))
+        if isinstance(value, tuple | list):
+            words.append(",".join(map(str, value)))
+        elif value is not True:
+            words.append(format(value, "g") if isinstance(value, float) else str(value))
+    return words
+
+
 def megatron_lm_to_megatron(
-    source: Path, output: Path, *, iteration: int | None = None, accepted: Sequence[str] = ()
+    source: Path,
+    output: Path,
+    *,
+    iteration: int | None = None,
+    accepted: Sequence[str] = (),
+    with_optimizer: bool = False,
 ) -> None:
     """Write a run folder for `--init-from` from a checkpoint of Megatron-LM, or the newest one in a folder.
 
-    `accepted` are arguments that this version does not know and that do not change the model.
+    Args:
+        source: the checkpoint, or a folder of Megatron-LM's --save.
+        output: the run folder.
+        iteration: of a folder with several checkpoints.
+        accepted: arguments that this version does not know and that do not change the model.
+        with_optimizer: write a run for `--load` that continues the one of Megatron-LM: with Adam's state, at its step.
 
     Raises:
         UserError: the model or the format is not supported, the checkpoint is damaged, or `output` exists.
@@ -265,25 +441,16 @@ def megatron_lm_to_megatron(
         raise UserError(f"input: {stored.folder} has no embedding.word_embeddings.weight, needs a GPT model's weights")
     vocab_size = embedding.size[0]
     model = model_config(stored.args, vocab_size, accepted)
-    shards, used = list[Shard](), set[str]()
-    for row in parameters_of(model):
-        shape = stored_shape(row, model, vocab_size)
-        for place in row.places(model):
-            found = [(key, at) for key, at in _places_in(row, place) if key in stored.tensors]
-            if not found:
-                raise UserError(f"input: {stored.folder} has no {row.checkpoint(place)}, needs all weights of its args")
-            (key, at), tensor = found[0], stored.tensors[found[0][0]]
-            if tuple(tensor.size[len(at) :]) != shape or tensor.properties.dtype not in DTYPES.values():
-                got = f"{list(tensor.size)} {tensor.properties.dtype}"
-                raise UserError(f"input: {key} in {stored.folder} has {got}, its args need {list(shape)} per layer")
-            used.update(key for key, _ in found)
-            read = partial(stored.read, key, at, shape)
-            shards.append(Shard(row.checkpoint(place), shape, (0,) * len(shape), shape, tensor.properties.dtype, read))
-    if more := sorted(key for key in stored.tensors.keys() - used if not key.startswith(_NO_WEIGHTS)):
-        raise UserError(f"input: {stored.folder} has {more[0]}, which this package does not support")
+    progress = _progress(stored) if with_optimizer else Progress()
+    shards, places = _weights(stored, model, vocab_size)
     data = DataConfig(seq_length=stored.args.get("max_position_embeddings") or DataConfig.seq_length)
-    training = training_config(stored.args, bf16=shards[0].dtype is torch.bfloat16)
-    write_run(output, Config(model=model, data=data, training=training), shards, began)
+    bf16 = shards[0].dtype is torch.bfloat16
+    if with_optimizer:
+        config = continued_config(stored.args, Config(model=model, data=data, training=TrainingConfig(bf16=bf16)))
+        shards += list(_adam_states(stored, places, [shard for shard in shards if shard.name in places]))
+    else:
+        config = Config(model=model, data=data, training=training_config(stored.args, bf16))
+    write_run(output, config, shards, began, progress=progress)
 
 
 class _Target(DefaultSavePlanner):
@@ -308,8 +475,8 @@ def _nothing() -> io.BytesIO:
     return content
 
 
-def megatron_to_megatron_lm(source: Path, output: Path) -> None:
-    """Write a checkpoint, with weights alone, that Megatron-LM loads with --finetune.
+def megatron_to_megatron_lm(source: Path, output: Path) -> list[str]:
+    """Write a checkpoint, with weights alone, that Megatron-LM loads; return what its command line needs.
 
     Raises:
         UserError: Megatron-LM's flags cannot describe the model, the checkpoint is damaged, or `output` exists.
@@ -346,3 +513,5 @@ def megatron_to_megatron_lm(source: Path, output: Path) -> None:
         torch.save({"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": step}, checkpoint / "common.pt")
         (checkpoint / "metadata.json").write_text(json.dumps(_FORMAT))
         (folder / POINTER).write_text(str(step))
+    bf16 = stored.tensors[places[0][0].checkpoint(places[0][1])].dtype == "BF16"
+    return ["--load", str(output), *flags(args), *(["--bf16"] if bf16 else [])]

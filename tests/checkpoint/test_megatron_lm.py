@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from megatron_ext.batch import pack
 from megatron_ext.checkpoint.folders import find_checkpoint
+from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.megatron_lm import (
+    _Source,
     megatron_lm_to_megatron,
     megatron_to_megatron_lm,
     model_config,
@@ -23,51 +25,14 @@ from megatron_ext.checkpoint.tensors import Stored
 from megatron_ext.config import ParallelConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
-from megatron_ext.engine import platform
 from megatron_ext.inference.model import open_model
-from tests.config.megatron_lm import defaults
+from tests.checkpoint.megatron_core import MOE, SMALL, model_of
+from tests.config.megatron_lm import READ_FROM_CHECKPOINTS, defaults
 from tests.conftest import refused, slow_but
 from tests.launcher import call
+from tools.translate_megatron_lm import Given
 
 TOKENS = torch.randint(0, 120, (33,), generator=torch.Generator().manual_seed(1))
-SMALL: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
-    "group_query_attention": True, "kv_channels": 8, "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
-    "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 5000,
-    "max_position_embeddings": 64, "untie_embeddings_and_output_weights": True, "params_dtype": torch.float32,
-}  # fmt: skip
-MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm": True, "moe_layer_freq": 1}
-MOE |= {"moe_aux_loss_coeff": 0.01}
-
-
-def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
-    """Megatron's own GPTModel on this rank."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-
-    platform.choose("cpu")
-    torch.cuda.synchronize = lambda *_: None
-    parallel_state.initialize_model_parallel(**layout)
-    model_parallel_cuda_manual_seed(1 + dist.get_rank())
-    names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
-    names += "add_bias_linear qk_layernorm moe_router_topk moe_ffn_hidden_size moe_layer_freq"
-    given = {name: args[name] for name in names.split() if name in args} | layout
-    given |= {"num_moe_experts": args.get("num_experts"), "layernorm_epsilon": args["layernorm_epsilon"]}
-    given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "pipeline_dtype": torch.float32}
-    given |= {"init_method_std": 0.2, "use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-    given |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
-    off = "persist_layer_norm bias_activation_fusion masked_softmax_fusion bias_dropout_fusion apply_rope_fusion "
-    off += "gradient_accumulation_fusion"
-    config = TransformerConfig(**given, **dict.fromkeys(off.split(), False))
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    options = {"vocab_size": 128, "max_sequence_length": 64, "position_embedding_type": "rope"}
-    options |= {"share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"]}
-    options |= {"pre_process": parallel_state.is_pipeline_first_stage(), "rotary_base": args["rotary_base"]}
-    model = GPTModel(config, spec, post_process=parallel_state.is_pipeline_last_stage(), **options)
-    return model.to(args["params_dtype"]).eval()
 
 
 @torch.no_grad()
@@ -97,7 +62,7 @@ def save(
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
     model, options = model_of(args, layout), dict(options)
-    renamed = options.pop("renamed", {})
+    renamed, release = options.pop("renamed", {}), options.pop("release", False)
     for name, parameter in model.named_parameters():
         if "norm" in name:  # ones would hide that norms are exchanged
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -108,10 +73,11 @@ def save(
         if isinstance(one, ShardedBase):
             for old, new in renamed.items():
                 one.key = one.key.replace(old, new)
-    (folder / "iter_0000007").mkdir(parents=True, exist_ok=True)
+    checkpoint = folder / ("release" if release else "iter_0000007")
+    checkpoint.mkdir(parents=True, exist_ok=True)
     everything = Namespace(**defaults(version) | args)
-    dist_checkpointing.save({**state, "args": everything, "iteration": 7}, str(folder / "iter_0000007"))
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    dist_checkpointing.save({**state, "args": everything, "iteration": 7}, str(checkpoint))
+    (folder / "latest_checkpointed_iteration.txt").write_text("release" if release else "7")
     return losses_of(model)
 
 
@@ -142,6 +108,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] 
     "single": ("0.19.0", {}, TP2_PP2, {"non_homogeneous_layers": True}),
     "tied-local-names": ("0.16.1", {"untie_embeddings_and_output_weights": False}, TP2_PP2, {"renamed": LOCAL}),
     "bf16": ("d98e8a64", {"params_dtype": torch.bfloat16}, TP2_PP2, {}),
+    "llama3-release": ("0.16.1", {"use_rope_scaling": True, "rope_scaling_factor": 4.0}, TP2_PP2, {"release": True}),
+    "linear": ("d98e8a64", {"rotary_seq_len_interpolation_factor": 4}, TP2_PP2, {}),
+    "no-rope": ("0.19.0", {"no_rope_freq": 2}, TP2_PP2, {}),
     "moe": ("d98e8a64", MOE, EP2_PP2, {"renamed": UNFUSED}),
     "moe-some": ("0.19.0", MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
 }  # fmt: skip
@@ -156,7 +125,7 @@ def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     before = next(filter(None, call(save, processes, theirs, version, args, layout, options)))
     megatron_lm_to_megatron(theirs, run)
     converted = call(ours, 1, run, group=False)[0]
-    megatron_to_megatron_lm(run, back)
+    words = megatron_to_megatron_lm(run, back)
     other = {"pipeline_model_parallel_size": 2} if "expert_model_parallel_size" in layout else {}
     after = next(filter(None, call(load, 1 + len(other), back, args, other)))
     for losses in (converted, after):
@@ -164,6 +133,10 @@ def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     megatron_lm_to_megatron(back, tmp_path / "again", iteration=0)  # what we write is also what we read
     first, again = (Pretrained.find(folder) for folder in (run, tmp_path / "again"))
     assert again.model == first.model
+    read = {name: value for name, value in _Source(back, 0).args.items() if name in READ_FROM_CHECKPOINTS}
+    given = Given([word for word in words if word != "--finetune"])
+    assert not given.decide
+    assert comparable(model_config(defaults(version) | read | given.values, 128)) == comparable(first.model)
     if "num_experts" in args:
         training = parse(["--config", str(run / "config.yaml")]).training
         assert (training.moe_router_load_balancing_type, training.moe_aux_loss_coeff) == ("aux_loss", 0.01)

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -92,23 +92,43 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> No
     write_run(output, config, shards, began, source)
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Completed steps of a run, the rows that they consumed, and Adam's count of its updates, 0 without its state."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    updates: int = 0
+
+
 def write_run(
-    output: Path, config: Config, shards: Sequence[Shard], began: float, hugging_face: Path | None = None
+    output: Path,
+    config: Config,
+    shards: Sequence[Shard],
+    began: float,
+    hugging_face: Path | None = None,
+    progress: Progress = Progress(),
 ) -> None:
-    """Write a run folder with these weights, and with the tokenizer and config.json of a Hugging Face folder."""
+    """Write a run folder with these weights, and with the tokenizer and config.json of a Hugging Face folder.
+
+    With Adam's state its configuration continues this run, otherwise it begins another one with these weights.
+    """
     with atomic_folder(output.absolute()) as folder:
-        checkpoint = folder / "checkpoints" / folder_name(0)
+        checkpoint = folder / "checkpoints" / folder_name(progress.step)
         checkpoint.mkdir(parents=True)
         if hugging_face is not None:
             copy_files(hugging_face, folder / "hugging_face", "config.json")
-        started = replace(config, checkpoint=CheckpointConfig(init_from=str(output.absolute())))
-        (folder / "config.yaml").write_text(dump_yaml(started))
+        run = str(output.absolute())
+        start = CheckpointConfig(init_from=run)
+        if progress.updates:
+            start = CheckpointConfig(load=run, save=run)
+        (folder / "config.yaml").write_text(dump_yaml(replace(config, checkpoint=start)))
         Manifest(
-            step=0,
-            consumed_samples=0,
-            layout={"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"},
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            layout={},  # no run's, so that random states start anew
             config=to_dict(config),
-            optimizer={},  # only weights
+            optimizer={"step": progress.updates} if progress.updates else {},  # only weights
             code=code_identity(),
             files=write_index(checkpoint, [write(checkpoint, 0, shards)]),
             seconds=time.perf_counter() - began,

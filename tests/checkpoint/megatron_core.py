@@ -1,0 +1,50 @@
+"""Megatron-Core's own GPTModel, in the configuration that arguments of Megatron-LM describe."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.engine import platform
+
+SMALL: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
+    "group_query_attention": True, "kv_channels": 8, "normalization": "RMSNorm", "layernorm_epsilon": 1e-6,
+    "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope", "rotary_base": 5000,
+    "max_position_embeddings": 64, "untie_embeddings_and_output_weights": True, "params_dtype": torch.float32,
+}  # fmt: skip
+MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm": True, "moe_layer_freq": 1}
+MOE |= {"moe_aux_loss_coeff": 0.01}
+
+
+def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
+    """Megatron's own GPTModel on this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    platform.choose("cpu")
+    torch.cuda.synchronize = lambda *_: None
+    parallel_state.initialize_model_parallel(**layout)
+    model_parallel_cuda_manual_seed(1 + dist.get_rank())
+    names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    names += "add_bias_linear qk_layernorm moe_router_topk moe_ffn_hidden_size moe_layer_freq no_rope_freq"
+    given = {name: args[name] for name in names.split() if name in args} | layout
+    given |= {"num_moe_experts": args.get("num_experts"), "layernorm_epsilon": args["layernorm_epsilon"]}
+    given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "pipeline_dtype": torch.float32}
+    given |= {"init_method_std": 0.2, "use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    given |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
+    off = "persist_layer_norm bias_activation_fusion masked_softmax_fusion bias_dropout_fusion apply_rope_fusion "
+    off += "gradient_accumulation_fusion"
+    config = TransformerConfig(**given, **dict.fromkeys(off.split(), False))
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    options = {"vocab_size": 128, "max_sequence_length": 64, "position_embedding_type": "rope"}
+    options |= {"share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"]}
+    options |= {"pre_process": parallel_state.is_pipeline_first_stage(), "rotary_base": args["rotary_base"]}
+    options |= {"rope_scaling": args.get("use_rope_scaling", False)}
+    options |= {"rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}
+    options |= {"seq_len_interpolation_factor": args.get("rotary_seq_len_interpolation_factor")}
+    model = GPTModel(config, spec, post_process=parallel_state.is_pipeline_last_stage(), **options)
+    return model.to(args["params_dtype"]).eval()
