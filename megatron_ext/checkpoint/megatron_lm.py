@@ -18,7 +18,8 @@ import re
 import time
 import zipfile
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -396,7 +397,27 @@ def _adam_states(stored: _Source, places: dict[str, tuple[str, Place]], weights:
                 raise UserError(
                     f"input: {stored.folder} has no optimizer.state.{name}.{key}, needs all of Adam's state"
                 )
-            yield _shard(stored, state, at, weight.sizes, f"optimizer.state.{name}.{weight.name}", [torch.float32])
+            grid = tuple(stored.tensors[state].size[len(at) :])
+            is_flat = len(grid) > len(weight.sizes) and math.prod(grid) == math.prod(weight.sizes)
+            sizes = grid if is_flat else weight.sizes
+            shard = _shard(stored, state, at, sizes, f"optimizer.state.{name}.{weight.name}", [torch.float32])
+            if is_flat:
+                data = partial(_from_blocks, shard.data, weight.sizes)
+                shard = replace(shard, shape=weight.shape, offset=weight.offset, sizes=weight.sizes, data=data)
+            yield shard
+
+
+def _from_blocks(blocks: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of which a grid of equal blocks is stored, each flattened, as in fully_sharded_model_space.
+
+    A matrix has blocks [rows of blocks, columns of blocks, elements of a block].
+    """
+    flat = blocks()
+    grid = flat.shape[:-1]
+    block = [length // count for length, count in zip(shape, grid, strict=True)]
+    axes = range(2 * len(shape))
+    order = [axis for pair in zip(axes[: len(shape)], axes[len(shape) :], strict=True) for axis in pair]
+    return flat.view(*grid, *block).permute(order).reshape(shape)
 
 
 def flags(args: dict[str, Any]) -> list[str]:

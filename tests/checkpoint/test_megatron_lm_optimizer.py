@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.folders import read_checkpoint
-from megatron_ext.checkpoint.megatron_lm import megatron_lm_to_megatron
+from megatron_ext.checkpoint.megatron_lm import _from_blocks, megatron_lm_to_megatron
 from megatron_ext.checkpoint.tensors import Stored
 from tests.checkpoint.megatron_core import MOE, SMALL, model_of
 from tests.config.megatron_lm import defaults
@@ -120,6 +120,13 @@ def test_three_more_steps_are_the_same_there_and_here(tmp_path: Path, name: str,
     for key in stored[1].tensors:
         ours, theirs = (folder.read(key).float() for folder in stored)
         assert (ours - theirs).abs().max() <= close * theirs.abs().max(), key
+
+
+def test_a_grid_of_flattened_blocks_is_one_tensor() -> None:
+    """Versions before 0.16 save so (fully_sharded_model_space); those tested here refuse to."""
+    whole = torch.arange(24).view(4, 6)
+    blocks = [torch.stack([block.flatten() for block in rows.chunk(3, dim=1)]) for rows in whole.chunk(2)]
+    assert torch.equal(_from_blocks(lambda: torch.stack(blocks), (4, 6)), whole)
 
 
 def test_a_format_of_other_shapes_is_named(tmp_path: Path) -> None:
