@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import ByteSize, Field, TypeAdapter
 
-from megatron_ext.cli import Parser, command, integer, positive
+from megatron_ext.cli import MANY, Parser, command, integer, positive
 from megatron_ext.errors import UserError
 
 
@@ -45,7 +45,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add = subcommand("megatron-lm-to-megatron", "read a torch_dist checkpoint of Megatron-LM, write a run folder")
     add("--iteration", type=integer(0), metavar="N", help="of a folder with several checkpoints [the newest]")
     text = "arguments that this version does not know and that do not change the model"
-    add("--accept", nargs="+", default=(), metavar="NAME", help=text)
+    add("--accept", **MANY, default=[], metavar="NAME", help=text)
     subcommand("megatron-to-megatron-lm", "write a torch_dist checkpoint that Megatron-LM loads with --finetune")
 
     add = subcommand("verify", "run both on a text and compare logits, loss and greedy text")
