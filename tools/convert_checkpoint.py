@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import ByteSize, Field, TypeAdapter
 
-from megatron_ext.cli import Parser, command, integer, positive
+from megatron_ext.cli import MANY, Parser, command, integer, positive
 from megatron_ext.errors import UserError
 
 
@@ -46,7 +46,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add = subcommand("megatron-lm-to-megatron", "read a torch_dist checkpoint of Megatron-LM, write a run folder")
     add("--iteration", type=integer(0), metavar="N", help="of a folder with several checkpoints [the newest]")
     text = "arguments that this version does not know and that do not change the model"
-    add("--accept", nargs="+", default=(), metavar="NAME", help=text)
+    add("--accept", **MANY, default=[], metavar="NAME", help=text)
     text = "also Adam's state, step, batches and schedule, for --load"
     add("--with-optimizer", action="store_true", help=text)
     subcommand("megatron-to-megatron-lm", "write a torch_dist checkpoint for Megatron-LM, print its flags")

@@ -27,7 +27,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-from megatron_ext.cli import Parser, command
+from megatron_ext.cli import MANY, Parser, command
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.data.text.tokenizer import (
     KNOWN_BOS_TOKENS,
@@ -272,7 +272,7 @@ def main(argv: list[str]) -> int:
     add("--input", required=True, type=Path, metavar="FILE", help="SentencePiece .model, tiktoken file or tekken.json")
     add("--encoding", choices=("llama3", "llama3.1"), help="the special tokens and the pattern of a tiktoken file")
     add("--output", required=True, type=Path, metavar="FOLDER")
-    add("--check", nargs="+", default=[], metavar="PATH", help="documents to compare ids on as well")
+    add("--check", **MANY, default=[], metavar="PATH", help="documents to compare ids on as well")
     add("--overwrite", action="store_true", help="replace an existing tokenizer")
     args = parser.parse_args(argv)
     check_new_tokenizer(args.output, args.overwrite)

@@ -12,7 +12,7 @@ python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --p
 import argparse
 import sys
 
-from megatron_ext.cli import Parser, command, integer, output_file, positive
+from megatron_ext.cli import MANY, Parser, command, integer, output_file, positive
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.context_parallel import Policy
@@ -27,7 +27,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     row = parser.add_argument_group("the row").add_mutually_exclusive_group(required=True)
     row.add_argument("--document-ends", type=int, nargs="*", metavar="END", help="a row by hand: exclusive ends")
-    row.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a row of .bin/.idx, as the training draws it")
+    row.add_argument("--data-path", **MANY, metavar="PREFIX", help="a row of .bin/.idx, as the training draws it")
     add = parser.add_argument
     add("--seq-length", type=positive, required=True, metavar="L", help="tokens of the row")
     data = parser.add_argument_group("with --data-path").add_argument
@@ -37,7 +37,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--split", default=DataConfig.split, help="shares of the documents for train,valid,test (default: %(default)s)"
     )
     data("--tokenizer-model", metavar="TOKENIZER", help="the one that the data was made with")
-    data("--policies", nargs="+", metavar="NAME", help="compare packing policies instead; - for all but bm25")
+    data("--policies", **MANY, metavar="NAME", help="compare packing policies instead; - for all but bm25")
     data("--text", action="store_true", help="show the text of each token of a short row")
     add("--window", type=positive, metavar="W", help="of the grid (default: the whole row)")
     mask = "attention stays inside a document: here by default, in training by option"

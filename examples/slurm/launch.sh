@@ -118,11 +118,13 @@ srun_command() {
 }
 
 # Pass a signal of the batch shell on to the ranks: sbatch --signal=B:USR1@..., or scancel --batch. They may have it
-# already: on a preemption Slurm sends SIGTERM to all. An unresponsive controller must not end the job.
+# already: on a preemption Slurm sends SIGTERM to all. An unresponsive controller must not end the job, nor hold it.
 pass_on() {
   interrupted=1
-  scancel --signal="$(kill -l "$1")" "$job" ||
-    echo "job $job: SIG$1 was not passed on; in a job that Slurm ends, all ranks have it"
+  {
+    scancel --signal="$(kill -l "$1")" "$job" ||
+      echo "job $job: SIG$1 was not passed on; in a job that Slurm ends, all ranks have it"
+  } &
 }
 
 # Run the command and set its status. The shell must outlive the step's processes. `wait` returns early after a trap.
@@ -205,6 +207,11 @@ may_crash_again() {
   ((count < ${MAX_CRASHES:-2}))
 }
 
+# Return true if a status is 128 + one of SIGNALS.
+is_of_signal() {
+  (($1 > 128)) && [[ " ${SIGNALS[*]} " == *" $(kill -l "$1" 2>/dev/null) "* ]]
+}
+
 # 0: done; 2: bad input; 86 or diverged.json: diverged; 130: Ctrl-C; 85 or stopped.json: stopped by a warning, and
 # saved; 143 (TERM) and 128 + another of SIGNALS, such as 138 (USR1): ended before it could save; all else is a crash,
 # including a rank that hung (87). 138 counts as a crash, because start-up may take longer than the time limit. 143 does
@@ -216,10 +223,9 @@ decide() {
   case $status in
     0 | 2 | 86 | 130) verdict=end ;;
     85 | 143) verdict=again ;;
-    129 | 131 | 138 | 140 | 142 | 152)
-      if [[ ! ${RUN:-} ]] || may_crash_again; then verdict=again; else verdict=end; fi
+    *)
+      if { [[ ! ${RUN:-} ]] && is_of_signal "$status"; } || may_crash_again; then verdict=again; else verdict=end; fi
       ;;
-    *) if may_crash_again; then verdict=again; else verdict=end; fi ;;
   esac
 }
 

@@ -21,6 +21,7 @@ from megatron_ext.cli import program
 from megatron_ext.config import CheckpointConfig, Config
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write, sync
+from megatron_ext.monitoring.metrics import read_history
 
 logger = logging.getLogger(__name__)
 
@@ -241,8 +242,11 @@ def _was_begun_by(options: CheckpointConfig) -> bool:
     if not (options.save and options.load and options.load_if_present):
         return False
     saved = locate(Path(options.save), past_damaged=options.load_latest_complete)
-    loaded = saved.manifest.config.get("checkpoint", {}).get("load") if saved is not None else None
-    return loaded is not None and Path(loaded).resolve() == Path(options.load).resolve()
+    if saved is None:
+        return False
+    starts = [saved.manifest.config.get("checkpoint", {}), *read_history(saved.run).starts]
+    loaded = [Path(start["load"]).resolve() for start in starts if start.get("load")]
+    return Path(options.load).resolve() in loaded
 
 
 def end_of_samples(config: Config, checkpoint: Checkpoint | None) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 
 import yaml
 
-from megatron_ext.cli import Parser, nearest
+from megatron_ext.cli import MANY, Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.blocks import BLOCKS, mlp_width
 from megatron_ext.config.megatron_lm import equivalent
@@ -73,6 +73,8 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
     given: Values = {}
     for name, field in FIELDS.items():
         if name in flags:
+            if field.default == () and "none" in flags[name] and len(flags[name]) > 1:
+                raise UserError(f"{name}: got {' '.join(flags[name])}, needs none alone, or values; leave none out")
             is_reset = flags[name] in ("none", ["none"]) and field.default in (None, ())
             given.setdefault(field.section, {})[name] = field.default if is_reset else flags[name]
     names = _stage_names(files)
@@ -284,7 +286,7 @@ def _parser(everything: bool = False) -> Parser:
         if field.is_switch:
             options |= {"action": argparse.BooleanOptionalAction}
         else:
-            options |= {"nargs": "+" if field.default == () else None, "metavar": _metavar(field)}
+            options |= {**(MANY if field.default == () else {}), "metavar": _metavar(field)}
         groups[field.section].add_argument(flag(name), **options)
     return parser
 

@@ -23,6 +23,7 @@ import megatron.core.tensor_parallel.mappings as megatron_mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as megatron_experts
 import megatron.core.transformer.moe.router as megatron_router
+import megatron.core.transformer.transformer_block as megatron_block
 import megatron.core.utils as megatron_utils
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ def install() -> None:
     if not torch.cuda.is_available():
         install_gloo()
         _replace(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts_on_host)
+        megatron_block.get_cpu_offload_context = None  # Transformer Engine 2.9's makes a stream, also if nothing moves
         MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # the dispatcher creates a stream if this is None
 
 

@@ -267,10 +267,10 @@ def read_history(folder: Path) -> History:
     return History(starts, lines[-1] if lines and lines[-1].get("event") == "end" else None)
 
 
-def weights_at_start(folder: Path) -> str | None:
-    """Return the `init_from` of the newest start at step 0 of a run's history, if any. Raises as `read_jsonl` does."""
+def first_start(folder: Path) -> Record:
+    """Return the newest start at step 0 of a run's history; empty if there is none. Raises as `read_jsonl` does."""
     firsts = [start for start in read_history(folder).starts if start["step"] == 0]
-    return firsts[-1].get("init_from") if firsts else None
+    return firsts[-1] if firsts else {}
 
 
 def local_time(seconds: float) -> str:

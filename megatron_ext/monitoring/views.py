@@ -105,8 +105,10 @@ class Wandb:
 
         id_file = folder / "wandb_id.txt"
         resumed = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
-        patience = {name: value for name, value in _PATIENCE_S.items() if f"WANDB_{name.upper()}" not in os.environ}
-        arguments = {
+        patience: dict[str, Any] = {
+            name: value for name, value in _PATIENCE_S.items() if f"WANDB_{name.upper()}" not in os.environ
+        }
+        arguments: dict[str, Any] = {
             "project": options.wandb_project,
             "name": options.wandb_exp_name,
             "config": config,

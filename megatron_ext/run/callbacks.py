@@ -20,7 +20,7 @@ from megatron_ext.config.arguments import as_flag, dump_run, of_start, to_dict
 from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.metrics import MetricsWriter, note_history, weights_at_start
+from megatron_ext.monitoring.metrics import MetricsWriter, first_start, note_history
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.planning.flops import step_flops, utilisation
 
@@ -93,22 +93,25 @@ class RunRecords(Callback):
         """Write config.yaml and the start to the run's folder; open its metrics, without the steps to be repeated.
 
         Raises:
-            UserError: a damaged line of metrics, or a run that began with other weights and saved nothing yet.
+            UserError: a damaged line of metrics, or a run that began from others and saved nothing yet.
             OSError: a file cannot be written.
         """
-        init_from = self.config.checkpoint.init_from
-        began_with = weights_at_start(folder)
-        if not self._began and init_from is None and began_with is not None:
+        facts = of_start(self.config)
+        first = first_start(folder)
+        began_with = {name: first[name] for name in ("init_from", "init_optimizer") if name in first}
+        lacking = began_with.keys() - facts.keys()
+        if not self._began and lacking:
+            flags = " ".join(as_flag(name, value) for name, value in began_with.items())
             raise UserError(
-                f"init_from: got none, but {folder}, which has no checkpoint yet, began with the weights of "
-                f"{began_with}; add {as_flag('init_from', began_with)}, or choose another folder"
+                f"{min(lacking)}: got none, but {folder}, which has no checkpoint yet, began with {flags}; add this, "
+                "or choose another folder"
             )
         self.metrics = MetricsWriter(
             folder, resume_step=self._began, logging=self.config.logging, config=to_dict(self.config)
         )
         with atomic_write(folder / "config.yaml") as aside:
             aside.write_text(dump_run(self.config))
-        note_history(folder, "start", self._began, {**self.info.facts, **of_start(self.config)})
+        note_history(folder, "start", self._began, {**self.info.facts, **facts})
 
     def after_step(self, done: StepRecord) -> None:
         """Write the metrics of a step."""

@@ -15,7 +15,7 @@ from megatron_ext.engine import parallel
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.step import Pipeline
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step, weights_at_start
+from megatron_ext.monitoring.metrics import METRICS_FILE, first_start, read_by_step
 from megatron_ext.run.trainer import build
 
 
@@ -43,7 +43,9 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     first = records[step - 1]["consumed_samples"] if step - 1 in records else recorded["consumed_samples"] - rows
     end = recorded.get("consumed_samples", first + rows)
     weights = run / "checkpoints" / folder_name(before[-1]) if before else None
-    init_from = weights_at_start(run) if weights is None else str(weights)
+    init_from = str(weights)
+    if weights is None:  # earlier versions kept it in config.yaml
+        init_from = first_start(run).get("init_from", today.checkpoint.init_from)
     config = replace(
         config,
         checkpoint=CheckpointConfig(init_from=init_from),

@@ -54,10 +54,11 @@ _TWICE_S = 1.0  # a terminal and a launcher may both pass on one Ctrl-C
 
 
 class StopRequest(ExitStack):
-    """Records the last of `REQUESTS` in `signal` (0: none), from `listen` to the end of the context.
+    """Records the last of `REQUESTS` in `signal` (0: none), from `listen` to the end of the context; SIGINT stays.
 
-    A thread reads the signals, because the main thread may be in a kernel or a collective for minutes: it prints at
-    once that the run will stop. A second SIGINT ends this process without saving.
+    A thread reads the signals as well, because the main thread may be in a kernel or a collective for minutes: it
+    prints at once that the run will stop. A second SIGINT ends this process without saving. A SIGTERM after it does
+    not: torchrun's workers get one for its second SIGINT, but also for a preemption.
 
     A signal that is ignored (SIGHUP under nohup) or has a handler (timers) stays so, except the three of launchers.
     """
@@ -82,28 +83,29 @@ class StopRequest(ExitStack):
             before = signal.getsignal(number)
             if number in _ALWAYS or before in (signal.SIG_DFL, signal.default_int_handler):
                 self.callback(signal.signal, number, before)
-                signal.signal(number, lambda *_: None)  # Python writes the number into the pipe
+                signal.signal(number, self._record)
         os.register_at_fork(after_in_child=self.close)  # a forked child's signals are its own
 
+    def _record(self, number: int, _: object) -> None:
+        if self.signal != signal.SIGINT:  # of a person: nothing starts the run again
+            self.signal = number
+
     def _read(self, reading: int) -> None:
-        """Record each signal; the thread of `listen`."""
+        """Acknowledge each signal once, and end the process by a second SIGINT; the thread of `listen`."""
         interrupted_at = math.inf
-        repeats = {signal.SIGINT}
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            repeats.add(signal.SIGTERM)  # torchrun's workers get this one for its second SIGINT
-        with open(reading, "rb", buffering=0) as numbers:
+        acknowledged = set()
+        with open(reading, "rb", buffering=0) as numbers:  # Python writes every signal's number, also a timer's
             for byte in iter(partial(numbers.read, 1), b""):
                 number = ord(byte)
-                if number not in REQUESTS:
+                if signal.getsignal(number) != self._record:
                     continue
-                if number in repeats and time.monotonic() > interrupted_at + _TWICE_S:
-                    self._say("ended by a second Ctrl-C, without saving")
-                    os._exit(128 + signal.SIGINT)
                 if number == signal.SIGINT:
+                    if time.monotonic() > interrupted_at + _TWICE_S:
+                        self._say("ended by a second Ctrl-C, without saving")
+                        os._exit(128 + signal.SIGINT)
                     interrupted_at = min(interrupted_at, time.monotonic())
-                before = self.signal
-                self.signal = number
-                if number != before:
+                if number not in acknowledged:
+                    acknowledged.add(number)
                     self._acknowledge(signal.Signals(number))
 
     def _acknowledge(self, number: signal.Signals) -> None:

@@ -46,6 +46,17 @@ def test_none_on_the_command_line_resets_a_file_value(tmp_path: Path) -> None:
     assert parse([*config_file(tmp_path, "training: {eval_lengths: [8]}"), "--eval-lengths", "none"]) == Config()
 
 
+def test_a_repeated_flag_of_a_list_adds_to_it(tmp_path: Path) -> None:
+    """The flags together replace the file's list, and each parse begins with an empty one."""
+    file = config_file(tmp_path, "training: {eval_lengths: [8]}")
+    for _ in range(2):
+        assert parse([*file, "--eval-lengths", "16", "32", "--eval-lengths", "64"]).training.eval_lengths == (
+            16,
+            32,
+            64,
+        )
+
+
 def test_every_field_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     short = help_of("--help", capsys)
     assert len(short.splitlines()) < 100
@@ -106,6 +117,7 @@ def test_values_are_converted() -> None:
         (["--num-layers"], "--num-layers: expected one argument"),
         (["--num-layers", "2.5"], "num_layers: got 2.5, needs a valid integer"),
         (["--device", "gpu"], "device: got 'gpu', needs 'auto', 'cpu' or 'cuda'"),
+        (["--eval-lengths", "1", "--eval-lengths", "none"], "eval_lengths: got 1 none, needs none alone"),
         (["--eval-lengths", "1", "x"], "eval_lengths.1: got 'x', needs a valid integer"),
         (["--model-preset", "120m"], "model_preset: got '120m', needs '120M', '360M', '1B', '3B',"),
         (["--config", "/no/such/file"], "--config: got /no/such/file, needs a readable YAML file (No such file"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_ext.checkpoint.folders import folder_name
 from megatron_ext.run.signals import DIVERGED
@@ -81,6 +82,22 @@ def test_the_rows_of_the_step_are_printed(with_spike: Path, alone: Commands) -> 
     assert heading.endswith("the first weights of the run")
     losses, counts = zip(*((float(loss), int(count)) for loss, count, *_ in documents), strict=True)
     assert np.average(losses, weights=counts) == pytest.approx(series(with_spike, "lm_loss")[0], 1e-4)
+
+
+def test_the_first_weights_of_a_run_of_an_earlier_version(
+    flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path
+) -> None:
+    """Its config.yaml names them, and its history does not."""
+    alone.run(TRAINER, *flags, "--train-iters", 1, "--init-from", with_spike, "--save", tmp_path)
+    config, history = tmp_path / "config.yaml", tmp_path / "history.jsonl"
+    values = yaml.safe_load(config.read_text())
+    values["checkpoint"]["init_from"] = str(with_spike)
+    config.write_text(yaml.safe_dump(values))
+    lines = [{name: value for name, value in line.items() if name != "init_from"} for line in read_jsonl(history)]
+    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, documents = inspected(alone, tmp_path, 0)
+    losses, counts = zip(*((float(loss), int(count)) for loss, count, *_ in documents), strict=True)
+    assert np.average(losses, weights=counts) == pytest.approx(series(tmp_path, "lm_loss")[0], abs=1e-4)
 
 
 def test_a_step_before_an_override_has_its_own_options(flags: list[object], alone: Commands, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Stopped by a signal: saved, with the exit status and the file that a launch script reads."""
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -117,6 +118,7 @@ def unrequested(rank: int) -> list[str]:
         for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
             if number.name in faults | as_errors or not ends_a_process(number):
                 continue
+            request.signal = 0
             signal.raise_signal(number)
             if not wait_until(lambda number=number: request.signal == number, 10):
                 unknown.append(number.name)
@@ -174,6 +176,53 @@ def test_an_ignored_sighup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def other_handlers(rank: int) -> int:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.signal(signal.SIGRTMIN, lambda *_: None)
+    with StopRequest(None) as request:
+        request.listen()
+        signal.raise_signal(signal.SIGRTMIN)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(0.5)
+        return request.signal
+
+
+def test_a_signal_that_other_code_handles_stops_no_run() -> None:
+    assert call(other_handlers, 1, group=False) == [0]
+
+
+def after_an_event_loop(rank: int) -> int:
+    async def handle_a_signal() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, print)
+
+    with StopRequest(None) as request:
+        request.listen()
+        asyncio.run(handle_a_signal())
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: request.signal != 0, 5)
+        return request.signal
+
+
+def test_a_request_is_heard_after_asyncio_took_the_wakeup_descriptor() -> None:
+    assert call(after_an_event_loop, 1, group=False) == [signal.SIGTERM]
+
+
+def interrupted_then_terminated(rank: int) -> int:
+    os.environ["TORCHELASTIC_RUN_ID"] = "1"
+    with StopRequest(None) as request:
+        request.listen()
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(1.5)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        return request.signal
+
+
+def test_a_sigterm_after_a_ctrl_c_leaves_the_run_to_save() -> None:
+    """A preemption sends one, and so does torchrun for its second Ctrl-C; nothing starts the run again."""
+    assert call(interrupted_then_terminated, 1, group=False) == [signal.SIGINT]
+
+
 def test_a_terminal_that_is_closed_loses_no_step(small_data: SmallData, tmp_path: Path) -> None:
     """The trainer gets SIGHUP, and every line that it then prints is an error."""
     run = tmp_path / "run"
@@ -208,8 +257,8 @@ def test_a_terminal_that_is_closed_loses_no_step(small_data: SmallData, tmp_path
     assert read_jsonl(run / "history.jsonl")[-1]["how"] == "stopped by SIGHUP"
 
 
-def in_a_long_step(small_data: SmallData, run: Path, processes: int) -> Running:
-    running = torchrun(processes, "tests/faults/long_step.py", *COMMON, *small_data.flags, "--save", run)
+def in_a_long_step(small_data: SmallData, run: Path) -> Running:
+    running = torchrun(1, "tests/faults/long_step.py", *COMMON, *small_data.flags, "--save", run)
     running.wait_for(lambda: "the long step begins" in running.done()[0].stderr)
     return running
 
@@ -221,7 +270,7 @@ def signal_and_read(running: Running, number: signal.Signals) -> None:
 
 
 def test_a_long_step_acknowledges_signals_and_a_second_ctrl_c_ends_it(small_data: SmallData, tmp_path: Path) -> None:
-    running = in_a_long_step(small_data, tmp_path / "run", 1)
+    running = in_a_long_step(small_data, tmp_path / "run")
     signal_and_read(running, signal.SIGTERM)
     signal_and_read(running, signal.SIGINT)
     running.signal(signal.SIGINT)  # the same keystroke, passed on by a launcher
@@ -232,15 +281,3 @@ def test_a_long_step_acknowledges_signals_and_a_second_ctrl_c_ends_it(small_data
     assert done.status == 130
     assert "ended by a second Ctrl-C, without saving" in done.stderr
     assert not locate(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_reaches_the_workers_of_torchrun(small_data: SmallData, tmp_path: Path) -> None:
-    """They are in sessions of their own: they get only what torchrun passes on."""
-    running = in_a_long_step(small_data, tmp_path / "run", 2)
-    signal_and_read(running, signal.SIGINT)
-    time.sleep(2)
-    running.signal(signal.SIGINT)
-    (done,) = running.finish(15)  # after 30 s torchrun would kill them
-    assert "ended by a second Ctrl-C, without saving" in done.stderr
-    assert not (tmp_path / "run" / "stopped.json").exists()

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ext.checkpoint.folders import saved_steps
 from megatron_ext.config.arguments import of_start, parse
-from megatron_ext.monitoring.metrics import weights_at_start
+from megatron_ext.monitoring.metrics import first_start
 from tests.conftest import SmallData
 from tests.launcher import Commands
 from tests.runs import CONFIG, TRAINER, read_jsonl, refused_command, series
@@ -43,15 +43,19 @@ def test_a_run_s_configuration_keeps_nothing_of_one_start(flags: list[object], a
 def test_weights_that_no_checkpoint_has_yet_are_named_again(
     flags: list[object], alone: Commands, tmp_path: Path
 ) -> None:
-    """A run killed before its first checkpoint would otherwise begin anew from random weights."""
+    """A run killed before its first checkpoint would otherwise begin anew, from random weights or a new optimizer."""
     base, run = tmp_path / "base", tmp_path / "run"
+    optimizer = ["--init-from", base, "--init-optimizer"]
     alone.run(TRAINER, *flags, "--train-iters", 1, "--save", base)
-    alone.run(TRAINER, *flags, "--train-iters", 1, "--save", run, "--init-from", base)
+    alone.run(TRAINER, *flags, "--train-iters", 1, "--save", run, *optimizer)
     shutil.rmtree(run / "checkpoints")
-    assert weights_at_start(run) == str(base)
+    assert first_start(run)["init_from"] == str(base)
     again = ["--config", run / "config.yaml", "--load", run, "--load-if-present", "--save", run]
     assert f"init_from: got none, but {run}, which has no checkpoint yet" in refused_command(alone, TRAINER, *again)
-    alone.run(TRAINER, *again, "--init-from", base)
+    refusal = refused_command(alone, TRAINER, *again, "--init-from", base)
+    assert "init_optimizer: got none" in refusal
+    assert f"--init-from {base} --init-optimizer" in refusal
+    alone.run(TRAINER, *again, *optimizer)
 
 
 def test_the_command_that_began_a_branch_continues_it(flags: list[object], alone: Commands, tmp_path: Path) -> None:
@@ -64,6 +68,8 @@ def test_the_command_that_began_a_branch_continues_it(flags: list[object], alone
     (done,) = alone.run(TRAINER, *command, "--train-iters", 3)
     assert f"continuing from {branch}/checkpoints/iter_0000002 after 2 steps" in done.stderr
     assert saved_steps(branch) == [2, 3]
-    assert series(branch, "step") == [1, 2]
+    alone.run(TRAINER, *flags, "--load", branch, "--save", branch, "--train-iters", 4)
+    alone.run(TRAINER, *command, "--train-iters", 5)
+    assert series(branch, "step") == [1, 2, 3, 4]
     foreign = [*flags, "--load", base, "--load-if-present", "--save", other]
     assert "holds the checkpoints of another run" in refused_command(alone, TRAINER, *foreign)

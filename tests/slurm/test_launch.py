@@ -135,7 +135,7 @@ CASES = {
     "warned too early": Case(f"{FIRST_START} && kill -USR1 $$; exit 0", "COMPLETED", "0:0", 1),
     "warned too early each time": Case("kill -USR1 $$", "FAILED", "138:0", 1, ONE_CRASH),
     "warned too early, without checkpoints": Case(
-        f"{FIRST_START} && kill -USR2 $$; exit 0", "COMPLETED", "0:0", 1, {"RUN": "", "MAX_CRASHES": "0"}
+        f"{FIRST_START} && kill -PWR $$; exit 0", "COMPLETED", "0:0", 1, {"RUN": "", "MAX_CRASHES": "0"}
     ),
     "SIGHUP to the batch shell alone": passed_on("HUP"),
     "SIGTERM to the batch shell alone": passed_on("TERM"),

@@ -1,6 +1,5 @@
 """A run on a CPU does not use a Transformer Engine that is installed, as in an image for GPUs."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,6 @@ from tests.launcher import call
 from tests.runs import CONFIG, Launched
 from tests.transformer_engine import WITHOUT_CUDA
 
-pytestmark = pytest.mark.xfail(
-    "/2.9" in os.environ.get("TRANSFORMER_ENGINE", ""),
-    reason="Transformer Engine 2.9 makes a CUDA stream for offloading as Megatron builds its layers' block",
-)
 FLAGS = ["--train-iters", "2", "--lr-warmup-iters", "0", "--seq-length", "64", "--bf16"]
 
 

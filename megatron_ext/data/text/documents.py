@@ -213,7 +213,7 @@ def read_rows(
 
 def _rows(batch: Any) -> list[Any]:
     try:
-        rows: list[Any] = batch.to_pylist()
+        rows: list[Any] = batch.to_pylist(maps_as_pydicts="lossy")
     except (ValueError, OverflowError) as error:
         if len(batch) == 1:
             return [error]
@@ -370,9 +370,7 @@ def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value of a table as a line of JSON has it: in a struct a null is a missing key; a map is an object."""
-    if isinstance(value, list) and value and isinstance(value[0], tuple):
-        value = dict(value)
+    """Return a value of a table as a line of JSON has it: in a struct or a map a null is a missing key."""
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -227,6 +227,23 @@ def test_bad_conversations_are_named_and_unanswered_ones_counted(options: Prepro
     assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
 
 
+def test_a_map_of_a_table_is_an_object_of_a_line(options: PreprocessOptions, tmp_path: Path) -> None:
+    rows = [{"messages": [ASK, call(arguments), SAY]} for arguments in ({}, {"city": "Rome"})]
+    Path(options.inputs[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = replace(options, tokenizer=str(put_tokenizer(tmp_path / "tokenizer", CALLING)))
+    preprocess(options)
+    text = pyarrow.string()
+    function = pyarrow.struct({"name": text, "arguments": pyarrow.map_(text, text)})
+    calls = pyarrow.list_(pyarrow.struct({"function": function}))
+    messages = pyarrow.list_(pyarrow.struct({"role": text, "content": text, "tool_calls": calls}))
+    table = tmp_path / "chats.parquet"
+    schema = pyarrow.schema({"messages": messages})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), table)
+    tabular = replace(options, inputs=[str(table)], output_prefix=f"{options.output_prefix}-table")
+    preprocess(tabular)
+    assert Path(tabular.output_prefix + ".bin").read_bytes() == Path(options.output_prefix + ".bin").read_bytes()
+
+
 def test_chats_in_a_table_are_those_of_lines(options: PreprocessOptions, tmp_path: Path) -> None:
     """A struct has the keys of all rows, and a null where a row has none."""
     folder = put_tokenizer(tmp_path / "tokenizer", "{{ tools | tojson }}" + CALLING)
