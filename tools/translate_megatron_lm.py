@@ -65,6 +65,9 @@ class Given:
             self.decide.append(f"{shown}: no argument of Megatron-LM that this version knows")
             return
         argument, is_set = place
+        set_values = [value for value in values if not missing_variables([value])]
+        if isinstance(argument.default, bool) or (set_values and argument.name not in _LISTS):
+            values = set_values  # the others stand for further flags
         parsed = [parse_value(readable(value)) for value in values]
         if _is_number(argument.name) and not all(isinstance(value, int | float) for value in parsed):
             if not missing:

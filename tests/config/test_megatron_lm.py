@@ -151,7 +151,8 @@ SAME_RESULT = {
     "the order of sums": "masked_softmax_fusion bias_dropout_fusion apply_rope_fusion fused_residual_rmsnorm "
     "moe_permute_fusion* moe_router_fusion use_fused_weighted_squared_relu use_te_activation_func batch_invariant_mode "
     "use_transformer_engine_op_fuser apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul "
-    "attention_softmax_in_fp32 moe_use_legacy_grouped_gemm use_grouped_gemm_* moe_single_grouped_* use_torch_optimizer_for_cpu_offload",
+    "attention_softmax_in_fp32 moe_use_legacy_grouped_gemm use_grouped_gemm_* "
+    "moe_single_grouped_* use_torch_optimizer_for_cpu_offload",
     "memory": "init_model_with_meta_device distribute_saved_activations clone_scatter_output_in_embedding "
     "moe_layer_recompute *offload* pin_cpu_* mlp_chunks_for_training moe_paged_stash* moe_enable_routing_replay "
     "reuse_grad_buf_for_mxfp8_param_ag",

@@ -190,6 +190,15 @@ def test_a_variable_without_a_value_is_named_wherever_it_is(words: str) -> None:
     assert "$A has no value" in document(Script(words).program_words())
 
 
+def test_a_variable_without_a_value_is_no_value_of_the_flag_before_it() -> None:
+    line = "run.py --swiglu ${A[@]} --num-layers 4 ${A[@]} --lr $B ${A[@]} --data-path 1 $DATA"
+    text = document(Script(line).program_words())
+    assert "data_path: [1, $DATA]" in text
+    assert "num_layers" not in text[text.index("# Decide") :]
+    assert "swiglu" not in text[: text.index("# Decide")]
+    assert "lr: not given" in text
+
+
 def test_a_variable_without_a_value_is_named(tmp_path: Path) -> None:
     words = Script("run.py --save $HOME/a --num-layers ${N} --lr $(cat lr)").program_words()
     assert missing_variables(words) == ["COMMAND", "HOME", "N"]
