@@ -4,8 +4,9 @@ python tools/translate_megatron_lm.py train.sh CHECKPOINTS DATA > run.yaml
 python tools/translate_megatron_lm.py torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... > run.yaml
 
 Words after a script are its own arguments ($1, $2, ...). Nothing is executed: variables, arrays and sums are followed,
-the lines of all branches are read, and a variable that the script does not set is named. What is not given has
-Megatron-LM's default. Comments after the options say what has no place here, what is left out, and what to decide.
+the lines of all branches are read, and a variable that has no value, or another one in each branch, is named. What is
+not given has Megatron-LM's default. Comments after the options say what has no place here, what is left out, and what
+to decide.
 """
 
 import sys
@@ -43,21 +44,31 @@ class Given:
         self.values: dict[str, Any] = {}
         self.decide: list[str] = []
         flags = [place for place, word in enumerate(words) if word.startswith("--")]
+        self._name_missing(words[: min(flags, default=len(words))])
         for place, following in zip(flags, [*flags[1:], len(words)], strict=True):
             word, equals, value = words[place].partition("=")
             self._add(word, ([value] if equals else []) + list(words[place + 1 : following]))
 
+    def _name_missing(self, words: Sequence[str]) -> list[str]:
+        """Return the variables without a value in these words, and add a line for them."""
+        missing = [f"${name}" for name in missing_variables(words)]
+        if missing:
+            shown = readable(" ".join(words))
+            self.decide.append(f"{shown}: {', '.join(missing)} has no value that can be read from the script")
+        return missing
+
     def _add(self, word: str, values: list[str]) -> None:
         shown = readable(" ".join([word, *values]))
+        missing = self._name_missing([word, *values])
         place = set_by(word)
         if place is None:
             self.decide.append(f"{shown}: no argument of Megatron-LM that this version knows")
             return
         argument, is_set = place
-        missing = [f"${name}" for name in missing_variables(values)]
+        set_values = [value for value in values if not missing_variables([value])]
+        if isinstance(argument.default, bool) or (set_values and argument.name not in _LISTS):
+            values = set_values  # the others stand for further flags
         parsed = [parse_value(readable(value)) for value in values]
-        if missing and argument.group != "silent":
-            self.decide.append(f"{shown}: {', '.join(missing)} has no value in the script")
         if _is_number(argument.name) and not all(isinstance(value, int | float) for value in parsed):
             if not missing:
                 self.decide.append(f"{shown}: needs a number")
@@ -79,26 +90,38 @@ def _is_number(name: str) -> bool:
     return name.endswith("_samples") or name == "lr_warmup_fraction"
 
 
-def words_of(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of the training program of a command line, or of the script that is its first word."""
+def words_of(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of the training program of a command line, or of the script that is its first word.
+
+    The second list has a line for each choice that a script leaves open.
+
+    Raises:
+        UserError: there is no such script, or no flag.
+    """
     path = Path(argv[0])
+    words = list(argv)
+    decide: list[str] = []
     if path.suffix != ".py" and path.is_file():
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise UserError(f"script: {path} is no UTF-8 text; give a shell script") from None
-        words = Script(text, argv[1:]).program_words()
-        if not words:
-            raise UserError(f"script: {path} starts no Python program with flags; paste its command instead")
-        return words
-    if path.suffix == ".sh":
-        raise UserError(f"script: {path} does not exist; check the path")
-    return after_program(list(argv)) or list(argv)
+        script = Script(text, argv[1:])
+        words = script.program_words()
+        decide = script.decide()
+    elif not argv[0].startswith("--"):
+        words = after_program(words)
+        if not words and not any(word.endswith(".py") for word in argv):
+            raise UserError(f"script: {path} does not exist; check the path")
+    if not any(word.startswith("--") for word in words):
+        raise UserError(f"script: {path} starts no Python program with flags; paste its command instead")
+    return words, decide
 
 
-def document(words: Sequence[str]) -> str:
-    """Return the YAML, and comments, for the words after the training program."""
+def document(words: Sequence[str], decide: Sequence[str] = ()) -> str:
+    """Return the YAML, and comments, for the words after the training program, and lines of what to decide."""
     given = Given(words)
+    given.decide += decide
     result = translate(given.values)
     return "\n".join([*_options(result, given), *_comments(result, given)]) + "\n"
 
@@ -155,7 +178,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         parser.parse_args(argv)
         parser.error("needs a script or a command line")
-    print(document(words_of(argv)), end="")
+    print(document(*words_of(argv)), end="")
     return 0
 
 

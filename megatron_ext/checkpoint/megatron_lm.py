@@ -232,10 +232,7 @@ def model_config(args: dict[str, Any], vocab_size: int, accepted: Sequence[str] 
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not args.get(name):
             raise UserError(f"input: the checkpoint's args have no {name}, needs those of Megatron-LM")
-    try:
-        translation = translate(args)
-    except (TypeError, ValueError) as error:  # of a value of another type
-        raise UserError(f"input: the checkpoint's args cannot be read ({echo(error)})") from None
+    translation = translate(args)
     for line in translation.model.values():
         raise UserError(f"input: the checkpoint's args have {line}; convert it by Megatron-Bridge")
     for name, line in translation.unknown.items():

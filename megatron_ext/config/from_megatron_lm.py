@@ -61,10 +61,12 @@ def _window(args: Args) -> Options:
 
 
 def _positions(args: Args) -> Options:
+    factor = args["rotary_seq_len_interpolation_factor"]
+    if args["use_rope_scaling"] and factor:
+        raise UserError(f"rotary_seq_len_interpolation_factor: got {factor}, needs none with --use-rope-scaling")
     if args["use_rope_scaling"]:
         llama = {"rope_scaling": "llama3", "rope_original_length": 8192}
         return llama | {"rope_scaling_factor": args["rope_scaling_factor"]}
-    factor = args["rotary_seq_len_interpolation_factor"]
     return {"rope_scaling": "linear", "rope_scaling_factor": factor} if factor else {}
 
 
@@ -200,6 +202,8 @@ def _data(args: Args) -> Options:
     path = args["data_path"] or args["train_data_path"]
     if args["mock_data"]:
         raise UserError("mock_data: got True, needs --data-path with a dataset; tools/preprocess_data.py writes one")
+    if path and not args["data_path"]:
+        return {"data_path": path, "split": "100,0,0"}  # validation has data of its own
     split = args["split"] or ("969,30,1" if path else None)
     return {"data_path": path, "split": split and str(split).replace(" ", "")}
 
@@ -225,7 +229,9 @@ def _tokenizer(args: Args) -> Options:
     if kind == "HuggingFaceTokenizer" or not (kind or args["vocab_file"]):
         return {"tokenizer_model": args["tokenizer_model"], "vocab_size": args["vocab_size"]}
     if kind == "NullTokenizer" and args["vocab_size"]:
-        return {"vocab_size": args["vocab_size"] + 1}  # its end of a document
+        size = args["vocab_size"]
+        needs = f"{size + 1} for Megatron-Core 0.16.1, which adds the end of a document, and {size} for 0.19.2"
+        raise UserError(f"vocab_size: got {size} with NullTokenizer, needs {needs}")
     model = args["tokenizer_model"] or args["vocab_file"]
     raise UserError(
         f"tokenizer_type: got {echo(kind)} with {echo(model)}, needs --tokenizer-model FOLDER with tokenizer.json; "
@@ -293,6 +299,8 @@ CONVERTED = {name for names in (_MODEL | _TRAINING).values() for name in names.s
 def translate(given: Args) -> Translation:
     """Return our options for arguments of Megatron-LM by name, and a line for each one that has no place here."""
     args = DEFAULTS | dict(given)
+    if args.get("use_rotary_position_embeddings"):
+        args["position_embedding_type"] = "rope"
     result = Translation()
     for name, value in args.items():
         argument = find_argument(name)
@@ -313,6 +321,9 @@ def translate(given: Args) -> Translation:
                 result.options |= {name: value for name, value in convert(args).items() if value is not None}
             except UserError as error:
                 lines[names.split()[0]] = str(error)
+            except (TypeError, ValueError, ZeroDivisionError):
+                name = names.split()[0]
+                lines[name] = f"{name}: got {echo(args[name])}, needs a value of Megatron-LM and what it depends on"
     for needed, prefixes in _READ_WITH.items():
         if not result.options.get(needed):
             _drop(result.options, prefixes)

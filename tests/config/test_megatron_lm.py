@@ -1,9 +1,14 @@
 """The table of Megatron-LM's arguments against the real ones, and the translation of a run's into our options."""
 
+import re
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 import yaml
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config import megatron_lm
 from megatron_ext.config.from_megatron_lm import translate
@@ -73,10 +78,108 @@ def test_defaults_are_those_of_megatron_lm(version: str) -> None:
          {"moe_aux_loss_coeff": 0.2, "moe_router_load_balancing_type": "seq_aux_loss"}),
         ({"use_rope_scaling": True, "rope_scaling_factor": 4.0}, {"rope_scaling": "llama3", "rope_scaling_factor": 4}),
         ({"rotary_seq_len_interpolation_factor": 2}, {"rope_scaling": "linear", "rope_scaling_factor": 2}),
+        ({"train_data_path": ["a"], "valid_data_path": ["b"]}, {"data_path": ["a"], "split": "100,0,0"}),
     ],
 )  # fmt: skip
 def test_values_are_converted(given: dict[str, Any], options: dict[str, Any]) -> None:
     assert translate(MODEL | given).options.items() >= options.items()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, "use_rope_scaling"),
+        ({"window_size": 128}, "window_size"),
+        ({"window_size": "$W"}, "window_size"),
+        ({"num_experts": 4, "moe_layer_freq": 2, "num_layers": None}, "moe_layer_freq"),
+        ({"num_experts": 4, "moe_layer_freq": 0}, "moe_layer_freq"),
+    ],
+)
+def test_values_that_cannot_be_converted_are_refused_in_one_line(given: dict[str, Any], line: str) -> None:
+    text = translate(MODEL | given).model[line]
+    assert "needs" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"first_last_layers_bf16": True}, {"num_layers_at_start_in_bf16": 2}, {"num_layers_at_end_in_bf16": 2}),
+        *({"fp8_wgrad": False}, {"fp8_output_proj": True}, {"fp32_residual_connection": True}),
+        *({"logit_dtype": "fp32"}, {"fp16_lm_cross_entropy": True}, {"moe_dispatch_fwd_dtype": "fp8"}),
+    ],
+)
+def test_other_precisions_change_the_training(given: dict[str, Any]) -> None:
+    assert translate(given).training.keys() >= given.keys()
+
+
+def test_the_old_switch_for_rotary_positions_is_read() -> None:
+    assert "position_embedding_type" not in translate({"use_rotary_position_embeddings": True}).model
+
+
+def test_the_vocabulary_of_null_tokenizers_is_for_the_user_to_decide() -> None:
+    """The installed Megatron-Core pads it to one of the two numbers."""
+    tokenizer = NullTokenizer(100)
+    result = translate({"tokenizer_type": "NullTokenizer", "vocab_size": 100})
+    assert "vocab_size" not in result.options
+    assert {"100", "101", str(tokenizer.vocab_size)} <= set(re.findall(r"\d{3}", result.training["tokenizer_type"]))
+
+
+def test_what_is_always_saved_is_not_called_unsaved() -> None:
+    for word in ("--no-save-optim", "--no-save-rng"):
+        assert "always saved" in str(megatron_lm.equivalent(word, ""))
+
+
+# option with another place than silent: the arguments that are read only with one of its values that is refused
+READ_WITH = {
+    "mtp_num_layers": "mtp_*",
+    "experimental_attention_variant": "dsa_*",
+    "linear_attention_freq": "linear_*",
+    "is_hybrid_model": "mamba_* use_mamba_mem_eff_path",
+    "use_mup": "mup_*",
+    "enable_mhc_connections": "mhc_*",
+    "qk_clip": "qk_clip_*",
+    "optimizer": "lion_* sgd_*",
+    "fp8_recipe": "fp8_interval fp8_margin fp8_amax_history_len",
+    "fp16": "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    "position_embedding_type": "mrope_section",
+    "moe_expert_capacity_factor": "moe_pad_expert_input_to_capacity",
+    "moe_router_load_balancing_type": "moe_router_quantile_balancing_ema",
+}
+# reason: the arguments that change nothing but the rounding of the result
+SAME_RESULT = {
+    "the order of sums": "masked_softmax_fusion bias_dropout_fusion apply_rope_fusion fused_residual_rmsnorm "
+    "moe_permute_fusion* moe_router_fusion use_fused_weighted_squared_relu use_te_activation_func batch_invariant_mode "
+    "use_transformer_engine_op_fuser apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul "
+    "attention_softmax_in_fp32 moe_use_legacy_grouped_gemm use_grouped_gemm_* "
+    "moe_single_grouped_* use_torch_optimizer_for_cpu_offload",
+    "memory": "init_model_with_meta_device distribute_saved_activations clone_scatter_output_in_embedding "
+    "moe_layer_recompute *offload* pin_cpu_* mlp_chunks_for_training moe_paged_stash* moe_enable_routing_replay "
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "communication": "moe_shared_expert_overlap moe_enable_deepep moe_deepep_num_sms moe_flex_dispatcher_num_sms "
+    "moe_hybridep_* moe_ncclep_* moe_router_padding_for_* overlap_* high_priority_a2a_comm_stream",
+    "launches": "enable_cuda_graph external_cuda_graph cuda_graph_* optimizer_cuda_graph "
+    "moe_pad_experts_for_cuda_graph_inference",
+    "logs and tests": "log_* moe_per_layer_logging barrier_with_L1_time test_mode",
+    "inference": "flash_decode inference_* mlp_chunks_for_prefill nccl_all_reduce_for_prefill",
+}
+
+
+@pytest.mark.parametrize("config", [TransformerConfig, OptimizerConfig])
+def test_switches_and_numbers_of_megatron_core_are_silent_for_a_reason(config: type) -> None:
+    """What its two configurations read may change the result, so each silent argument of them is listed above."""
+    reasons = [pattern for names in (READ_WITH | SAME_RESULT).values() for pattern in names.split()]
+    places = {option: find_argument(option) for option in READ_WITH}
+    assert [option for option, place in places.items() if place is None or place.group == "silent"] == []
+    arguments = defaults(VERSIONS[-1])
+    unexplained = []
+    for name, hint in config.__annotations__.items():
+        place = find_argument(name)
+        is_number = re.search(r"bool|int|float", str(hint)) is not None
+        is_silent = place is not None and place.group == "silent" and name in arguments
+        if is_number and is_silent and not any(fnmatchcase(name, pattern) for pattern in reasons):
+            unexplained.append(name)
+    assert unexplained == []
 
 
 def test_a_clause_of_the_table_is_exact_before_it_is_a_pattern() -> None:

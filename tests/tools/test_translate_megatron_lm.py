@@ -1,6 +1,7 @@
 """Launch scripts of Megatron-LM, in the forms that its own examples and others' have, as YAML of this package."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
-from megatron_ext.config.launch_script import Script, missing_variables
+from megatron_ext.config.launch_script import Script, missing_variables, readable
 from tests.conftest import refused
 from tools.translate_megatron_lm import document, words_of
 
@@ -53,9 +54,9 @@ torchrun ${LAUNCH[@]} $HERE/pretrain_gpt.py \\
 """
 
 
-def translated(folder: Path, words: list[str]) -> tuple[Config, str]:
+def translated(folder: Path, words: list[str], decide: Sequence[str] = ()) -> tuple[Config, str]:
     """The configuration and the text of a translation, which parses."""
-    text = document(words)
+    text = document(words, decide)
     (folder / "run.yaml").write_text(text, encoding="utf-8")
     return parse(["--config", str(folder / "run.yaml")]), text
 
@@ -66,7 +67,7 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_a_script_becomes_a_run_with_megatron_lms_defaults(tmp_path: Path) -> None:
-    config, text = translated(tmp_path, words_of([written(tmp_path, LLAMA), "runs/a", "data/mine"]))
+    config, text = translated(tmp_path, *words_of([written(tmp_path, LLAMA), "runs/a", "data/mine"]))
     model, data, optimizer = config.model, config.data, config.optimizer
     assert (model.num_layers, model.ffn_hidden_size, model.num_query_groups) == (4, 1344, 8)
     assert (model.norm_epsilon, model.rotary_base, model.untie_embeddings_and_output_weights) == (1e-6, 5e5, True)
@@ -93,7 +94,7 @@ def test_a_script_becomes_a_run_with_megatron_lms_defaults(tmp_path: Path) -> No
 def test_what_is_not_given_is_gelu_with_layernorm_and_biases(tmp_path: Path) -> None:
     """Only options that say otherwise make a Llama."""
     line = "torchrun --nnodes 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4"
-    config, text = translated(tmp_path, words_of(shlex.split(line)))
+    config, text = translated(tmp_path, *words_of(shlex.split(line)))
     assert (config.model.ffn_hidden_size, config.model.num_query_groups, config.model.hidden_dropout) == (256, 4, 0.1)
     another = text[text.index("another model") :]
     for name in ("swiglu", "normalization", "add_bias_linear", "position_embedding_type"):
@@ -130,7 +131,8 @@ def test_what_the_user_decides_is_listed(tmp_path: Path, words: str, text: str) 
     ("script", "words"),
     [
         ("A=3\nB=${A}\nrun.py --a $B --b ${C:-4} --c ${D-$A} --d ${A:+5}${E:+6}", "--a 3 --b 4 --c 3 --d 5"),
-        ("run.py --a $((1 + 2*3)) --b $((8/2-1))", "--a 7 --b 3"),
+        ("run.py --a $((1 + 2*3)) --b $((8/2-1)) --c $((2*(3+4)))", "--a 7 --b 3 --c 14"),
+        ("run.py --a $((A*2)) --b $((1 << 2))", "--a $A --b $((1<<2))"),
         ("X=(--a 1)\nX+=(--b 2)\npython run.py \"${X[@]}\"", "--a 1 --b 2"),
         ("A='x y'\nrun.py --a $A", "--a x y"),
         ("CMD=\"python run.py --a 1\"\neval $CMD", "--a 1"),
@@ -139,11 +141,62 @@ def test_what_the_user_decides_is_listed(tmp_path: Path, words: str, text: str) 
         ("run.py $@ --x $1", "one two --x one"),
         ("echo \"run.py --more --and --more\"\nrun.py --a '$A'", "--a $A"),
         ("touch it's\nrun.py --a 1", "--a 1"),
+        ("A='--a 1'\nA+=' --b 2'\nrun.py $A", "--a 1 --b 2"),
+        ("run.py --a ${A##*/} --b x#1 --c 3 # a 'comment", "--a ${A##*/} --b x#1 --c 3"),
+        ("# a comment \\\nrun.py --a 1 \\\n  # --b 2 \\\n  --c 3", "--a 1 --c 3"),
+        ("A=(--a 1); B=(--b 2); run.py ${A[@]} ${B[@]}", "--a 1 --b 2"),
+        ("if true; then A+=(--a 1); fi\nrun.py ${A[@]}", "--a 1"),
+        ("declare -a A=(--a 1  # (one)\n --b)\nlocal -a B=(--c)\nrun.py ${A[@]} ${B[@]}", "--a 1 --b --c"),
+        ("case $1 in one) A=1;; esac\nrun.py --a $A", "--a 1"),
+        ("f() { (cd x; run.py --a 1); }", "--a 1"),
+        ("run.py --a ';' --b \")\" \\; --c", "--a ; --b ) ; --c"),
+        ("run.py --a \"$(dirname \"$(realpath \"$0\")\")/x\"", "--a $COMMAND/x"),
     ],
 )  # fmt: skip
 def test_shells_are_read_without_being_executed(script: str, words: str) -> None:
-    found = Script(script, ["one", "two"]).program_words()
-    assert [word.replace("\0", "$") for word in found] == words.split()
+    program = Script(script, ["one", "two"]).program_words()
+    assert [readable(word) for word in program] == words.split()
+
+
+def test_quotes_keep_blanks_inside_a_word() -> None:
+    script = 'A=\'x y\'\nB=("$A" z)\nrun.py --a "$A" --b "${B[@]}" --c ${B[@]}'
+    assert Script(script).program_words() == ["--a", "x y", "--b", "x y", "z", "--c", "x", "y", "z"]
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("case $1 in\n7B) A=32;;\n13B) A=40;;\nesac", "$A: branches of the script make '32', '40'; the last is read"),
+        ("A=1\nif true; then A=2; fi", "$A: branches of the script make '1', '2'; the last is read"),
+        ("A=1\n[ -n \"$B\" ] && A=2", "$A: branches of the script make '1', '2'; the last is read"),
+        ("if true; then A+=(--b); else A+=(--c); fi", "$A: branches of the script add '--b', '--c'; all are read"),
+        ("if true; then A=1; else A=1; fi", None),
+        ("A=1\nA=2\nfor B in 1 2; do A=3; done", None),
+        ("if true; then A=1; else A=2; fi\nA=3", None),
+        ("run.py --a 1", "the script starts 2 Python programs with flags; the one with the most is read"),
+    ],
+)  # fmt: skip
+def test_what_branches_decide_is_listed(tmp_path: Path, script: str, line: str | None) -> None:
+    words, decide = words_of([written(tmp_path, f"{script}\nrun.py --num-layers $A --lr 1")])
+    assert decide == ([] if line is None else [line])
+    assert line is None or f"#   {line}" in document(words, decide)
+
+
+@pytest.mark.parametrize(
+    "words", ["run.py ${A[@]} --num-layers 4", "run.py --no-rope-fusion ${A[@]}", "run.py --no-such-flag $A"]
+)
+def test_a_variable_without_a_value_is_named_wherever_it_is(words: str) -> None:
+    """An argument without an effect here may be before a whole group of others."""
+    assert "$A has no value" in document(Script(words).program_words())
+
+
+def test_a_variable_without_a_value_is_no_value_of_the_flag_before_it() -> None:
+    line = "run.py --swiglu ${A[@]} --num-layers 4 ${A[@]} --lr $B ${A[@]} --data-path 1 $DATA"
+    text = document(Script(line).program_words())
+    assert "data_path: [1, $DATA]" in text
+    assert "num_layers" not in text[text.index("# Decide") :]
+    assert "swiglu" not in text[: text.index("# Decide")]
+    assert "lr: not given" in text
 
 
 def test_a_variable_without_a_value_is_named(tmp_path: Path) -> None:
@@ -151,9 +204,14 @@ def test_a_variable_without_a_value_is_named(tmp_path: Path) -> None:
     assert missing_variables(words) == ["COMMAND", "HOME", "N"]
     config, text = translated(tmp_path, words)
     assert (config.checkpoint.save, config.model.num_layers) == ("$HOME/a", Config().model.num_layers)
-    assert "--num-layers $N: $N has no value in the script" in text
+    assert "--num-layers $N: $N has no value that can be read" in text
 
 
 def test_scripts_without_a_program_are_refused(tmp_path: Path) -> None:
     assert "starts no Python program" in refused(words_of, [written(tmp_path, "ls --all")])
-    assert "does not exist" in refused(words_of, ["gone.sh"])
+    assert "does not exist" in refused(words_of, ["gone.slurm"])
+
+
+@pytest.mark.parametrize("line", ["torchrun pretrain_gpt.py", "torchrun --nproc-per-node 8 pretrain_gpt.py"])
+def test_flags_of_the_launcher_are_not_those_of_the_program(line: str) -> None:
+    assert "starts no Python program with flags" in refused(words_of, line.split())
