@@ -51,9 +51,9 @@ build/megatron/%: | $(VENV)/installed
 	echo 'import typing, typing_extensions; typing.override = typing_extensions.override' > $@/sitecustomize.py
 
 TE_VERSION := $(if $(filter command,$(firstword $(origin VERSION))),$(VERSION),2.20.2)
-test-te: setup build/transformer_engine/$(TE_VERSION) $(MEGATRON:%=build/megatron/%)  ## Transformer Engine's layers and attention on a CPU: VERSION=2.20.2 MEGATRON=0.19.2
+test-te: setup build/transformer_engine/$(TE_VERSION) $(MEGATRON:%=build/megatron/%)  ## Transformer Engine's layers and attention on a CPU: VERSION=2.20.2 MEGATRON=0.19.2 SOME='-k grouped'
 	TRANSFORMER_ENGINE=$(CURDIR)/build/transformer_engine/$(TE_VERSION) PYTHONPATH=$(MEGATRON:%=$(CURDIR)/build/megatron/%) \
-		$(BIN)/python -m pytest -rs tests/transformer_engine
+		$(BIN)/python -m pytest -rs tests/transformer_engine $(SOME)
 
 # Its Python and what that imports; of its compiled part the signatures, from the C++ sources. pip asks these for their
 # requirements, which fails without CUDA, but it leaves them unpacked.
