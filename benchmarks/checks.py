@@ -21,7 +21,7 @@ from record import ROOT, Records, parser_of
 from soak import Job, inject
 
 from megatron_ext.engine.platform import compiler
-from megatron_ext.monitoring.metrics import read_jsonl
+from megatron_ext.files.jsonl import read_jsonl
 
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 TOLERANCE = 2e-2  # relative, two different bfloat16 kernels over a few dozen steps

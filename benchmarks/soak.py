@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 import psutil
 from record import ROOT, Records, parser_of
 
-from megatron_ext.monitoring.metrics import read_jsonl
+from megatron_ext.files.jsonl import read_jsonl
 
 RANKS = 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR2, "warn": signal.SIGUSR1}

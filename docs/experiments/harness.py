@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from megatron_ext.monitoring.metrics import read_history
+from megatron_ext.checkpoint.history import read_history
 from megatron_ext.monitoring.report import Run, load_run, parts
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.checkpoint.history import read_history
 from megatron_ext.checkpoint.manifest import MANIFEST, Manifest
 from megatron_ext.cli import program
 from megatron_ext.config import CheckpointConfig, Config
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write, sync
-from megatron_ext.monitoring.metrics import read_history
 
 logger = logging.getLogger(__name__)
 

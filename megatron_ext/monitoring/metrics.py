@@ -2,20 +2,14 @@
 
     metrics.jsonl       each step
     evaluation.jsonl    each validation, and each run of lm-eval
-    history.jsonl       each start: when, how, on which machine, and what it loaded; each end: when and how. A killed
-                        process writes no end. Lines are never removed: steps that were repeated also cost time.
 
 One line is one JSON object with an integer `step`. JSON has no NaN and no infinity, so non-finite numbers are written
 as `null` (the views get the number itself). Only rank 0 writes.
 """
 
-import datetime
 import json
 import math
-import mmap
-import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -25,30 +19,20 @@ import numpy as np
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import write_whole
+from megatron_ext.files.jsonl import cut_back, iterate_jsonl, read_jsonl
 from megatron_ext.monitoring.views import Views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
-HISTORY_FILE = "history.jsonl"
 
 Record = Mapping[str, Any]
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a JSON-lines file, in order; an incomplete last line (no newline yet) is skipped.
-
-    Raises:
-        UserError: a complete line is not a JSON object with an integer `step`; the message names the file and the line.
-        FileNotFoundError: there is no such file.
-    """
-    return list(_read_lines(path))
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file of metrics, in order; none without such a file. Raises UserError for damage."""
     if not path.is_file():
         return
-    for record in _read_lines(path):
+    for record in iterate_jsonl(path):
         for key, value in record.items():
             is_number = type(value) in (float, int) and abs(value) <= 1e308  # most are: half the time of `_is_metric`
             if not (is_number or _is_metric(key, value)):
@@ -81,69 +65,6 @@ def _is_metric(key: str, value: Any) -> bool:
     if key == "setting":
         return isinstance(value, str)
     return value is None or (isinstance(value, (int, float)) and abs(value) <= 1e308)
-
-
-def cut_back(path: Path, end_step: float) -> None:
-    """Remove the lines at the end of a file whose `step` is `end_step` or more, and an incomplete last line.
-
-    Steps never decrease in a file, so only these lines and the one before them are read, however long the file is. A
-    missing file stays missing; kept lines are unchanged, byte for byte. Raises as `read_jsonl` for a corrupt line among
-    those that are read; nothing is changed then.
-    """
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            kept = _end_of_kept(path, content, end_step)
-            lacks_newline = kept > 0 and content[kept - 1 : kept] != b"\n"
-        file.truncate(kept)
-        if lacks_newline:
-            file.seek(kept)
-            file.write(b"\n")
-
-
-def _end_of_kept(path: Path, content: mmap.mmap, end_step: float) -> int:
-    """Return the number of bytes before the lines that `cut_back` removes."""
-    end = len(content)
-    while end > 0:
-        start = content.rfind(b"\n", 0, end - 1) + 1
-        line = content[start:end]
-        record = _parse(line)
-        if record is None and line.strip() and line.endswith(b"\n"):
-            raise _corrupt(path, content[:start].count(b"\n") + 1, line)
-        if record is not None and record["step"] < end_step:
-            break
-        end = start
-    return end
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the record of each complete line."""
-    with path.open("rb") as file:  # line by line: the file of a long run may not fit in memory
-        for number, line in enumerate(file, start=1):
-            record = _parse(line)
-            if record is not None:
-                yield record
-            elif line.strip() and line.endswith(b"\n"):  # an incomplete last line is no error
-                raise _corrupt(path, number, line)
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a line, with or without its newline; None if it is no object with an integer step."""
-    try:
-        record = json.loads(line.decode())
-    except ValueError:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and abs(step) < 2**53 else None
-
-
-def _corrupt(path: Path, number: int, line: bytes) -> UserError:
-    text = line[:60].removesuffix(b"\n").decode("utf-8", errors="replace") + ("..." if len(line) > 60 else "")
-    return UserError(
-        f"{path}, line {number}: got {text!r}, needs one JSON object with an integer step; "
-        "restore the file from a copy or delete that line"
-    )
 
 
 def stage_folders(run: Path) -> list[Path]:
@@ -231,48 +152,3 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield from ((f"{key}/{name}", number) for name, number in scalars(value))
         elif isinstance(value, (int, float, np.number)) and key != "step":
             yield key, float(value)
-
-
-@dataclass(frozen=True)
-class History:
-    """The lines of a run's history."""
-
-    starts: tuple[Record, ...]  # the recorded facts of each start, the oldest first
-    end: Record | None  # the end of the newest start; None if the run is still training or was killed
-
-    @property
-    def status(self) -> str:
-        if not self.starts:
-            return "unknown: the folder has no history.jsonl"
-        if self.end is None:
-            return "no end recorded: it is still training, or was killed"
-        return str(self.end.get("how", "ended"))
-
-
-def note_history(folder: Path, event: str, step: int, facts: Record) -> None:
-    """Append a "start", or an "end", after `step` steps to a run's history, with other facts as JSON types.
-
-    Raises as `read_jsonl` does.
-    """
-    cut_back(folder / HISTORY_FILE, math.inf)  # remove a line left incomplete by a killed process
-    with (folder / HISTORY_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"event": event, "step": step, "time": local_time(time.time()), **facts}) + "\n")
-
-
-def read_history(folder: Path) -> History:
-    """Read a run's history; it is empty if there is no file. Raises what `read_jsonl` raises."""
-    path = folder / HISTORY_FILE
-    lines = read_jsonl(path) if path.is_file() else []
-    starts = tuple(line for line in lines if line.get("event") == "start")
-    return History(starts, lines[-1] if lines and lines[-1].get("event") == "end" else None)
-
-
-def first_start(folder: Path) -> Record:
-    """Return the newest start at step 0 of a run's history; empty if there is none. Raises as `read_jsonl` does."""
-    firsts = [start for start in read_history(folder).starts if start["step"] == 0]
-    return firsts[-1] if firsts else {}
-
-
-def local_time(seconds: float) -> str:
-    """Return a Unix time as local time with seconds and UTC offset in ISO 8601."""
-    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

@@ -24,18 +24,10 @@ from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
 from megatron_ext.arrays import Float64
+from megatron_ext.checkpoint.history import History, local_time, read_history
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.metrics import (
-    EVALUATION_FILE,
-    METRICS_FILE,
-    History,
-    local_time,
-    read_by_step,
-    read_history,
-    read_metrics,
-    scalars,
-)  # fmt: skip
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step, read_metrics, scalars
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
 VOLATILITY_SPAN = 10  # SkyLadder's L[t-9..t]

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.attention.health import AttentionHealth
+from megatron_ext.checkpoint.history import first_start, note_history
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag, dump_run, of_start, to_dict
 from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.metrics import MetricsWriter, first_start, note_history
+from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.planning.flops import step_flops, utilisation
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_ext.batch import pack
 from megatron_ext.checkpoint.folders import folder_name, read_checkpoint, saved_steps
+from megatron_ext.checkpoint.history import first_start
 from megatron_ext.config import CheckpointConfig, Config, LoggingConfig, ParallelConfig
 from megatron_ext.config.arguments import from_dict
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -15,7 +16,7 @@ from megatron_ext.engine import parallel
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.step import Pipeline
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.metrics import METRICS_FILE, first_start, read_by_step
+from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step
 from megatron_ext.run.trainer import build
 
 

@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.metrics import MetricsWriter, cut_back, read_by_step, read_jsonl
+from megatron_ext.files.jsonl import cut_back, read_jsonl
+from megatron_ext.monitoring.metrics import MetricsWriter, read_by_step
 from megatron_ext.monitoring.views import check_views
 from tests.monitoring.records import QUIET, evaluation_record, step_record, write_run
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ext.checkpoint.history import note_history
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring import report as pages
-from megatron_ext.monitoring.metrics import note_history, stage_folders
+from megatron_ext.monitoring.metrics import stage_folders
 from megatron_ext.monitoring.report import charts, load_run, load_runs, stability, table, write_report
 from megatron_ext.token_weighting.passage import Passage
 from tests.monitoring.records import evaluation_record, step_record, write_passage_file, write_records, write_run

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from megatron_ext.attention.health import AttentionHealth
+from megatron_ext.checkpoint.history import read_history
 from megatron_ext.config import Config, DataConfig, LoggingConfig, TrainingConfig, WeightingConfig
 from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError
+from megatron_ext.files.jsonl import read_jsonl
 from megatron_ext.loss import LossTerms
-from megatron_ext.monitoring.metrics import read_history, read_jsonl
 from megatron_ext.run.callbacks import Incidents, RunInfo, RunRecords, StepRecord, spike_bound
 from megatron_ext.run.signals import DIVERGED, Ending
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.folders import saved_steps
+from megatron_ext.checkpoint.history import first_start
 from megatron_ext.config.arguments import of_start, parse
-from megatron_ext.monitoring.metrics import first_start
 from tests.conftest import SmallData
 from tests.launcher import Commands
 from tests.runs import CONFIG, TRAINER, read_jsonl, refused_command, series
