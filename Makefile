@@ -68,7 +68,7 @@ build/transformer_engine/%: | $(VENV)/installed
 	rm -rf $@.new/sources
 	mv $@.new $@
 
-test-eval: setup ## lm-eval in training, on a trained model and on its export, and W&B, after installing both with some sixty packages
+test-eval: setup ## lm-eval in training, on a trained model and on its export, and W&B, after installing both
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval,wandb]'
 	$(BIN)/python -m pytest -rs -n 2 tests/tools/test_evaluate_lm_eval.py tests/run/test_lm_eval.py tests/monitoring/test_metrics.py
 

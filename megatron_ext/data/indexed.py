@@ -39,7 +39,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint16),
 }
 MASK, SOURCES = ".mask.npy", ".sources.npy"
-CHECKED_AT_ONCE = 2**20  # sequences of an index that is checked whole when it is opened, in about 10 ms
+CHECKED_AT_ONCE = 2**20  # sequences of an index that is checked whole when it is opened
 Documents = Sequence[int] | np.ndarray  # indices into an `IndexedSource`
 
 
