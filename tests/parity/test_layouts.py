@@ -39,7 +39,7 @@ SIGMOID = """--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 40 --moe-
     --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 --moe-router-group-topk 2
     --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"""  # DeepSeek-V3's experts
 DOTS1 = f"{QWEN3} {SIGMOID}"
-DENSE_STAGE = f"{DOTS1} --moe-layer-freq 0 0 1 1"
+DENSE_STAGE = DOTS1.replace("--moe-layer-freq 0 1 1 1", "--moe-layer-freq 0 0 1 1")
 LATENT = """--multi-latent-attention --num-query-groups 4 --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 16
     --qk-pos-emb-head-dim 12 --v-head-dim 18"""
 DEEPSEEK = f"{LATENT} {SIGMOID} {YARN} --rope-mscale-all-dim 0.7"
