@@ -22,6 +22,11 @@ OWN_HELP = {"environment": "Print what a run has here", "pack": "Make the packin
 NAME = f"megatron_ext-{PROJECT['version']}"
 
 
+def without_pythonpath() -> dict[str, str]:
+    """The environment without another Megatron-Core, which pip would take for an installed one."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 @dataclass(frozen=True)
 class Installed:
     wheel: Path
@@ -29,8 +34,7 @@ class Installed:
 
     def run(self, folder: Path, *words: object, status: int = 0) -> str:
         """Run a command in `folder`, as a user without a checkout does; its output."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"PATH": f"{self.venv}/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        environment = without_pythonpath() | {"PATH": f"{self.venv}/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
         command = [self.venv / "bin" / str(words[0]), *map(str, words[1:])]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == status, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -57,7 +61,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "dependencies.pth").write_text("\n".join(here))
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], env=without_pythonpath(), check=True)
     return Installed(wheel, venv)
 
 

@@ -1,5 +1,6 @@
 """Agree on errors: if an action fails on one process, all raise, so that none waits for the others."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ Answer = TypeVar("Answer")
 def together(action: Callable[[], Answer], group: dist.ProcessGroup | None = None) -> Answer:
     """Run an action on each process; if it fails on one, all raise an error, so that none waits. Collective.
 
-    `group` is another group of all processes, for a thread.
+    Without an error each process sends one number. `group` is a gloo group of all processes, for a thread.
 
     Raises:
         UserError: that of the first process with one; the same on all.
@@ -30,16 +31,28 @@ def together(action: Callable[[], Answer], group: dist.ProcessGroup | None = Non
         answer = action()
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
         mine = error
+    failed = torch.tensor(float(mine is not None), device="cpu" if group is not None else current_device())
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group)
+    if not failed:
+        return answer
     own = None if mine is None else (isinstance(mine, UserError), str(mine))
     everyone = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own, group)
     if mine is not None and not isinstance(mine, UserError):
         raise mine
-    failures = [one for one in everyone if one is not None]
-    if failures:
-        is_user_error, text = max(failures, key=lambda failure: failure[0])  # the first of its kind
-        raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
-    return answer
+    failures = [failure for failure in everyone if failure is not None]
+    is_user_error, text = max(failures, key=lambda failure: failure[0])  # the first of its kind
+    raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
+
+
+def same_everywhere(value: object) -> bool:
+    """Return whether all processes have an equal value, by the hash of its `repr`. Collective."""
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    extremes = torch.tensor([number, -number], device=current_device())
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, negative_smallest = extremes.tolist()
+    return bool(largest == -negative_smallest)
 
 
 def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:

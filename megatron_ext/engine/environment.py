@@ -4,8 +4,9 @@ import os
 import platform as system
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import megatron.core
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_ext.attention.backends import objections
 from megatron_ext.config import Config
+from megatron_ext.engine.agreement import same_everywhere
 from megatron_ext.engine.platform import Platform, compiler
 from megatron_ext.errors import installed_version
 
@@ -31,6 +33,10 @@ class Environment:
     layers: str  # the package that provides them
     backends: Mapping[str, str | None]  # why an attention backend cannot be used in this run, or None
     versions: Mapping[str, str | None]  # of a package; None if missing
+
+    def compared(self) -> dict[str, str | None]:
+        """Return what must be equal on all ranks."""
+        return {"devices": self.devices, **self.versions}
 
     def summary(self) -> list[str]:
         return [
@@ -67,14 +73,16 @@ def look(config: Config, platform: Platform) -> Environment:
     )
 
 
-def differences(ranks: Sequence[Environment]) -> list[str]:
-    """Return a warning for each version or device that differs from rank 0's, once per host."""
-    first, *others = ranks
-    known = {"devices": first.devices, **first.versions}
-    found = {
-        f"warning: {name} on {other.host}: {theirs}; on {first.host}: {known[name]}"
-        for other in others
-        for name, theirs in {"devices": other.devices, **other.versions}.items()
-        if theirs != known[name]
+def differences(mine: Environment) -> list[str]:
+    """Return on rank 0 a warning for each version or device that differs from its own, once per host. Collective."""
+    if same_everywhere(mine.compared()):
+        return []
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyone)
+    warnings = {
+        f"warning: {name} on {other.host}: {theirs}; on {mine.host}: {mine.compared()[name]}"
+        for other in everyone or ()
+        for name, theirs in other.compared().items()
+        if theirs != mine.compared()[name]
     }
-    return sorted(found)
+    return sorted(warnings)

@@ -44,7 +44,7 @@ from megatron_ext.checkpoint.tensors import Shard, Stored, Written, write, write
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.engine import agreement
-from megatron_ext.engine.agreement import cannot_write, together
+from megatron_ext.engine.agreement import cannot_write, same_everywhere, together
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
@@ -389,14 +389,15 @@ def agree(checkpoint: Checkpoint | None) -> None:
     mine = "none"
     if checkpoint is not None:
         mine = f"{checkpoint.folder.name} (sha256 {checkpoint.manifest.digest[:8]})"
+    if same_everywhere(mine):
+        return
     everyone: list[str] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    if len(set(everyone)) > 1:
-        listed = ", ".join(f"{found} on rank {everyone.index(found)}" for found in dict.fromkeys(everyone))
-        raise RuntimeError(
-            f"load: got {listed}, needs the same checkpoint for all; a node saw an earlier state of the file "
-            "system, or another job writes there: start again"
-        )
+    listed = ", ".join(f"{name} on rank {everyone.index(name)}" for name in dict.fromkeys(everyone))
+    raise RuntimeError(
+        f"load: got {listed}, needs the same checkpoint for all; a node saw an earlier state of the file "
+        "system, or another job writes there: start again"
+    )
 
 
 def _random_states() -> dict[str, Tensor]:

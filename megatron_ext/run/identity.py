@@ -9,6 +9,7 @@ from megatron_ext.data.indexed import SOURCES, read_metadata
 from megatron_ext.data.text.tokenizer import Tokenizer, vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import file_edges, fingerprint
+from megatron_ext.launch import is_first
 from megatron_ext.token_weighting.store import ScoreStore
 
 
@@ -69,10 +70,15 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
 
 
 def open_scores(config: Config, vocab_size: int, end: int | None = None) -> ScoreStore | None:
-    """Open the store of a frozen scorer, if the run uses one; `end` is the sample after its last."""
+    """Open the store of a frozen scorer, if the run uses one; `end` is the sample after its last.
+
+    Rank 0 alone checks the store, for which it reads the data sets' `.idx` files and lists the store's folder.
+    """
     path = config.weighting.score_store
     if path is None:
         return None
+    if not is_first():
+        return ScoreStore(Path(path), "r")
     first, end = config.data.first_sample, config.samples if end is None else end
     identity: dict[str, Any] = row_identity(config, vocab_size)
     return ScoreStore.open(path, first=first, rows=end, **identity)

@@ -117,15 +117,13 @@ def describe_run(config: Config, built: Built) -> RunInfo:
     """Describe the run for its history, and log its setup and warnings on rank 0. Collective."""
     platform, ranks, inputs, data = built.platform, built.ranks, built.inputs, config.data
     here = environment.look(config, platform)
-    environments = [here] * ranks.world_size
-    dist.all_gather_object(environments, here)
     parameters, schedule = count_parameters(config.model, inputs.vocab_size), config.window_schedule()
     fused = [name for name, is_fused in fusions_here(platform, config).items() if is_fused]
     lines = [
         *([f"weights from {inputs.pretrained.folder}"] if inputs.pretrained is not None else []),
         *(ids_without_rows(Tokenizer(data.tokenizer_model), inputs.vocab_size) if data.tokenizer_model else []),
         *here.summary(),
-        *environment.differences(environments),
+        *environment.differences(here),
         f"device {platform.device.type}, {platform.communication}; fused: {', '.join(fused) or 'nothing'}",
         f"{parameters:,} parameters on {ranks.world_size} processes: {ranks.layout}, {gradient_sharing(config)}",
         f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "
