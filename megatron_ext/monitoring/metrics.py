@@ -24,6 +24,7 @@ from megatron_ext.monitoring.views import Views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
+_LARGEST = 1e308
 
 Record = Mapping[str, Any]
 
@@ -33,12 +34,23 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     for record in iterate_jsonl(path):
-        for key, value in record.items():
-            is_number = type(value) in (float, int) and abs(value) <= 1e308  # most are, without a call
-            if not (is_number or _is_metric(key, value)):
-                got = f"{path}, step {record['step']}: {key}: got {echo(value)}"
-                raise UserError(f"{got}, needs a finite number or null; restore the file or delete that line")
+        if not (is_flat(record) and _are_finite(record.values())):
+            for key, value in record.items():
+                if not _is_metric(key, value):
+                    got = f"{path}, step {record['step']}: {key}: got {echo(value)}"
+                    raise UserError(f"{got}, needs a finite number or null; restore the file or delete that line")
         yield record
+
+
+def is_flat(record: Mapping[str, Any]) -> bool:
+    """Return whether all values of a record are numbers, as those of most records of a step are."""
+    return {*map(type, record.values())} <= {int, float}
+
+
+def _are_finite(numbers: Collection[float]) -> bool:
+    """Return whether no number is infinite or NaN. It may be False for finite numbers whose sum is not finite."""
+    total = sum(numbers) if min(numbers) >= -_LARGEST and max(numbers) <= _LARGEST else math.nan
+    return math.isfinite(total)
 
 
 def read_by_step(path: Path, steps: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
@@ -64,7 +76,7 @@ def _is_metric(key: str, value: Any) -> bool:
         return known and all(_is_metric("", one) for one in value.values())
     if key == "setting":
         return isinstance(value, str)
-    return value is None or (isinstance(value, (int, float)) and abs(value) <= 1e308)
+    return value is None or (isinstance(value, (int, float)) and abs(value) <= _LARGEST)
 
 
 def stage_folders(run: Path) -> list[Path]:

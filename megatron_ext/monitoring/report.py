@@ -27,7 +27,7 @@ from megatron_ext.arrays import Float64
 from megatron_ext.checkpoint.history import History, local_time, read_history
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step, read_metrics, scalars
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, is_flat, read_by_step, read_metrics, scalars
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
 VOLATILITY_SPAN = 10  # SkyLadder's L[t-9..t]
@@ -164,23 +164,32 @@ class _Points:
     """Collects the numbers of records by their names."""
 
     def __init__(self) -> None:
-        self._steps: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        self._values: dict[str, array[float]] = defaultdict(lambda: array("d"))
+        # records with the same names, one after the other, each a number for each name
+        self._tables: dict[tuple[str, ...], array[float]] = defaultdict(lambda: array("d"))
 
     def add(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
-        numbers = dict(scalars(record))
+        numbers = record if is_flat(record) else {"step": record["step"], **dict(scalars(record))}
         if numbers.get("denominator") == 0:
-            numbers.pop("lm_loss", None)
-            numbers.pop("train_loss", None)
-        for name, value in numbers.items():
-            self._steps[name].append(step)
-            self._values[name].append(value)
+            numbers = {name: number for name, number in numbers.items() if name not in ("lm_loss", "train_loss")}
+        self._tables[tuple(numbers)].extend(numbers.values())
 
     def curves(self) -> dict[str, Curve]:
-        return {
-            name: Curve(np.frombuffer(steps), np.frombuffer(self._values[name])) for name, steps in self._steps.items()
-        }
+        parts: dict[str, list[Curve]] = defaultdict(list)
+        for names, numbers in self._tables.items():
+            columns = dict(zip(names, np.frombuffer(numbers).reshape(-1, len(names)).T, strict=True))
+            steps = columns.pop("step")
+            for name, values in columns.items():
+                parts[name].append(Curve(steps, values))
+        return {name: _in_order(curves) for name, curves in parts.items()}
+
+
+def _in_order(curves: Sequence[Curve]) -> Curve:
+    """Return the points of several curves as one, by increasing step."""
+    if len(curves) == 1:
+        return curves[0]
+    steps, values = (np.concatenate(columns) for columns in zip(*curves, strict=True))
+    order = np.argsort(steps)
+    return Curve(steps[order], values[order])
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
@@ -375,7 +384,7 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
             trace
             for number, run in enumerate(runs)
             if run.curve(key).values.any() and (key != "train_loss" or "weight_std" in run.train)
-            for trace in _steps(run.curve(key), run.name, number, extremes=len(runs) == 1, smooth=is_loss)
+            for trace in _steps(run.curve(key), run.name, number, extremes=True, smooth=is_loss)
         ]
         found[title] = _figure(traces, unit, log=key in LOG_AXES, without_first=is_loss)
     for axis, (key, sum_up) in CLOCKS.items():
@@ -503,7 +512,9 @@ def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False, smoo
     traces = [_trace(steps, means, name, number)]
     if extremes and size > MOST_POINTS:
         both = np.stack([np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)], axis=1)
-        traces.insert(0, _trace(np.repeat(steps, 2), both.ravel(), "lowest and highest", number, opacity=0.35))
+        label = f"{name}, lowest and highest"
+        spans = _trace(np.repeat(steps, 2), both.ravel(), label, number, opacity=0.35, showlegend=False)
+        traces.insert(0, spans)
     if smooth:
         faint = [trace.update(opacity=0.35, line_width=1, showlegend=False) for trace in traces]
         traces = [*faint, _trace(steps, _smooth(values)[starts], f"{name}, smoothed", number)]

@@ -125,9 +125,12 @@ def test_charts_show_what_was_recorded(tmp_path):
     assert [len(found[f"lm-eval: {metric}"].data) for metric in ("acc", "perplexity")] == [3, 1]
     assert [len(found[f"Attention {name}"].data) for name in ("entropy", "sinks")] == [4, 4]
     records = [step_record(step, grad_norm=900.0 if step == 1234 else 1.0) for step in range(5000)]
-    extremes, means = charts([load_run(write_records(tmp_path, records))])["Gradient norm before clipping"].data
+    run = load_run(write_records(tmp_path, records))
+    extremes, means = charts([run])["Gradient norm before clipping"].data
     assert len(extremes.y) == 2 * len(means.y) == 2 * pages.MOST_POINTS  # a long curve keeps its extremes
     assert (max(extremes.y), max(means.y)) == (900.0, 1 + 899.0 / 25)
+    compared = charts([run, run])["Gradient norm before clipping"].data
+    assert [max(trace.y) for trace in compared] == 2 * [900.0, 1 + 899.0 / 25]
 
 
 def test_evaluations_of_a_run(tmp_path):
