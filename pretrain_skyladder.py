@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     try:
         return train_stages(stages)
     except UserError as error:
-        error.of_this_process = True  # other nodes may have the missing input
+        error.of_this_process = not error.is_agreed  # other nodes may have the missing input
         raise
     except OSError as error:  # during training, such as a file that vanished: a restart may help
         if error.errno in DISK_FULL:

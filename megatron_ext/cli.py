@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext.errors import PERMANENT, UserError, first_line, missing_package, printable
+from megatron_ext.errors import PERMANENT, OtherProcessError, UserError, first_line, missing_package, printable
 from megatron_ext.launch import is_first, report_to_torchrun
 
 FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -103,6 +103,12 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
             return INTERRUPTED
         except BrokenPipeError:
             return NO_READER
+        except OtherProcessError as error:  # one line for all processes, however many
+            if is_first():
+                print(first_line(error), file=sys.stderr)
+            else:
+                _let_another_print()
+            return FAILED
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and error.name in INSTALLED_FIRST:
                 error = missing_package("this command", INSTALLED_FIRST[error.name])
@@ -138,12 +144,17 @@ def print_error(error: Exception) -> None:
     report_to_torchrun(lines[0])
     of_this_process = isinstance(error, OSError) or getattr(error, "of_this_process", False)
     if not of_this_process and not is_first():
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(10)  # torchrun ends all processes when one exits: let the first one print before that
+        _let_another_print()
         return
     if len(lines) > MAX_LINES and not getattr(error, "lists_all", False):
         lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more mistakes; {DEBUG} shows all"]
     print("\n".join([f"error: {_rank() if of_this_process else ''}{lines[0]}", *lines[1:]]), file=sys.stderr)
+
+
+def _let_another_print() -> None:
+    """Wait under torchrun, which ends all processes when one exits, until another process has printed its error."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(10)
 
 
 def print_traceback(error: BaseException) -> None:

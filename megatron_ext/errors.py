@@ -19,7 +19,12 @@ class UserError(ValueError):
     """Reports bad input in one line: the field, its value, the requirement, and the remedy."""
 
     of_this_process = False  # whether every process prints it; otherwise only the first process does
+    is_agreed = False  # whether all processes raise it together
     lists_all = False  # whether all of its lines are printed, however many
+
+
+class OtherProcessError(RuntimeError):
+    """Reports that another process has failed, which prints why."""
 
 
 class DivergedError(FloatingPointError):

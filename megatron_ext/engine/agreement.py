@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import heartbeat
-from megatron_ext.errors import PERMANENT, UserError
+from megatron_ext.errors import PERMANENT, OtherProcessError, UserError
 
 Answer = TypeVar("Answer")
 
@@ -24,7 +24,7 @@ def together(action: Callable[[], Answer], group: dist.ProcessGroup | None = Non
 
     Raises:
         UserError: that of the first process with one; the same on all.
-        RuntimeError: another process had another error, which it raises itself.
+        OtherProcessError: another process had another error, which it raises itself.
     """
     mine: BaseException | None = None
     try:
@@ -42,7 +42,11 @@ def together(action: Callable[[], Answer], group: dist.ProcessGroup | None = Non
         raise mine
     failures = [failure for failure in everyone if failure is not None]
     is_user_error, text = max(failures, key=lambda failure: failure[0])  # the first of its kind
-    raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
+    if not is_user_error:
+        raise OtherProcessError(f"another process has failed: {text}")
+    agreed = UserError(text)
+    agreed.is_agreed = True
+    raise agreed
 
 
 def same_everywhere(value: object) -> bool:
@@ -63,7 +67,7 @@ def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = Fals
     Raises:
         UserError: raised by the action, or replacing an OSError that the user can fix (`errors.PERMANENT`); the latter
             names the file, the reason and the remedy.
-        RuntimeError: any other exception on rank 0, which raises that exception itself.
+        OtherProcessError: any other exception on rank 0, which raises that exception itself.
     """
 
     def on_rank0() -> Answer | None:

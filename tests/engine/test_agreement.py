@@ -47,6 +47,6 @@ def test_only_a_lasting_error_is_a_user_error() -> None:
     for everyone in (False, True):
         first, second = call(told, 2, broken, everyone)
         assert first == "OSError: [Errno 5] Input/output error: 'runs/a/file'"
-        assert second.startswith("RuntimeError: another process has failed: ")
+        assert second.startswith("OtherProcessError: another process has failed: ")
     assert call(told, 2, UserError("a is damaged"), True) == ["UserError: a is damaged"] * 2
     assert call(told, 2, None, True) == ["nothing"] * 2
