@@ -10,6 +10,7 @@ is computed on the way. torch's distributed checkpoint is not used, because its 
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
@@ -118,12 +119,14 @@ def write(folder: Path, rank: int, shards: Iterable[Shard]) -> Written:
 def write_index(folder: Path, parts: Iterable[Written]) -> dict[str, FileFacts]:
     """Write the index of what all processes have written; return the size and checksum of every file."""
     files: dict[str, FileFacts] = {}
-    tensors: dict[str, StoredTensor] = {}
+    blocks: dict[str, list[Block]] = defaultdict(list)
+    described: dict[str, StoredTensor] = {}
     for part in parts:
         files[part.file] = part.facts
         for name, tensor in part.tensors:
-            before = tensors[name].blocks if name in tensors else ()
-            tensors[name] = replace(tensor, blocks=before + tensor.blocks)
+            blocks[name] += tensor.blocks
+            described[name] = tensor
+    tensors = {name: replace(tensor, blocks=tuple(blocks[name])) for name, tensor in described.items()}
     assert all(tensor.is_whole for tensor in tensors.values())
     with atomic_write(folder / INDEX) as partial:
         partial.write_bytes(_INDEX_FILE.dump_json(tensors))
