@@ -70,12 +70,18 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line.decode())
     except ValueError:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and abs(step) < 2**53 else None
+    if not isinstance(record, dict):
+        return None
+    step = record.get("step")
+    if type(step) is not int or abs(step) >= 2**53:
+        return None
+    return record
 
 
 def _corrupt(path: Path, number: int, line: bytes) -> UserError:
-    text = line[:60].removesuffix(b"\n").decode("utf-8", errors="replace") + ("..." if len(line) > 60 else "")
+    text = line[:60].removesuffix(b"\n").decode("utf-8", errors="replace")
+    if len(line) > 60:
+        text += "..."
     return UserError(
         f"{path}, line {number}: got {text!r}, needs one JSON object with an integer step; "
         "restore the file from a copy or delete that line"
