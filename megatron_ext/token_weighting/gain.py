@@ -21,7 +21,8 @@ def document_gains(rows: PackedRows, short: ScoreStore, long: ScoreStore, first:
     in a row is not counted, as it is predicted from another document. A document that fits the short context gains 0.
     """
     lengths = np.asarray(rows.source.document_lengths)
-    totals, counts = np.zeros(len(lengths)), np.zeros(len(lengths), dtype=np.int64)
+    totals = np.zeros(len(lengths))
+    counts = np.zeros(len(lengths), dtype=np.int64)
     for sample in range(first, min(short.identity.rows, first + rows.plan.rows)):
         losses = long.read(sample).astype(np.float64)
         sums = np.append(0.0, np.cumsum(np.exp(-losses) * (short.read(sample) - losses)))
@@ -34,7 +35,8 @@ def document_gains(rows: PackedRows, short: ScoreStore, long: ScoreStore, first:
 
 
 def keep_by_gain(share: float, gains: Float64, documents: Documents) -> Int64:
-    """Return a share of the documents with scores, rounded up: those of highest gain, of equal ones the first."""
+    """Return a share, rounded up, of the documents with scores: the ones of highest gain; of equal gains the first."""
     scored = np.asarray(documents, dtype=np.int64)[np.isfinite(gains[documents])]
     order = np.argsort(-gains[scored], kind="stable")
-    return np.sort(scored[order[: math.ceil(share * len(scored) * (1 - 1e-12))]])
+    count = math.ceil(share * len(scored) * (1 - 1e-12))
+    return np.sort(scored[order[:count]])
