@@ -33,24 +33,25 @@ def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
 
     placed = opened = 0
     for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        rest = count
-        while rest:
+        end = placed + count
+        while placed < end:
             fullest = bisect_left(spaces, size)
             if fullest == len(spaces):
-                needed = -(-rest // (capacity // size))
+                needed = -(-(end - placed) // (capacity // size))
                 put(list(range(opened, opened + needed)), capacity)
                 opened += needed
             space = spaces[fullest]
-            each = min(space // size, rest)
-            waiting = open_bins[space]
-            taken = waiting[-(rest // each) :]
-            del waiting[-(rest // each) :]
-            if not waiting:
+            items_per_bin = min(space // size, end - placed)
+            candidates = open_bins[space]
+            first = max(len(candidates) - (end - placed) // items_per_bin, 0)
+            filled = candidates[first:]
+            del candidates[first:]
+            if not candidates:
                 del open_bins[space], spaces[fullest]
-            put(taken, space - each * size)
-            bins[placed : placed + each * len(taken)] = np.repeat(taken, each)
-            placed += each * len(taken)
-            rest -= each * len(taken)
+            put(filled, space - items_per_bin * size)
+            items = np.repeat(filled, items_per_bin)
+            bins[placed : placed + len(items)] = items
+            placed += len(items)
     result = np.empty_like(bins)
     result[order] = bins
     return result
