@@ -65,9 +65,10 @@ class GroupShard:
         files = np.repeat(np.arange(len(by_part)), list(map(len, by_part)))
         order = np.argsort(rows["hash"], kind="stable")
         rows = rows[order]
+        files = files[order]
         borders = np.flatnonzero(rows["hash"][1:] != rows["hash"][:-1]) + 1
-        for group_files, group_rows in zip(np.split(files[order], borders), np.split(rows, borders), strict=True):
-            yield from self._group(group_files.tolist(), group_rows["offset"].tolist(), fields, refuse)
+        for start, end in pairwise([0, *borders.tolist(), len(rows)]):
+            yield from self._group(files[start:end].tolist(), rows["offset"][start:end].tolist(), fields, refuse)
 
     def _group(self, files: list[int], offsets: list[int], fields: Fields, refuse: Refuse) -> Iterator[Document]:
         texts: list[str] = []
