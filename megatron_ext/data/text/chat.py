@@ -74,13 +74,18 @@ class ChatTemplate:
                 "dataset would depend on the day; write a fixed date into the template"
             )
         _templates()  # fail here rather than in the first worker if transformers is missing
-        variables, special = tuple(sorted(opened.named.items())), tuple(sorted(opened.special.values()))
-        return cls(sources["default"], variables, special, sources.get(TOOL_USE))
+        return cls(
+            source=sources["default"],
+            variables=tuple(sorted(opened.named.items())),
+            special=tuple(sorted(opened.special.values())),
+            tool_source=sources.get(TOOL_USE),
+        )
 
     @property
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 of everything that determines the text."""
-        return hashlib.sha256(json.dumps([self.source, self.variables, self.tool_source]).encode()).hexdigest()
+        content = json.dumps([self.source, self.variables, self.tool_source])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the spans of the assistant's messages in it.
@@ -126,9 +131,9 @@ class ChatTemplate:
         return present
 
     def _spells_parts(self, messages: Messages, tools: Any) -> bool:
-        """Return whether the template spells the texts of all parts, by rendering others in their place.
+        """Return whether the template spells the texts of all parts, by rendering probes in their place.
 
-        These are characters that Python's repr of a list, which `{{ message.content }}` writes, spells otherwise.
+        A probe has characters that Python's repr of a list, which `{{ message.content }}` writes, spells otherwise.
         """
         probed: Messages = []
         probes: list[str] = []
@@ -159,9 +164,9 @@ class ChatTemplate:
                 **dict(self.variables),
             )
         except Exception as error:  # a template may raise any exception
-            cause = first_line(error)
-            raise ChatError(f"the chat template does not take these messages ({cause})") from None
-        return texts[0], tuple((int(start), int(end)) for start, end in indices[0]) if indices else ()
+            raise ChatError(f"the chat template does not take these messages ({first_line(error)})") from None
+        spans = indices[0] if indices else ()
+        return texts[0], tuple((int(start), int(end)) for start, end in spans)
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
         """Return the span of the assistant's message `turn`, by rendering the conversation up to it and before it."""
@@ -183,7 +188,9 @@ class ChatTemplate:
                 )
         end_token = "|".join(map(re.escape, self.special)) or "(?!)"
         blank = re.compile(rf"(?:{end_token})(\s+)$").search(up_to_it, start)
-        return start, blank.start(1) if blank else len(up_to_it)
+        if blank is not None:
+            return start, blank.start(1)
+        return start, len(up_to_it)
 
     def _before(self, messages: Messages, tools: Any) -> tuple[str, bool]:
         """Render what precedes an assistant's turn, and return whether it ends with a generation prompt."""
@@ -223,7 +230,9 @@ def _check_content(number: int, message: dict[str, Any]) -> None:
         raise ChatError(f"message {number} has no text as content")
     if not isinstance(content, str | list | None):
         raise ChatError(f"message {number} has a {type(content).__name__} as content, needs a text or a list of parts")
-    for part in content if isinstance(content, list) else ():
+    if not isinstance(content, list):
+        return
+    for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text":
             raise ChatError(f"message {number} has a part of type {kind!r}, needs parts of type 'text'")
@@ -259,10 +268,10 @@ def _read_sources(file: Path) -> dict[str, str]:
 
 
 def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
-    whole = json.dumps(value, ensure_ascii=False, default=str)  # a table may hold dates
-    spelled = next((token for token in special if token in whole), None)
-    if spelled is not None:
-        raise ChatError(f"{who} the special token {spelled!r}")
+    text = json.dumps(value, ensure_ascii=False, default=str)  # a table may hold dates
+    for token in special:
+        if token in text:
+            raise ChatError(f"{who} the special token {token!r}")
 
 
 def _templates() -> Any:
