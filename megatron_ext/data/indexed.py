@@ -28,7 +28,7 @@ from megatron_ext.cli import program
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import sync
 from megatron_ext.files.fingerprint import file_edges, fingerprint
-from megatron_ext.files.reading import read_object
+from megatron_ext.files.reading import JsonObject, read_object
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 MAGIC = b"MMIDIDX\x00\x00"
@@ -50,7 +50,7 @@ def dtype_of(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-def suffixes(settings: dict[str, Any]) -> tuple[str, ...]:
+def suffixes(settings: JsonObject) -> tuple[str, ...]:
     """Return the suffixes of the files of a data set; .idx is written last."""
     optional = []
     if settings["chat_template"] is not None:
@@ -60,7 +60,7 @@ def suffixes(settings: dict[str, Any]) -> tuple[str, ...]:
     return (".bin", *optional, ".json", ".idx")
 
 
-def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any]:
+def read_metadata(prefix: str | os.PathLike[str]) -> JsonObject:
     """Read PREFIX.json; empty if it is missing."""
     remedy = "is not the metadata of a dataset; make the dataset again, or remove this file"
     return read_object(Path(f"{os.fspath(prefix)}.json"), remedy) or {}
@@ -264,7 +264,7 @@ def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Int64:
 
 
 def write_dataset(
-    prefix: str, folder: Path, parts: Sequence[Path], arrays: dict[str, np.ndarray], metadata: dict[str, Any]
+    prefix: str, folder: Path, parts: Sequence[Path], arrays: dict[str, np.ndarray], metadata: JsonObject
 ) -> None:
     """Join the parts, in order, into one data set, first in `folder`, then renamed.
 

@@ -12,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_ext.errors import PERMANENT, UserError, echo
 
 _T = TypeVar("_T")
+JsonObject = dict[str, Any]
 
 
-def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
+def read_object(path: Path, remedy: str) -> JsonObject | None:
     """Return the JSON object in a file; None if there is no file.
 
     Raises:

@@ -27,6 +27,7 @@ from megatron_ext.data.text.fast import PACKAGE
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError, optional_module
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.files.reading import JsonObject
 
 logger = logging.getLogger(__name__)
 Ids = NDArray[np.uint32]
@@ -169,7 +170,7 @@ class Encoder:
         )  # fmt: skip
         return None
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return all that determines the content of a data set, apart from its inputs and the limit of a document."""
         options, chat = self.options, self.fields.chat
         return {

@@ -27,7 +27,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -47,6 +47,7 @@ from megatron_ext.data.preprocess.shards import Shard, cut, group
 from megatron_ext.data.text.documents import FileRange, find_files
 from megatron_ext.errors import DISK_FULL, UserError
 from megatron_ext.files.lock import LOCK_FILE, lock
+from megatron_ext.files.reading import JsonObject
 
 logger = logging.getLogger(__name__)
 EDGES = np.concatenate([[0], 1 << np.arange(10, 20)])  # of the table of lengths: 0, 1K, 2K ... 512K tokens
@@ -89,7 +90,7 @@ def preprocess(options: PreprocessOptions) -> Report:
 
 
 def _make(
-    options: PreprocessOptions, encoder: Encoder, files: list[FileRange], folder: Path, inputs: dict[str, Any]
+    options: PreprocessOptions, encoder: Encoder, files: list[FileRange], folder: Path, inputs: JsonObject
 ) -> Report:
     """Cut, (group,) encode, join and publish; the options have been checked."""
     report = Report()
@@ -130,7 +131,7 @@ def _make(
             "of %s writes as JSON once more; make them objects", report.json_in_json, options.tokenizer,
         )  # fmt: skip
     arrays, source_names = join_arrays(parts)
-    metadata: dict[str, Any] = {
+    metadata: JsonObject = {
         "tokenizer": options.tokenizer,
         **inputs,
         **{name: count for name, count in asdict(report).items() if name != "reused"},
@@ -174,7 +175,7 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
         shutil.rmtree(folder)
 
 
-def length_table(lengths: Int64) -> list[dict[str, Any]]:
+def length_table(lengths: Int64) -> list[JsonObject]:
     """Count documents and tokens by bins of length, as in ProLong's Table 14, with shares of all."""
     bins = np.searchsorted(EDGES, lengths, side="right") - 1
     document_counts = np.bincount(bins, minlength=len(EDGES)).tolist()

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
 from megatron_ext.errors import UserError, first_line, optional_module
+from megatron_ext.files.reading import JsonObject
 
 TEMPLATE_FILE = "chat_template.jinja"
 ADDITIONAL = "additional_chat_templates"
@@ -30,7 +31,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 INSTEAD_OF_CONTENT = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 JSON_ARGUMENTS = re.compile(r'"arguments": ("\{(?:[^"\\]|\\.)*")')  # in JSON: a string that holds an object
-Messages = list[dict[str, Any]]
+Messages = list[JsonObject]
 Spans = tuple[tuple[int, int], ...]  # the characters [start, end) of each of the assistant's messages
 
 
@@ -87,7 +88,7 @@ class ChatTemplate:
         content = json.dumps([self.source, self.variables, self.tool_source])
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> tuple[str, Spans]:
+    def render(self, messages: Messages, tools: list[JsonObject] | None = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the spans of the assistant's messages in it.
 
         Raises ChatError for invalid messages or tools, if the template rejects them, or if the spans cannot be found.
@@ -103,7 +104,7 @@ class ChatTemplate:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
         return text, marked
 
-    def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
+    def prompt(self, messages: Messages, tools: list[JsonObject] | None = None) -> str:
         """Render a conversation up to the assistant's next turn, with the generation prompt; errors as `render`."""
         return self._render(self._prepare(messages, tools), tools, prompt=True)[0]
 
@@ -224,7 +225,7 @@ def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
     _check_spelled("tools spell", tools, special)
 
 
-def _check_content(number: int, message: dict[str, Any]) -> None:
+def _check_content(number: int, message: JsonObject) -> None:
     content = message.get("content")
     if content == [] or (content is None and not any(message.get(name) for name in INSTEAD_OF_CONTENT)):
         raise ChatError(f"message {number} has no text as content")
@@ -240,7 +241,7 @@ def _check_content(number: int, message: dict[str, Any]) -> None:
             raise ChatError(f"message {number} has a part of type 'text' without a text")
 
 
-def _texts(message: dict[str, Any]) -> list[str]:
+def _texts(message: JsonObject) -> list[str]:
     content = message.get("content") or ""
     if isinstance(content, str):
         return [content]

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans, has_json_in_json
 from megatron_ext.errors import UserError, first_line, optional_module
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.launch import is_first
 
 logger = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ def row_group_sizes(file: FileRange, columns: Sequence[str]) -> list[int]:
 
 def read_rows(
     file: FileRange, columns: Sequence[str], optional: Sequence[str] = ()
-) -> Iterator[tuple[int, dict[str, Any] | Exception]]:
+) -> Iterator[tuple[int, JsonObject | Exception]]:
     """Yield (1-based row of the .parquet file, its values by column) of the range's row groups; raises as above.
 
     `optional` are columns that may be missing. A row that Python cannot represent, such as one with text that is no
@@ -327,7 +328,7 @@ def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Docu
         refuse(f"{file.path}: the file is empty")
 
 
-def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[str, Any] | Exception]]:
+def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | JsonObject | Exception]]:
     """Yield the numbers and contents of a .txt file, of lines counted from the start of the range, or of rows."""
     if file.ending == ".parquet":
         for number, row in read_rows(file, fields.columns, fields.optional_columns):
@@ -345,7 +346,7 @@ def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[
                 yield number, line
 
 
-def _record(raw: bytes, is_text: bool, fields: Fields) -> dict[str, Any]:
+def _record(raw: bytes, is_text: bool, fields: Fields) -> JsonObject:
     """Return the JSON object of a line, or of a text the object that has it."""
     if len(raw) > fields.limit:
         raise _BadDocumentError(too_long(fields.limit))
@@ -369,7 +370,7 @@ def _undecodable(error: Exception) -> _BadDocumentError:
     return _BadDocumentError(f"invalid UTF-8 (0x{error.object[error.start]:02x}) at byte {error.start + 1}")
 
 
-def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
+def _document(record: JsonObject, path: Path, fields: Fields) -> Document:
     text = ""
     spans: Spans = ()
     json_in_json = False
@@ -405,7 +406,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...], needed: str) -> Any:
+def _field(record: JsonObject, name: str, types: type | tuple[type, ...], needed: str) -> Any:
     if name not in record:
         have = ", ".join(map(repr, list(record)[:8])) or "none"
         flag = "--messages-field" if types is list else "--json-key"

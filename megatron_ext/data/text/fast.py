@@ -11,7 +11,6 @@ import re
 import unicodedata
 from functools import cache
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import psutil
@@ -20,6 +19,7 @@ from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_ext.errors import installed_version, library_errors
+from megatron_ext.files.reading import JsonObject
 
 PACKAGE = "gigatoken"
 MEMORY = 128 << 20  # bytes
@@ -40,7 +40,7 @@ class FastEncoder:
     Raises UnservedError if gigatoken is not installed, or may give other ids.
     """
 
-    def __init__(self, description: dict[str, Any]) -> None:
+    def __init__(self, description: JsonObject) -> None:
         version = installed_version(PACKAGE)
         if version is None:
             raise UnservedError(f"it is not installed; pip install {PACKAGE}")
@@ -83,7 +83,7 @@ class FastEncoder:
         return ids
 
 
-def _unserved(description: dict[str, Any]) -> str | None:
+def _unserved(description: JsonObject) -> str | None:
     """Return what of a tokenizer.json the libraries may do differently if no text gives special tokens."""
     model = description["model"]
     normalizer = description["normalizer"]
@@ -109,17 +109,17 @@ def _unserved(description: dict[str, Any]) -> str | None:
     return None
 
 
-def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+def _steps(part: JsonObject | None, name: str) -> list[JsonObject]:
     """Return the steps of a normalizer or pre_tokenizer; `name` is the key of a sequence of them."""
     if part is None:
         return []
     if part["type"] == "Sequence":
-        steps: list[dict[str, Any]] = part[name]
+        steps: list[JsonObject] = part[name]
         return steps
     return [part]
 
 
-def _splits_alike(pre_tokenizer: dict[str, Any] | None) -> bool:
+def _splits_alike(pre_tokenizer: JsonObject | None) -> bool:
     """Return whether both libraries split a text alike: by patterns, if any, then by ByteLevel."""
     steps = _steps(pre_tokenizer, "pretokenizers")
     if not steps:
@@ -129,7 +129,7 @@ def _splits_alike(pre_tokenizer: dict[str, Any] | None) -> bool:
     return all(map(_is_pattern, patterns)) and byte_level.items() <= last.items()
 
 
-def _found_otherwise(added_tokens: list[dict[str, Any]]) -> bool:
+def _found_otherwise(added_tokens: list[JsonObject]) -> bool:
     """Return whether the libraries may find other added tokens in a text, because some overlap.
 
     gigatoken looks for all ordinary tokens at once. tokenizers looks for those that are not `normalized` first, and for
@@ -156,7 +156,7 @@ def _found_otherwise(added_tokens: list[dict[str, Any]]) -> bool:
     return False
 
 
-def _is_pattern(step: dict[str, Any]) -> bool:
+def _is_pattern(step: JsonObject) -> bool:
     isolated = (step["type"], step.get("behavior"), step.get("invert")) == ("Split", "Isolated", False)
     return isolated and MISREAD.search(step["pattern"].get("Regex", "{1}+")) is None
 

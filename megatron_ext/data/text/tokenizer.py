@@ -32,7 +32,7 @@ from megatron_ext.cli import program
 from megatron_ext.data.text.fast import PACKAGE, FastEncoder, UnservedError
 from megatron_ext.errors import UserError, first_line, library_errors
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.files.reading import read_object
+from megatron_ext.files.reading import JsonObject, read_object
 
 logger = logging.getLogger(__name__)
 HF_FILE = "tokenizer.json"
@@ -180,7 +180,7 @@ class Tokenizer:
         """Return a context in which errors of the library raise UserError."""
         return library_errors(lambda reason: UserError(f"tokenizer: {self.file} {what} ({reason}); {remedy}"))
 
-    def _use_gigatoken(self, description: dict[str, Any]) -> None:
+    def _use_gigatoken(self, description: JsonObject) -> None:
         try:
             for token in self.special.values():
                 if len(token) == 1:
@@ -287,7 +287,7 @@ class Tokenizer:
         return None
 
 
-def read_beside(file: Path, name: str) -> dict[str, Any]:
+def read_beside(file: Path, name: str) -> JsonObject:
     """Return the JSON object `name` in the folder of `file`; empty if there is no such file."""
     return read_object(file.with_name(name), "is not a JSON object; correct it or remove it") or {}
 
@@ -322,7 +322,7 @@ def read_added_tokens(file: Path, in_file: Mapping[int, AddedToken]) -> tuple[di
         texts = {token.content for token in (*in_file.values(), *tokens)}
         order = [*NAMES, *(name for name in named if name not in NAMES)]
         for token in (*(roles[name] for name in order if name in named), *extra):
-            flags: dict[str, Any] = {"content": token} if isinstance(token, str) else dict(token)
+            flags: JsonObject = {"content": token} if isinstance(token, str) else dict(token)
             flags.pop("__type", None)
             if flags["content"] not in texts:
                 tokens.append(AddedToken(**{"special": True, **flags}))
@@ -336,7 +336,7 @@ def read_added_tokens(file: Path, in_file: Mapping[int, AddedToken]) -> tuple[di
     return named, tokens
 
 
-def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+def _special_tokens(config: JsonObject, older: JsonObject) -> tuple[JsonObject, list[Any]]:
     """Return the special tokens of tokenizer_config.json and of an older file: by their names, and without names."""
     roles = {name: token for name, token in (config | older).items() if name.endswith("_token")}
     configured = config.get("extra_special_tokens") or config.get("additional_special_tokens")
@@ -352,7 +352,7 @@ def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> tuple[dict
     return roles, extra
 
 
-def _hide_special(description: dict[str, Any], special: set[str]) -> bool:
+def _hide_special(description: JsonObject, special: set[str]) -> bool:
     """Change a tokenizer.json so that its model makes no special tokens of texts; return whether it would.
 
     As in SentencePiece, where no text gives a control piece, such pieces are renamed to what no text holds; all ids
