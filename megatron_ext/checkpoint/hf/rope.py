@@ -82,7 +82,7 @@ def _without_nulls(entries: JsonObject | None) -> JsonObject:
 
 
 def _with_angles(model: ModelConfig, rope: JsonObject, entries: JsonObject) -> ModelConfig:
-    scaling: str = rope.get("rope_type", rope.get("type", "default"))
+    scaling: str = rope.get("rope_type") or rope.get("type") or "default"
     for name, value in rope.items():
         if name not in _READ[scaling]:
             raise UserError(f"has {name} {echo(value)} in its rope_parameters, which {scaling} does not read")
