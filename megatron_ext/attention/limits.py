@@ -75,8 +75,8 @@ def flash_attn_4(heads: Heads, call: AttentionCall | None) -> str | None:
         return None
     if major in (10, 11) and sizes == (256, 256) and call.left_window is not None:
         return f"has no kernels for sliding windows with heads of 256 on {sm()}"
-    blocks = -(-call.max_seqlens[0] // 64)
-    if deterministic and call.segments * heads.queries * blocks > FA4_SEMAPHORES:
+    semaphores = call.segments * heads.queries * -(-call.max_seqlens[0] // 64)
+    if deterministic and semaphores > FA4_SEMAPHORES:
         return f"would keep more than {FA4_SEMAPHORES:,} numbers for its deterministic backward"
     return None
 
@@ -124,7 +124,8 @@ def _flash_attn_2(heads: Heads, call: AttentionCall | None, int32: bool) -> str 
     size = max(heads.size, heads.value_size)
     unit = 32 if size <= 128 else 64
     width = -(-size // unit) * unit
-    rows = int(call.cu_seqlens_q[-1]) + FA2_GAP * (call.segments - 1)
+    gaps = FA2_GAP * (call.segments - 1)
+    rows = int(call.cu_seqlens_q[-1]) + gaps
     if int32 and rows * heads.queries * width > FA2_NUMBERS:
         return "has a buffer of more than 2^31 numbers, which it indexes in int32"
     return None

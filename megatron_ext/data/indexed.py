@@ -258,9 +258,9 @@ def join_arrays(parts: Sequence[Path]) -> tuple[dict[str, np.ndarray], list[str]
 
 
 def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Int64:
-    """Return the tokens of each document, from the tokens of each sequence and the sequences of each document."""
-    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return np.diff(before[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])])
+    """Return the tokens of each document, from the tokens of each sequence and the sequences of each document, >= 1."""
+    first_sequences = np.cumsum(counts, dtype=np.int64) - counts
+    return np.add.reduceat(lengths, first_sequences, dtype=np.int64)
 
 
 def write_dataset(
@@ -280,12 +280,13 @@ def write_dataset(
         for part in parts:
             with part.with_suffix(".bin").open("rb") as source:
                 shutil.copyfileobj(source, target)
+    sizes = lengths * np.int64(dtype.itemsize)
+    pointers = np.cumsum(sizes) - sizes
+    first_sequences = np.append(0, np.cumsum(counts, dtype=np.int64))
     with partial[".idx"].open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1))
-        file.write(lengths.tobytes())
-        sizes = lengths * np.int64(dtype.itemsize)
-        file.write((np.cumsum(sizes) - sizes).tobytes())
-        file.write(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).tobytes())
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(first_sequences)))
+        for numbers in (lengths, pointers, first_sequences):
+            file.write(numbers.tobytes())
     for suffix, name in ((MASK, "mask"), (SOURCES, "sources")):
         if suffix in partial:
             np.save(partial[suffix], arrays[name])
@@ -300,10 +301,11 @@ def write_dataset(
 def nonempty(source: IndexedSource, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     """Return the documents with tokens, and their lengths, both int64 [n]; raise UserError if there is no token."""
     chosen = np.asarray(documents, dtype=np.int64)
-    lengths = np.asarray(source.document_lengths, dtype=np.int64)[chosen]
-    if not lengths.any():
-        raise no_tokens(chosen.size)
-    return chosen[lengths > 0], lengths[lengths > 0]
+    lengths = source.document_lengths[chosen]
+    has_tokens = lengths > 0
+    if not has_tokens.any():
+        raise no_tokens(len(chosen))
+    return chosen[has_tokens], lengths[has_tokens]
 
 
 def no_tokens(documents: int) -> UserError:

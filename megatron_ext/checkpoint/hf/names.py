@@ -328,11 +328,12 @@ def fuse_into(
 
 def unfuse(parameter: Parameter, whole: Tensor, model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
     """Return the Hugging Face tensors of which a whole Megatron tensor is assembled, without padding."""
-    runs = _rows_of(parameter, model, vocab_size)
-    counts = [len(rows) for _, rows in runs]
     parts: list[list[Tensor]] = [[] for _ in parameter.hugging_face]
-    for (source, _), part in zip(runs, whole[: sum(counts)].split(counts), strict=True):
-        parts[source].append(part)
+    end = 0
+    for source, rows in _rows_of(parameter, model, vocab_size):
+        start = end
+        end += len(rows)
+        parts[source].append(whole[start:end])
     return tuple(map(torch.cat, parts))
 
 

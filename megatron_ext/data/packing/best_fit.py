@@ -32,26 +32,27 @@ def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
         open_bins[space] += added
 
     placed = opened = 0
-    for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        end = placed + count
-        while placed < end:
+    by_size = zip(distinct.tolist(), counts.tolist(), strict=True)
+    for size, count in reversed(list(by_size)):
+        unplaced = count
+        while unplaced:
             fullest = bisect_left(spaces, size)
             if fullest == len(spaces):
-                needed = -(-(end - placed) // (capacity // size))
+                needed = -(-unplaced // (capacity // size))
                 put(list(range(opened, opened + needed)), capacity)
                 opened += needed
             space = spaces[fullest]
-            items_per_bin = min(space // size, end - placed)
+            items_per_bin = min(space // size, unplaced)
             candidates = open_bins[space]
-            first = max(len(candidates) - (end - placed) // items_per_bin, 0)
-            filled = candidates[first:]
-            del candidates[first:]
+            filled = candidates[-(unplaced // items_per_bin) :]
+            del candidates[-len(filled) :]
             if not candidates:
                 del open_bins[space], spaces[fullest]
             put(filled, space - items_per_bin * size)
             items = np.repeat(filled, items_per_bin)
             bins[placed : placed + len(items)] = items
             placed += len(items)
+            unplaced -= len(items)
     result = np.empty_like(bins)
     result[order] = bins
     return result

@@ -59,13 +59,13 @@ def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float
     times = []
     for bucket, (count, uniform) in enumerate(zip(counts, draws, strict=True)):
         borders = np.arange(cycles + 1) * count // cycles
-        waits = np.cumsum(-np.log1p(-uniform))
-        before = np.concatenate([[0.0], waits])[borders[:-1]]
-        sizes = np.diff(borders)
-        rates = np.repeat(growth**-bucket * sizes, sizes)
+        cycle_of_batch = np.repeat(np.arange(cycles), np.diff(borders))
+        waits = np.append(0.0, np.cumsum(-np.log1p(-uniform)))
+        waits_of_cycle = waits[1:] - waits[borders[cycle_of_batch]]
+        rates = growth**-bucket * np.diff(borders)
         buckets.append(np.full(count, bucket))
-        numbers.append(np.repeat(np.arange(cycles), sizes))
-        times.append((waits - np.repeat(before, sizes)) / rates)
+        numbers.append(cycle_of_batch)
+        times.append(waits_of_cycle / rates[cycle_of_batch])
     order = np.lexsort((np.concatenate(times), np.concatenate(numbers)))
     return np.concatenate(buckets)[order]
 

@@ -66,15 +66,16 @@ def report(plan: PackingPlan, source: IndexedSource, documents: Documents) -> Pa
 
 def describe(reports: Mapping[str, PackingReport]) -> str:
     """Return a table with a line for each named report."""
-    lines = [
-        f"{'':<15} {'kept':>7} {'repeated':>9} {'truncated':>10} {'dropped':>8} {'padding':>8} {'mean keys':>10} rows"
-    ]
+    lines = ["                   kept  repeated  truncated  dropped  padding  mean keys rows"]
     for name, counts in reports.items():
+        kept = counts.kept_tokens / counts.tokens
+        repeated = counts.repeated_tokens / counts.tokens
+        truncated = counts.truncated_documents / counts.documents
+        dropped = counts.dropped_documents / counts.documents
+        padding = counts.padding_tokens / counts.row_tokens
         lines.append(
-            f"{name:<15} {counts.kept_tokens / counts.tokens:>7.1%} {counts.repeated_tokens / counts.tokens:>9.1%} "
-            f"{counts.truncated_documents / counts.documents:>10.1%} "
-            f"{counts.dropped_documents / counts.documents:>8.1%} "
-            f"{counts.padding_tokens / counts.row_tokens:>8.2%} {counts.mean_context:>10,.0f} {counts.rows:,}"
+            f"{name:<15} {kept:>7.1%} {repeated:>9.1%} {truncated:>10.1%} {dropped:>8.1%} {padding:>8.2%} "
+            f"{counts.mean_context:>10,.0f} {counts.rows:,}"
         )
     lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
     return "\n".join(lines)

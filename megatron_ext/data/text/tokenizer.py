@@ -228,8 +228,9 @@ class Tokenizer:
         with self._errors("cannot encode a chat", "use another"):
             encoding = self._spelled.encode(text, add_special_tokens=False)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token in self._refused and self.special[token] not in text[start:end]:
-                self._refuse(text[start:end], token)
+            spelled = text[start:end]
+            if token in self._refused and self.special[token] not in spelled:
+                self._refuse(spelled, token)
         return encoding.ids, encoding.offsets
 
     @cached_property
