@@ -1,6 +1,6 @@
 """Check every available attention kernel against fp32, and measure its time by window.
 
-    python benchmarks/attention.py parity [--output FILE]    error of each kernel next to that of plain half precision
+    python benchmarks/attention.py parity [--output FILE]    error of each kernel and of plain half precision
     python benchmarks/attention.py speed [ROW ...]           milliseconds forward and backward, by window and documents
     python benchmarks/attention.py speed ... --windows N ... for these windows alone
     python benchmarks/attention.py ... --backends NAME ...   for these kernels, in this order
@@ -51,8 +51,9 @@ from megatron_ext.device import moved
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
 
-GOAL, FROM_WINDOW = 1.25, 256
-HOPELESS = 10.0  # a window's time over that of the whole row, after which no shorter one is measured
+GOAL = 1.25
+FROM_WINDOW = 256
+HOPELESS = 10.0  # a window's time over the whole row's, after which no shorter one is measured
 FLOOR = 1e-4  # an error that is never too large; plain half precision has none if each query sees one key
 LOST = 4  # exit status of a process that an error has left without a usable GPU
 SLOWER = {"flash_attn_4": 2}  # multiples of the time limit
@@ -83,7 +84,7 @@ class Case:
     left_window: int | None = None
     strided: bool = False
     offset: int = 0
-    value_size: int | None = None  # None: that of the keys
+    value_size: int | None = None  # None: the size of the keys
     sinks: bool = False
     deterministic: bool = False
     last_alone: bool = False  # whether only the last segment is compared, because the reference has no memory for all
@@ -91,7 +92,8 @@ class Case:
     @property
     def pairs(self) -> int:
         """Return the number of (query, visible key) pairs."""
-        q, kv = np.diff(self.cu_seqlens_q).astype(np.int64), np.diff(self.cu_seqlens_kv).astype(np.int64)
+        q = np.diff(self.cu_seqlens_q).astype(np.int64)
+        kv = np.diff(self.cu_seqlens_kv).astype(np.int64)
         return int((q * (kv - q) + q * (q + 1) // 2).sum())
 
 
@@ -166,8 +168,10 @@ def borders(lengths: np.ndarray) -> Int32:
 def inputs(case: Case) -> list[Tensor]:
     """Draw queries, keys, values, the outputs' gradient and perhaps sinks on the device, in bf16."""
     generator = torch.Generator(DEVICE).manual_seed(1)
-    q, kv = int(case.cu_seqlens_q[-1]), int(case.cu_seqlens_kv[-1])
-    key, value = case.head_size, case.value_size or case.head_size
+    q = int(case.cu_seqlens_q[-1])
+    kv = int(case.cu_seqlens_kv[-1])
+    key = case.head_size
+    value = case.value_size or case.head_size
     shapes = [(q, case.heads, key), (kv, case.groups, key), (kv, case.groups, value), (q, case.heads, value)]
     options = {"generator": generator, "device": DEVICE, "dtype": torch.bfloat16}
     return [torch.randn(shape, **options) for shape in [*shapes, *[(case.heads,)] * case.sinks]]
@@ -187,20 +191,20 @@ def run(attend: Attend, case: Case, dtype: torch.dtype, given: list[Tensor]) -> 
 
 
 def errors(name: str, case: Case) -> dict[str, object]:
-    """Return the largest errors of the output and the gradients beside those of plain bf16, and which are wrong."""
+    """Return the largest errors of the output and the gradients, also of plain bf16, and which are wrong."""
     sizes = case.head_size, case.value_size or case.head_size
     if case.deterministic and name not in REPEATING:
         return {"skipped": "has no deterministic mode"}
     try:
         attend, reference = (
-            select(one, DEVICE, torch.bfloat16, *sizes, sinks=case.sinks) for one in (name, "reference")
+            select(backend, DEVICE, torch.bfloat16, *sizes, sinks=case.sinks) for backend in (name, "reference")
         )
-        given = inputs(case)
+        tensors = inputs(case)
         torch.use_deterministic_algorithms(case.deterministic)
         with (
             contextlib.nullcontext() if CUDA else sdpa_kernel(SDPBackend.MATH)
         ):  # torch's CPU kernel keeps less than 2x
-            measured, again = (run(attend, case, torch.bfloat16, given) for _ in range(2))
+            measured, again = (run(attend, case, torch.bfloat16, tensors) for _ in range(2))
     except UserError as error:
         return {"skipped": str(error)}
     finally:
@@ -210,18 +214,19 @@ def errors(name: str, case: Case) -> dict[str, object]:
         q, kv = (cu[-2:] - cu[-2] for cu in (case.cu_seqlens_q, case.cu_seqlens_kv))
         case = replace(case, cu_seqlens_q=q, cu_seqlens_kv=kv)
         rows = [int(cu[-1]) for cu in (q, kv, kv, q)]
-        given = [x[-count:] for x, count in zip(given, rows, strict=True)]
+        tensors = [x[-count:] for x, count in zip(tensors, rows, strict=True)]
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # by default it computes in fp32 and rounds the result
     with sdpa_kernel(SDPBackend.MATH):
-        exact, plain = (run(reference, case, dtype, given) for dtype in (torch.float32, torch.bfloat16))
+        exact, plain = (run(reference, case, dtype, tensors) for dtype in (torch.float32, torch.bfloat16))
     facts: dict[str, object] = {"repeats": repeats}
     over: dict[str, float] = {}
     for tensor, x, p, e in zip(("out", "dq", "dk", "dv", "ds"), measured, plain, exact, strict=False):
         error, of_plain = ((y[-len(e) :].float() - e).abs().max().item() for y in (x, p))
         facts |= {f"{tensor}_error": error, f"{tensor}_plain": of_plain}
         over[tensor] = error / (of_plain + FLOOR / 2)
-    wrong = [tensor for tensor, one in over.items() if not one <= 2]  # NaN is wrong
-    wrong += ["backward does not repeat"] if case.deterministic and not repeats else []
+    wrong = [tensor for tensor, ratio in over.items() if not ratio <= 2]  # NaN is wrong
+    if case.deterministic and not repeats:
+        wrong.append("backward does not repeat")
     return facts | {"over_plain": max(over.values()), "wrong": wrong, "ok": not wrong}
 
 
@@ -254,12 +259,13 @@ def speed(name: str, row: int, windows: Sequence[int], records: Records) -> None
         forward, backward = milliseconds(attend, case)
         times.append(forward + backward)
         per_pair.append(times[-1] / case.pairs)
-        over_ideal, flops = per_pair[-1] / per_pair[0], 4 * case.pairs * heads * size
-        found: dict[str, object] = {"forward_ms": forward, "backward_ms": backward, "over_ideal": over_ideal}
-        found |= {"forward_tflops": flops / forward / 1e9, "backward_tflops": 2.5 * flops / backward / 1e9}
+        over_ideal = per_pair[-1] / per_pair[0]
+        flops = 4 * case.pairs * heads * size
+        facts_of_case: dict[str, object] = {"forward_ms": forward, "backward_ms": backward, "over_ideal": over_ideal}
+        facts_of_case |= {"forward_tflops": flops / forward / 1e9, "backward_tflops": 2.5 * flops / backward / 1e9}
         if case.name.startswith("window") and window >= FROM_WINDOW:
-            found["met"] = over_ideal <= GOAL
-        return found
+            facts_of_case["met"] = over_ideal <= GOAL
+        return facts_of_case
 
     for layout, window, cu_seqlens in layouts(row, windows):
         case = Case(layout, cu_seqlens, cu_seqlens, heads, groups, size)
@@ -309,7 +315,8 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kernel, in this process
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)  # number of the first case
     options = parser.parse_args()
-    step, names = options.step, options.backends or [*ORDER[options.step], *([] if CUDA else ["reference"])]
+    step = options.step
+    names = options.backends or [*ORDER[options.step], *([] if CUDA else ["reference"])]
     scratch = tempfile.TemporaryDirectory()
     output = options.output or Path(scratch.name) / "results.jsonl"
     records = Records("correct" if step == "parity" else "attention", output)
@@ -339,11 +346,13 @@ def apart(records: Records, step: str, name: str, row: int | None, seconds: floa
     """Run one kernel in a process, and in further ones for the cases after one that ends it; return if any failed."""
     names = [case.name for case in cases()] if step == "parity" else []
     limit = None if seconds is None else SLOWER.get(name, 1) * seconds
-    began, first, failed = time.monotonic(), 0, False
+    began = time.monotonic()
+    first = 0
+    failed = False
     while True:
-        left = None if limit is None else max(limit - (time.monotonic() - began), 1)
+        remaining = None if limit is None else max(limit - (time.monotonic() - began), 1)
         command = [step, *([str(row)] if row else []), "--backends", name, "--here", "--first", str(first), *flags]
-        status = run_apart(records, *command, timeout_s=left, backend=name, **({"row": row} if row else {}))
+        status = run_apart(records, *command, timeout_s=remaining, backend=name, **({"row": row} if row else {}))
         failed |= status != 0
         if status in (0, 1, None) or records.last.get("case") not in names[:-1]:
             return failed

@@ -15,7 +15,8 @@ from record import Records, parser_of
 
 ROOT = Path.cwd()  # a checkout: this file also measures an older one
 SIZES = "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --num-query-groups 8"
-STEPS, INTERVAL = 24, 4
+STEPS = 24
+INTERVAL = 4
 DCP = """
 import json, statistics, sys, time
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
@@ -57,7 +58,8 @@ def train(folder: Path, *flags: str) -> None:
 
 def saving(folder: Path, records: Records) -> None:
     """Record the stall of each way of saving, without the last checkpoint and the first, which allocates buffers."""
-    size, step_s = 0, 0.0
+    size = 0
+    step_s = 0.0
     for name, flags in (("plain", []), ("async", ["--async-save"])):
         run = folder / name
         train(run, "--save-interval", str(INTERVAL), *flags)

@@ -27,7 +27,11 @@ K = 1024
 ROWS = 200  # rows of documents of `spread`
 ROW_COSTS = (64.0, 570.0)  # values of --cp-row-cost: NVLink, and between nodes
 BALANCE = 1.10
-LATENT, ROTATED, PLAIN, VALUE = 512, 64, 128, 128  # sizes of DeepSeek-V3 and of Moonlight
+# sizes of DeepSeek-V3 and of Moonlight
+LATENT = 512
+ROTATED = 64
+PLAIN = 128
+VALUE = 128
 LATENT_MODELS = (("DeepSeek-V3", 128, 1), ("DeepSeek-V3", 128, 8), ("Moonlight", 16, 1), ("Moonlight", 16, 8))
 ONE_DOCUMENT = np.array([], dtype=np.int64)
 
@@ -48,11 +52,11 @@ def spread(records: Records) -> None:
         layouts = [build_layout(row_length, ends, row_length) for ends in log_normal_rows(row_length, 100, ROWS)]
         for cp_size, row_cost in itertools.product((2, 4, 8, 16, 64), ROW_COSTS):
             plans = [plan(layout, cp_size, row_cost=row_cost) for layout in layouts]
-            balances = [float(made.pairs.max() / made.pairs.mean()) for made in plans]
-            own = [fewest_rows(layout, cp_size, even) for layout, even in zip(layouts, balances, strict=True)]
+            balances = [float(cp_plan.pairs.max() / cp_plan.pairs.mean()) for cp_plan in plans]
+            fewest = [fewest_rows(layout, cp_size, even) for layout, even in zip(layouts, balances, strict=True)]
             fixed = [fewest_rows(layout, cp_size, BALANCE) for layout in layouts]
-            moved = {"plan": [made.rows_moved.sum() for made in plans], "bound at its balance": own}
-            for name, rows in {**moved, f"bound at {BALANCE:.2f}": fixed}.items():
+            rows_by_plan = {"plan": [cp_plan.rows_moved.sum() for cp_plan in plans], "bound at its balance": fewest}
+            for name, rows in {**rows_by_plan, f"bound at {BALANCE:.2f}": fixed}.items():
                 shares = np.array(rows) / ((cp_size - 1) * row_length)
                 p50, p90 = np.quantile(shares, (0.5, 0.9))
                 figures = {"mean": shares.mean(), "p50": p50, "p90": p90, "worst": shares.max()}
@@ -72,17 +76,18 @@ def scale(records: Records) -> None:
             for _ in range(3):
                 began = time.process_time()
                 layout = build_layout(row_length, ends, window or row_length)
-                made = plan(layout, cp_size)
-                made.rank(cp_size - 1)
+                cp_plan = plan(layout, cp_size)
+                cp_plan.rank(cp_size - 1)
                 seconds.append(time.process_time() - began)
-            moved, gathered = made.rows_moved, (cp_size - 1) * row_length
+            moved = cp_plan.rows_moved
+            gathered = (cp_size - 1) * row_length
             records.add(
                 documents=documents,
                 row=row_length,
                 cp=cp_size,
                 window=window or row_length,
                 plan_ms=min(seconds) * 1e3,
-                balance=made.pairs.max() / made.pairs.mean(),
+                balance=cp_plan.pairs.max() / cp_plan.pairs.mean(),
                 moved=moved.sum() / gathered,
                 bound=fewest_rows(layout, cp_size, BALANCE) / gathered,
                 rows_of_busiest_rank=int(max(moved.sum(axis=0).max(), moved.sum(axis=1).max())),
@@ -93,13 +98,14 @@ def latent(records: Records) -> None:
     """Record what one layer exchanges in forward, in bfloat16, for a row of one document and a row of many."""
     kinds = (("one", ONE_DOCUMENT), ("many", log_normal_rows(128 * K)[0]))
     for (model, all_heads, tp), (documents, ends) in itertools.product(LATENT_MODELS, kinds):
-        made = plan(build_layout(128 * K, ends, 128 * K), 8)
-        rows, heads = int(made.rows_moved.sum()), all_heads // tp
+        cp_plan = plan(build_layout(128 * K, ends, 128 * K), 8)
+        rows = int(cp_plan.rows_moved.sum())
+        heads = all_heads // tp
         sizes = {"full_heads": heads * (PLAIN + ROTATED + VALUE), "latent": LATENT + ROTATED}
         mib = {f"{name}_mib": rows * size * 2 / K**2 for name, size in sizes.items()}
-        expanded = sum(len(made.rank(rank).kv_rows) for rank in range(8)) - made.layout.tokens
+        expanded = sum(len(cp_plan.rank(rank).kv_rows) for rank in range(8)) - cp_plan.layout.tokens
         products = expanded * LATENT * heads * (PLAIN + VALUE)
-        attention = int(made.pairs.sum()) * heads * (PLAIN + ROTATED + VALUE)
+        attention = int(cp_plan.pairs.sum()) * heads * (PLAIN + ROTATED + VALUE)
         records.add(model=model, tp=tp, heads=heads, documents=documents, **mib, products=products / attention)
 
 

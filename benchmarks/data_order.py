@@ -23,7 +23,9 @@ from typing import Any, ClassVar
 import numpy as np
 from record import ROOT, Records, parser_of
 
-ROW, ROWS, SEED = 32_768, 8, 1234
+ROW = 32_768
+ROWS = 8
+SEED = 1234
 KINDS = ("ours", "megatron-core")
 
 
@@ -96,7 +98,9 @@ def start(kind: str, prefix: str, cache: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:  # imports
         write_index(Path(folder) / "tiny", 1000)
         read(str(Path(folder) / "tiny"), folder)
-    memory, wall, cpu = unshared_mb(), time.perf_counter(), time.process_time()
+    memory = unshared_mb()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     read(prefix, cache)
     times = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
     return times | {"unshared_mb": unshared_mb() - memory}

@@ -1,4 +1,4 @@
-"""Compare the ids of gigatoken with those of tokenizers on random texts.
+"""Compare the ids of gigatoken and of tokenizers on random texts.
 
     python benchmarks/fuzz_ids.py --texts 1000000
     python benchmarks/fuzz_ids.py --texts 100000 --tokenizers FOLDER ...      with other tokenizers
@@ -26,10 +26,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from megatron_ext.data.text import tokenizer as ours
 from megatron_ext.data.text.fast import NO_NORMALIZER
 
-VOCABULARY, SHOWN = 3000, 10
-SPECIAL, ADDED = "<|endoftext|>", ["<tool_call>", "<tool", "</think>", "abc def"]
-_ENGLISH, _REST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+VOCABULARY = 3000
+SHOWN = 10
+SPECIAL = "<|endoftext|>"
+ADDED = ["<tool_call>", "<tool", "</think>", "abc def"]
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2, LLAMA3 = (_ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + numbers + _TAIL for numbers in (r"\p{N}", r"\p{N}{1,3}"))
@@ -80,35 +84,41 @@ def train(
     model: models.BPE, normalizer: Any, pre_tokenizer: Any, texts: list[str], folder: Path, vocabulary: int = VOCABULARY
 ) -> None:
     """Train a tokenizer on texts and write it, with a special token and ordinary added ones."""
-    made, pieces, alphabet = Tokenizer(model), list[str](), sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.pre_tokenizer = pre_tokenizer
+    tokenizer = Tokenizer(model)
+    pieces = list[str]()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.pre_tokenizer = pre_tokenizer
     if model.byte_fallback:
-        pieces, alphabet = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))], []
-        made.pre_tokenizer = pre_tokenizers.Metaspace()  # otherwise a text would be one word
+        pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        alphabet = []
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # otherwise a text would be one word
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[*pieces, SPECIAL], initial_alphabet=alphabet, limit_alphabet=600,
         show_progress=False,
     )  # fmt: skip
-    made.train_from_iterator(texts, trainer)
-    made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
-    about = json.loads(made.to_str())
-    about["added_tokens"] = [token for token in about["added_tokens"] if token["content"] in (SPECIAL, "<unk>")]
-    made = Tokenizer.from_str(json.dumps(about))
-    nothing = about["normalizer"] == NO_NORMALIZER  # such tokenizers have added tokens of both kinds
-    made.add_tokens([AddedToken(text, normalized=nothing and text == "</think>") for text in ADDED])
-    ours.write_tokenizer(made, folder, eos_token=SPECIAL)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizer
+    description = json.loads(tokenizer.to_str())
+    description["added_tokens"] = [
+        token for token in description["added_tokens"] if token["content"] in (SPECIAL, "<unk>")
+    ]
+    tokenizer = Tokenizer.from_str(json.dumps(description))
+    nothing = description["normalizer"] == NO_NORMALIZER  # such tokenizers have added tokens of both kinds
+    tokenizer.add_tokens([AddedToken(text, normalized=nothing and text == "</think>") for text in ADDED])
+    ours.write_tokenizer(tokenizer, folder, eos_token=SPECIAL)
 
 
 def texts_of(count: int, seed: int, sources: list[str], words: list[str]) -> Iterator[str]:
     """Yield `count` texts; the first, at most half, hold 16 of the characters of Python's Unicode each."""
     dice = random.Random(seed)
     places = ("a%sb", " %s1", "e\u0301%s", "A%s\u0323", "%s", "\n%s.", "'%s ")
-    known = [one for one in map(_character, range(0x40000)) if unicodedata.category(one) != "Cn"]
-    dice.shuffle(known)
-    del known[8 * count :]
-    for first in range(0, len(known), 16):
-        yield "".join(dice.choice(places) % one for one in known[first : first + 16])
-    for _ in range(count - -(-len(known) // 16)):
+    characters = [character for character in map(_character, range(0x40000)) if unicodedata.category(character) != "Cn"]
+    dice.shuffle(characters)
+    del characters[8 * count :]
+    for first in range(0, len(characters), 16):
+        yield "".join(dice.choice(places) % character for character in characters[first : first + 16])
+    for _ in range(count - -(-len(characters) // 16)):
         yield "".join(_part(dice, sources, words) for _ in range(dice.choice((1, 2, 4, 8))))
 
 
@@ -124,7 +134,7 @@ def _part(dice: random.Random, sources: list[str], words: list[str]) -> str:
         return source[start : start + dice.choice((5, 40, 200))]
     end = dice.choice((0x80, 0x800, 0x3000, 0x10000, 0x20000, 0x40000))
     drawn = [_character(dice.randrange(end)) for _ in range(dice.choice((1, 2, 8)))]
-    return "".join(one for one in drawn if unicodedata.category(one) != "Cn" or dice.random() < 0.02)
+    return "".join(character for character in drawn if unicodedata.category(character) != "Cn" or dice.random() < 0.02)
 
 
 def _character(number: int) -> str:
@@ -133,23 +143,24 @@ def _character(number: int) -> str:
 
 def compare(name: str, folder: Path, count: int, seed: int, sources: list[str], records: Records) -> None:
     """Record the differences of one tokenizer."""
-    opened = ours.Tokenizer(folder, encoder="gigatoken")
-    assert opened.fast is not None
-    left = left_different = 0
+    tokenizer = ours.Tokenizer(folder, encoder="gigatoken")
+    assert tokenizer.fast is not None
+    unserved = unserved_different = 0
     different = list[str]()
     added = json.loads((folder / ours.HF_FILE).read_text(encoding="utf-8"))["added_tokens"]
     texts = texts_of(count, seed, sources, [token["content"] for token in added])
-    while batch := list(islice(texts, 1000)):
-        for text, wanted in zip(batch, map(opened.encode, batch), strict=True):
-            same = opened.fast(text).tolist() == wanted
-            if not opened.fast.serves(text):
-                left, left_different = left + 1, left_different + (not same)
-            elif not same:
+    for batch in iter(lambda: list(islice(texts, 1000)), []):
+        for text, ids in zip(batch, map(tokenizer.encode, batch), strict=True):
+            is_same = tokenizer.fast(text).tolist() == ids
+            if not tokenizer.fast.serves(text):
+                unserved += 1
+                unserved_different += not is_same
+            elif not is_same:
                 different.append(text)
     for text in sorted(different, key=len)[:SHOWN]:
-        print(f"  {name}: {opened.compare(text)}")
-    found = {"left": left, "left_different": left_different, "different": len(different), "ok": not different}
-    records.add(tokenizer=name, encoder=opened.encoder, texts=count, **found)
+        print(f"  {name}: {tokenizer.compare(text)}")
+    counts = {"left": unserved, "left_different": unserved_different, "different": len(different), "ok": not different}
+    records.add(tokenizer=name, encoder=tokenizer.encoder, texts=count, **counts)
 
 
 def main() -> int:
@@ -161,7 +172,7 @@ def main() -> int:
     options = parser.parse_args()
     records = Records("fuzz_ids", options.output)
     files = sorted(Path(random.__file__).parent.glob("*.py"))[:60]
-    sources = [text for file in files if (text := file.read_text(encoding="utf-8", errors="replace"))]
+    sources = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.stat().st_size]
     with tempfile.TemporaryDirectory() as temporary:
         folders = {str(folder): folder for folder in options.tokenizers}
         for name, *about in [] if folders else list(shapes()):

@@ -28,7 +28,9 @@ from torch import Tensor
 
 from megatron_ext.loss import VocabularyShard, add_product, cross_entropy, operand, product_into
 
-GOAL_TIME, GOAL_BYTES, GOAL_VOCABULARY = 1.15, 2**30, 128256
+GOAL_TIME = 1.15
+GOAL_BYTES = 2**30
+GOAL_VOCABULARY = 128256
 OURS = ("plain", "kernels")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -65,7 +67,8 @@ def drawn(tokens: int, width: int, vocabulary: int, block: int, dtype: torch.dty
 
 def products(problem: Problem) -> Tensor:
     """Run only the matrix products of the head; a block of ones replaces its logits' gradient."""
-    hidden, weight = problem.hidden.detach(), operand(problem.weight.detach())
+    hidden = problem.hidden.detach()
+    weight = operand(problem.weight.detach())
     problem.hidden.grad = torch.empty_like(problem.hidden)
     rows = min(problem.block, len(hidden))
     logits = torch.empty(rows, len(weight), device=DEVICE)
@@ -102,7 +105,8 @@ def transformers(problem: Problem) -> Tensor:
     """Return the loss of transformers' LlamaForCausalLM: all logits, in float32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    logits, labels = (problem.hidden @ problem.weight.T)[None], problem.labels
+    logits = (problem.hidden @ problem.weight.T)[None]
+    labels = problem.labels
     divisor = torch.tensor(1.0, device=DEVICE)
     return ForCausalLMLoss(logits, labels[None], len(problem.weight), divisor, shift_labels=labels)
 
@@ -112,8 +116,8 @@ def liger(problem: Problem) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     arguments = (problem.hidden, problem.weight, problem.labels)
-    found = liger_fused_linear_cross_entropy(*arguments, reduction="sum", accum_dtype=torch.float32)
-    return found[0] if isinstance(found, tuple) else found
+    loss = liger_fused_linear_cross_entropy(*arguments, reduction="sum", accum_dtype=torch.float32)
+    return loss[0] if isinstance(loss, tuple) else loss
 
 
 Head = Callable[[Problem], Tensor]
@@ -138,7 +142,8 @@ HEADS: dict[str, Head] = {
 
 def parity(sizes: argparse.Namespace, records: Records) -> None:
     """Record each head's errors over the largest exact value; ours may have twice the error of whole logits."""
-    tokens, width = sizes.tokens or (512 if CUDA else 96), sizes.width or (4096 if CUDA else 64)
+    tokens = sizes.tokens or (512 if CUDA else 96)
+    width = sizes.width or (4096 if CUDA else 64)
     vocabulary = (sizes.vocabularies or [GOAL_VOCABULARY if CUDA else 500])[0]
     problem = drawn(tokens, width, vocabulary, tokens // 3, DTYPES[sizes.dtype])
     hidden, weight = (x.detach().double().requires_grad_() for x in (problem.hidden, problem.weight))
@@ -150,12 +155,16 @@ def parity(sizes: argparse.Namespace, records: Records) -> None:
     def errors(name: str, head: Head) -> dict[str, object]:
         problem.clear()
         got = [backward(head, problem).detach(), *problem.grads()]
-        found = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True)]
+        largest_errors = [
+            ((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True)
+        ]
         if not allowed:
-            allowed.extend(2 * error + 1e-6 for error in found)
-        facts: dict[str, object] = dict(zip(("loss_error", "hidden_error", "weight_error"), found, strict=True))
+            allowed.extend(2 * error + 1e-6 for error in largest_errors)
+        facts: dict[str, object] = dict(
+            zip(("loss_error", "hidden_error", "weight_error"), largest_errors, strict=True)
+        )
         if name in OURS:
-            facts["ok"] = all(error <= most for error, most in zip(found, allowed, strict=True))
+            facts["ok"] = all(error <= most for error, most in zip(largest_errors, allowed, strict=True))
         return facts
 
     for name, head in {"whole logits": whole, **HEADS}.items():
@@ -165,7 +174,8 @@ def parity(sizes: argparse.Namespace, records: Records) -> None:
 
 def speed(sizes: argparse.Namespace, records: Records) -> None:
     """Record the time and memory of each vocabulary, block and head."""
-    tokens, width = sizes.tokens or (131072 if CUDA else 512), sizes.width or (4096 if CUDA else 64)
+    tokens = sizes.tokens or (131072 if CUDA else 512)
+    width = sizes.width or (4096 if CUDA else 64)
     blocks = sizes.blocks or ([1024, 2048, 4096, 8192] if CUDA else [64, 128])
     for vocabulary in sizes.vocabularies or ([32000, GOAL_VOCABULARY] if CUDA else [500, 2000]):
         for block in blocks:
@@ -181,12 +191,19 @@ def speed(sizes: argparse.Namespace, records: Records) -> None:
 
 
 def figures(name: str, head: Head, problem: Problem, products_s: float) -> dict[str, object]:
-    """Return a head's time, also over that of the products, its memory, and whether it is within the goal."""
+    """Return a head's time, also over the products', its memory, and whether it is within the goal."""
     work = partial(backward, head, problem)
-    taken, extra = seconds(work, problem), extra_bytes(work, problem)
+    seconds_taken = seconds(work, problem)
+    extra = extra_bytes(work, problem)
     vocabulary, width = problem.weight.shape
-    over, flops = taken / products_s, 8 * len(problem.hidden) * width * vocabulary
-    facts = {"milliseconds": taken * 1e3, "over_products": over, "extra_bytes": extra, "tflops": flops / taken / 1e12}
+    over = seconds_taken / products_s
+    flops = 8 * len(problem.hidden) * width * vocabulary
+    facts = {
+        "milliseconds": seconds_taken * 1e3,
+        "over_products": over,
+        "extra_bytes": extra,
+        "tflops": flops / seconds_taken / 1e12,
+    }
     if name == "kernels" and vocabulary == GOAL_VOCABULARY:
         facts["within_goal"] = over <= GOAL_TIME and extra <= GOAL_BYTES
     return facts
@@ -216,8 +233,8 @@ def extra_bytes(work: Callable[[], object], problem: Problem) -> int:
         events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
         events.sort(key=lambda event: event.start_ns())
         most = max(itertools.accumulate(event.nbytes() for event in events))
-    left = [grad for grad in (problem.hidden.grad, problem.weight.grad) if grad is not None]
-    return most - sum(grad.nbytes for grad in left)
+    gradients = [grad for grad in (problem.hidden.grad, problem.weight.grad) if grad is not None]
+    return most - sum(grad.nbytes for grad in gradients)
 
 
 def main() -> int:

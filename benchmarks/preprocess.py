@@ -103,20 +103,23 @@ class Tool:
 
 def tools_of(options: argparse.Namespace, corpus: Path, tokenizer: Path, folder: Path) -> list[Tool]:
     """Return ours, and those that the options name."""
-    python, script = f"{sys.executable} -W ignore", "tools/preprocess_data.py"
+    python = f"{sys.executable} -W ignore"
+    script = "tools/preprocess_data.py"
     flags = f"--input {corpus} --tokenizer-model {tokenizer} --workers {options.workers} --output-prefix {folder}"
     command = f"{python} {script} {flags}/megatron_ext/dataset --resume"
     slow = f"{python} {script} {flags}/slow/dataset --encoder tokenizers"
     tools = [Tool("megatron_ext", command, folder / "megatron_ext", "dataset")]
     tools.append(Tool("megatron_ext slow", slow, folder / "slow", "dataset"))
     if options.megatron_lm:
-        checkout, kind = options.megatron_lm.resolve(), "--append-eod --tokenizer-type HuggingFaceTokenizer"
-        theirs, own = f"{python} {checkout}/tools/preprocess_data", ("dataset_text_document", str(checkout))
-        command = f"{theirs}.py {flags}/Megatron-LM/dataset {kind}"
-        tools.append(Tool("Megatron-LM", command, folder / "Megatron-LM", *own))
+        checkout = options.megatron_lm.resolve()
+        kind = "--append-eod --tokenizer-type HuggingFaceTokenizer"
+        script = f"{python} {checkout}/tools/preprocess_data"
+        files = ("dataset_text_document", str(checkout))
+        command = f"{script}.py {flags}/Megatron-LM/dataset {kind}"
+        tools.append(Tool("Megatron-LM", command, folder / "Megatron-LM", *files))
         flags = flags.replace(f"--workers {options.workers} ", "")
-        command = f"{theirs}_fast.py {flags}/fast/dataset {kind} --use-gigatoken"
-        tools.append(Tool("Megatron-LM fast", command, folder / "fast", *own))
+        command = f"{script}_fast.py {flags}/fast/dataset {kind} --use-gigatoken"
+        tools.append(Tool("Megatron-LM fast", command, folder / "fast", *files))
     if options.datatrove:
         (folder / "run_datatrove.py").write_text(DATATROVE)
         words = f"{folder}/run_datatrove.py {corpus} {tokenizer} {folder}/datatrove {options.workers}"
@@ -136,7 +139,8 @@ def read_texts(options: argparse.Namespace, folder: Path) -> list[str]:
 def make_tokenizer(options: argparse.Namespace, shape: str, folder: Path) -> Path:
     """Train a tokenizer in one of the shapes of fuzz_ids.py on the texts."""
     about = next(about for name, *about in shapes() if name == shape)
-    train(*about, read_texts(options, folder), tokenizer := folder / shape.replace(" ", ""), VOCABULARY)
+    tokenizer = folder / shape.replace(" ", "")
+    train(*about, read_texts(options, folder), tokenizer, VOCABULARY)
     return tokenizer
 
 
@@ -144,7 +148,8 @@ def write_inputs(options: argparse.Namespace, size: int, folder: Path) -> list[P
     """Write small.jsonl with the first quarter of the documents of `size` characters, and large.jsonl with all."""
     texts = read_texts(options, folder)
     documents = [json.dumps({"text": text[i : i + size]}) + "\n" for text in texts for i in range(0, len(text), size)]
-    small, large = folder / "small.jsonl", folder / "large.jsonl"
+    small = folder / "small.jsonl"
+    large = folder / "large.jsonl"
     small.write_text("".join(documents[: max(len(documents) // 4, 1)]))
     large.write_text("".join(documents))
     return [small, large]
@@ -174,16 +179,18 @@ def measure(options: argparse.Namespace, inputs: list[Path], tokenizer: Path, fo
             tokens[size] = json.loads((folder / "megatron_ext" / "dataset.json").read_text())["tokens"]
     records = Records("preprocess", options.output)
     about |= {"workers": options.workers, "tokens": tokens}
-    found = {name: rates(*rounds, tokens) for name, rounds in spent.items()}
+    rates_by_tool = {name: rates(*rounds, tokens) for name, rounds in spent.items()}
     for tool in tools:
-        figures: dict[str, Any] = dict(found[tool.name])
+        figures: dict[str, Any] = dict(rates_by_tool[tool.name])
         figures["peak_mb"] = [round(max(run.peak_mb for run in runs)) for runs in spent[tool.name]]
         if options.datatrove and not tool.name.startswith("Megatron-LM"):
             figures["after_kill"] = tool.after_kill()
         records.add(tool=tool.name, **about, **figures)
-    ours = found.pop("megatron_ext")
-    for name, theirs in found.items():
-        ratios = {key: mine and theirs[key] and mine / theirs[key] for key, mine in ours.items()}
+    our_rates = rates_by_tool.pop("megatron_ext")
+    for name, their_rates in rates_by_tool.items():
+        ratios = {
+            key: our_rate and their_rates[key] and our_rate / their_rates[key] for key, our_rate in our_rates.items()
+        }
         records.add(tool=f"ratio to {name}", **about, **ratios)
 
 
@@ -207,12 +214,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     # a command never seems smaller than the process that started it, so the texts are in another one
-    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(1, get_context("spawn")) as other:
+    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(1, get_context("spawn")) as texts_process:
         folder = Path(name)
         for shape in options.shapes:
-            tokenizer = other.submit(make_tokenizer, options, shape, folder).result()
+            tokenizer = texts_process.submit(make_tokenizer, options, shape, folder).result()
             for size in options.document_bytes:
-                inputs = other.submit(write_inputs, options, size, folder).result()
+                inputs = texts_process.submit(write_inputs, options, size, folder).result()
                 measure(options, inputs, tokenizer, folder, shape=shape, document_bytes=size)
 
 

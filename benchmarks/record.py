@@ -57,7 +57,10 @@ class Records:
     """
 
     def __init__(self, part: str, output: Path | None, **context: Any) -> None:
-        self.part, self.output, self.context, self.failed = part, output, machine() | context, 0
+        self.part = part
+        self.output = output
+        self.context = machine() | context
+        self.failed = 0
         self.last: dict[str, Any] = {}
 
     def add(self, **facts: Any) -> None:
@@ -74,25 +77,29 @@ class Records:
 
     def unfinished(self) -> dict[str, Any]:
         """Return the facts of the measurement that began last, if it has no result."""
-        lines = self.output.read_text().splitlines() if self.output and self.output.exists() else []
+        if self.output is None or not self.output.exists():
+            return {}
+        lines = self.output.read_text().splitlines()
         last = json.loads(lines[-1]) if lines else {}
-        return {name: fact for name, fact in last.items() if name not in CONTEXT} if last.get("began") else {}
+        if not last.get("began"):
+            return {}
+        return {name: fact for name, fact in last.items() if name not in CONTEXT}
 
     def measure(self, work: Callable[[], Mapping[str, Any]], required: bool = True, **facts: Any) -> bool:
         """Record the facts that `work` returns, or its error, which fails if `required`; return whether it had none."""
         self.add(**facts, began=True)
         try:
-            found = work()
+            measured = work()
         except ModuleNotFoundError as error:
             self.add(**facts, skipped=str(error))
             return True
         except Exception as error:  # libraries without kernels for this machine raise errors of any type
             traceback.print_exc()
-            first = (str(error).splitlines() or [""])[0]
+            first_line = (str(error).splitlines() or [""])[0]
             failed = {"ok": False} if required else {}
-            self.add(**facts, **failed, error=f"{type(error).__name__}: {first}"[:300])
+            self.add(**facts, **failed, error=f"{type(error).__name__}: {first_line}"[:300])
             return False
-        self.add(**facts, **found)
+        self.add(**facts, **measured)
         return True
 
 
@@ -131,9 +138,12 @@ def run_apart(
 
 def ended(status: int) -> dict[str, Any]:
     """Describe an exit status, of a process or of a shell's command."""
-    number = -status if status < 0 else status - 128 if status > 128 else 0
-    name = signal.Signals(number).name if number in signal.valid_signals() else ""
-    text = "took too long" if status == 124 else f"was ended by {name}" if name else f"ended with status {status}"
+    text = f"ended with status {status}"
+    number = -status if status < 0 else status - 128
+    if status == 124:
+        text = "took too long"
+    elif number in signal.valid_signals():
+        text = f"was ended by {signal.Signals(number).name}"
     return {"return_code": status, "error": text}
 
 

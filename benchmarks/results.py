@@ -33,7 +33,9 @@ def read(path: Path, offset: int = 0) -> list[Record]:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a Markdown table; floats have four digits."""
-    cells = [[f"{one:.4g}" if isinstance(one, float) else str(one).replace("|", "/") for one in row] for row in rows]
+    cells = [
+        [f"{cell:.4g}" if isinstance(cell, float) else str(cell).replace("|", "/") for cell in row] for row in rows
+    ]
     return [f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *cells]] + [""]
 
 
@@ -41,27 +43,28 @@ def verdicts(records: Iterable[Record]) -> list[str]:
     """Return the table of attention kernels, and the reasons for what is not right.
 
     A cell is right, wrong, cannot or died, or "not run" if the time was over; in parentheses the largest error over
-    that of plain half precision.
+    plain half precision's.
     """
     checks = [record for record in records if record["part"] == "correct" and "backend" in record]
     cases = list(dict.fromkeys(record["case"] for record in checks if "case" in record))
     backends = list(dict.fromkeys(record["backend"] for record in checks))
-    found: dict[tuple[str, str], str] = {}
+    verdict_of: dict[tuple[str, str], str] = {}
     reasons: dict[tuple[str, str], list[str]] = {}
     for record in checks:
-        backend, reason = record["backend"], record.get("skipped") or record.get("error") or ""
+        backend = record["backend"]
+        reason = record.get("skipped") or record.get("error") or ""
         if record.get("died"):
             verdict = "died"
         elif reason:
             verdict = "cannot"
         else:
-            verdict = f"{'right' if record['ok'] else 'wrong'} ({record['over_plain']:.2g})"
-            reason = "" if record["ok"] else ", ".join(record["wrong"])
+            reason = ", ".join(record["wrong"])
+            verdict = f"{'wrong' if reason else 'right'} ({record['over_plain']:.2g})"
         for case in [record["case"]] if "case" in record else cases:
-            found[backend, case] = verdict
+            verdict_of[backend, case] = verdict
         if reason:
             reasons.setdefault((backend, reason), []).append(record.get("case", "all"))
-    rows = [[case, *(found.get((backend, case), "not run") for backend in backends)] for case in cases]
+    rows = [[case, *(verdict_of.get((backend, case), "not run") for backend in backends)] for case in cases]
     lines = table(["case", *backends], rows) if cases else []
     return lines + [f"- {backend}, {', '.join(named)}: {reason}" for (backend, reason), named in reasons.items()] + [""]
 
@@ -90,19 +93,19 @@ def page(records: Sequence[Record]) -> str:
     bad = sum(record.get("ok") is False for record in records)
     lines += [f"{len(records)} results, of which {bad} failed.", ""]
     for part in dict.fromkeys(record["part"] for record in records):
-        mine = [record for record in records if record["part"] == part]
-        lines += [f"## {TITLES.get(part, part)}", "", *summaries.get(part, lambda _: [])(mine)]
+        records_of_part = [record for record in records if record["part"] == part]
+        lines += [f"## {TITLES.get(part, part)}", "", *summaries.get(part, lambda _: [])(records_of_part)]
         kinds: dict[tuple[bool, ...], list[Record]] = {}
-        for record in mine:
+        for record in records_of_part:
             if not (part == "correct" and "backend" in record) and not record.keys() & LISTS:
                 kinds.setdefault(tuple(name in record for name in KINDS), []).append(record)
         for alike in kinds.values():
             names = [name for name in dict.fromkeys(itertools.chain(*alike)) if name not in CONTEXT]
             lines += table(names, [[record.get(name, "") for name in names] for record in alike])
-        for record in mine:
-            if text := record.get("text"):
-                text = text if isinstance(text, str) else "\n".join(text)
-                lines += ["```", text, "```", ""]
+        for record in records_of_part:
+            text = record.get("text")
+            if text:
+                lines += ["```", text if isinstance(text, str) else "\n".join(text), "```", ""]
     return "\n".join(lines)
 
 

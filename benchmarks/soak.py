@@ -43,7 +43,8 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR
 KINDS = ("kill", "stop", "hang", "slow", "full", "warn")
 # what a rank's error says after a fault
 MESSAGES = {"kill": "gloo", "stop": "made no progress", "hang": "made no progress", "full": "File too large"}
-WATCHDOG_S, GRACE_S = 15, 15
+WATCHDOG_S = 15
+GRACE_S = 15
 FOUND_S = WATCHDOG_S + 25 + GRACE_S + 25  # maximum time from a fault to the end of both ranks, on a busy machine
 FLAT = 0.02
 FSYNC_DELAY_S = 0.5
@@ -82,7 +83,7 @@ class Job:
     """A run of two ranks in `folder`; callers must call `status` often."""
 
     folder: Path
-    flags: tuple[str, ...] = ()  # besides those of every run
+    flags: tuple[str, ...] = ()  # besides the flags of every run
     starts: int = 0
     ranks: list[psutil.Popen] = field(default_factory=list)
     first_end: float | None = None
@@ -90,28 +91,32 @@ class Job:
     def __post_init__(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self.run, self.slow, self.log = self.folder / "run", self.folder / "slow", self.folder / "ranks.log"
+        self.run = self.folder / "run"
+        self.slow = self.folder / "slow"
+        self.log = self.folder / "ranks.log"
 
     def start(self) -> None:
         """Start the ranks, or start them again."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-        here |= {"OMP_NUM_THREADS": "1", "SLOW_DISK": str(self.slow)}
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+        common |= {"OMP_NUM_THREADS": "1", "SLOW_DISK": str(self.slow)}
         flags = f"--config examples/configs/cpu_smoke.yaml {MODEL} {ROWS} --watchdog-timeout {WATCHDOG_S}".split()
         command = [sys.executable, __file__, "rank", *flags, *self.flags]
         command += ["--save", str(self.run), "--load", str(self.run), "--load-if-present"]
-        self.starts, self.ranks, self.first_end = self.starts + 1, [], None
+        self.starts += 1
+        self.ranks = []
+        self.first_end = None
         for number in range(RANKS):
-            environment = os.environ | here | {"RANK": str(number), "LOCAL_RANK": str(number)}
+            environment = os.environ | common | {"RANK": str(number), "LOCAL_RANK": str(number)}
             with self.log.open("ab") as log:
                 self.ranks.append(psutil.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
 
     def status(self) -> int | None:
         """Return the largest exit status of the ranks, None while one runs; one runs at most GRACE_S alone."""
         time.sleep(0.1)
-        statuses = [one.poll() for one in self.ranks]
+        statuses = [rank.poll() for rank in self.ranks]
         if None not in statuses:
             return max(128 - status if status < 0 else status for status in statuses)
         if statuses != [None] * RANKS:
@@ -138,9 +143,9 @@ class Job:
         self.wait_for(lambda: self.saved() != before, "a new checkpoint")
 
     def kill(self) -> None:
-        for one in self.ranks:
+        for rank in self.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                rank.kill()
         psutil.wait_procs(self.ranks, timeout=30)
 
 
@@ -155,20 +160,23 @@ def inject(job: Job, kind: str, number: int) -> int | None:
     if kind == "full":
         largest = max(path.stat().st_size for path in job.run.glob("checkpoints/iter_*/*.safetensors"))
         bound = max((job.run / "metrics.jsonl").stat().st_size + 20_000, largest // 2)
-        for one in job.ranks:
-            resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))
+        for rank in job.ranks:
+            resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))
     else:
         job.ranks[number].send_signal(SIGNALS[kind])
     deadline = time.monotonic() + FOUND_S
-    while (status := job.status()) is None:
-        if time.monotonic() > deadline:
-            raise FailedError(f"{kind}: the ranks have not ended after {FOUND_S} s")
-    return status
+    while time.monotonic() < deadline:
+        status = job.status()
+        if status is not None:
+            return status
+    raise FailedError(f"{kind}: the ranks have not ended after {FOUND_S} s")
 
 
 def train_with_faults(job: Job, seconds: float, every_s: float, chance: random.Random) -> list[dict[str, Any]]:
     """Train for some time with faults, and stop with a warning; return the faults."""
-    began, faults, queue = time.monotonic(), list[dict[str, Any]](), list[str]()
+    began = time.monotonic()
+    faults = list[dict[str, Any]]()
+    queue = list[str]()
     job.start()
     while True:
         ending = time.monotonic() - began > seconds
@@ -176,9 +184,11 @@ def train_with_faults(job: Job, seconds: float, every_s: float, chance: random.R
         until = time.monotonic() + chance.uniform(0, 2 * every_s)
         job.wait_for(lambda until=until: time.monotonic() > until, "the next fault")  # type: ignore[misc]
         queue = queue or chance.sample(KINDS, len(KINDS))
-        kind, number = "warn" if ending else queue.pop(), chance.randrange(RANKS)
+        kind = "warn" if ending else queue.pop()
+        number = chance.randrange(RANKS)
         fault = {"fault": kind, "rank": number, "saved": job.saved(), "at_s": round(time.monotonic() - began, 1)}
-        before, start = job.log.stat().st_size, time.monotonic()
+        before = job.log.stat().st_size
+        start = time.monotonic()
         status = inject(job, kind, number)
         written = job.log.read_bytes()[before:].decode(errors="replace").splitlines()
         errors = [line for line in written if re.match(r"error: |\w+Error: ", line)]
@@ -196,14 +206,14 @@ def train_with_faults(job: Job, seconds: float, every_s: float, chance: random.R
 def train_again(job: Job, steps: int, timeout_s: float) -> list[float]:
     """Train for at least `steps` steps without faults; return each rank's relative memory growth: 0.01 is 1 %.
 
-    It is that of the median from the second to the last quarter of the time after the first checkpoint.
+    It is the growth of the median from the second to the last quarter of the time after the first checkpoint.
     """
     resident: list[list[int]] = []
 
     def far_enough() -> bool:
         saved = job.saved()
         if saved:
-            resident.append([one.memory_info().rss for one in job.ranks])
+            resident.append([rank.memory_info().rss for rank in job.ranks])
         return saved >= steps
 
     job.start()
@@ -212,23 +222,24 @@ def train_again(job: Job, steps: int, timeout_s: float) -> list[float]:
     quarter = len(resident) // 4
     if not quarter:
         raise FailedError(f"memory was looked at {len(resident)} times only; give it more time")
-    early, late = resident[quarter : 2 * quarter], resident[3 * quarter :]
-    medians = ([statistics.median(one) for one in zip(*part, strict=True)] for part in (early, late))
+    early = resident[quarter : 2 * quarter]
+    late = resident[3 * quarter :]
+    medians = ([statistics.median(rank) for rank in zip(*part, strict=True)] for part in (early, late))
     return [round(after / before - 1, 4) for before, after in zip(*medians, strict=True)]
 
 
 def differences(disturbed: Path, whole: Path) -> list[str]:
-    """Describe how the steps of the disturbed run differ from those of the undisturbed one, except for times."""
-    ours, theirs = (read_jsonl(run / "metrics.jsonl") for run in (disturbed, whole))
-    theirs = theirs[: len(ours)]
-    numbers = [record["step"] for record in ours]
-    if numbers != list(range(len(ours))) or len(theirs) != len(ours):
-        return [f"{len(ours)} records of {len(set(numbers))} steps, beside {len(theirs)}"]
+    """Describe how the steps of the disturbed run differ from the undisturbed one's, except for times."""
+    records, expected = (read_jsonl(run / "metrics.jsonl") for run in (disturbed, whole))
+    expected = expected[: len(records)]
+    numbers = [record["step"] for record in records]
+    if numbers != list(range(len(records))) or len(expected) != len(records):
+        return [f"{len(records)} records of {len(set(numbers))} steps, beside {len(expected)}"]
     return [
-        f"step {a['step']}: {name} is {a.get(name)}, not {b.get(name)}"
-        for a, b in zip(ours, theirs, strict=True)
-        for name in sorted(a.keys() | b.keys())
-        if not TIMES.fullmatch(name) and a.get(name) != b.get(name)
+        f"step {record['step']}: {name} is {record.get(name)}, not {expected_record.get(name)}"
+        for record, expected_record in zip(records, expected, strict=True)
+        for name in sorted(record.keys() | expected_record.keys())
+        if not TIMES.fullmatch(name) and record.get(name) != expected_record.get(name)
     ]
 
 
@@ -240,7 +251,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.output is None:
         parser.error("--output FOLDER is required")
-    folder, share = options.output.resolve(), options.hours * 3600 / 2
+    folder = options.output.resolve()
+    share = options.hours * 3600 / 2
     disturbed, whole = (Job(folder / name) for name in ("disturbed", "whole"))
     (folder / "soak.jsonl").unlink(missing_ok=True)
     records = Records("soak", folder / "soak.jsonl")

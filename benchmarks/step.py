@@ -4,9 +4,9 @@
     python benchmarks/step.py length [SHAPE ...] [--modes none full host] [--output results.jsonl]
 
 Speed: tokens/s, MFU, peak memory, and the share of time that the window schedule saves. SHAPE is 120M-8K, 360M-8K,
-1B-8K, 1B-32K, 8B-8K or 8B-32K; those of 8B have 4 of its 32 layers. Steps are timed under the windows of 20 evenly
+1B-8K, 1B-32K, 8B-8K or 8B-32K; 8B shapes have 4 of its 32 layers. Steps are timed under the windows of 20 evenly
 spaced moments of the schedule, each distinct window once. "saved" is 1 - (mean of the 20 times) / (time at the full
-window), next to the same quotient of FLOPs, which bounds it. MFU is that of the causal mask's FLOPs against 989 TFLOP/s
+window), next to the same quotient of FLOPs, which bounds it. MFU counts the causal mask's FLOPs against 989 TFLOP/s
 (H100 and H200, dense bf16). The peak is shown next to the estimate of --dry-run.
 
 Length: SHAPE is 1B, or 8B with 2 of its 32 layers (a pipeline stage of 16, with both ends). Rows of one document double
@@ -99,16 +99,17 @@ class Training:
 
     def __init__(self, config: Config) -> None:
         assert config.model.vocab_size is not None
-        self.config, self.vocab_size = config, config.model.vocab_size
-        here = platform.choose(config.parallel.device)
-        ranks = parallel.start(config.parallel, config.model.num_layers, here, 1)
-        chunks = build_chunks(config, self.vocab_size, here)
+        self.config = config
+        self.vocab_size = config.model.vocab_size
+        device = platform.choose(config.parallel.device)
+        ranks = parallel.start(config.parallel, config.model.num_layers, device, 1)
+        chunks = build_chunks(config, self.vocab_size, device)
         initialise(chunks, config.model, self.vocab_size, 1, ranks)
         self.model = wrap(chunks, config)
         optimizer = build_optimizer(self.model, config)
         set_learning_rate(optimizer, 1e-5, 0.1)
-        group = parallel.context_group(config.parallel, ranks, here)
-        self.stepper = Stepper(self.model, optimizer, here, ranks, config, group)
+        group = parallel.context_group(config.parallel, ranks, device)
+        self.stepper = Stepper(self.model, optimizer, device, ranks, config, group)
         self.batch_maker = BatchMaker(config, ranks, context_options(config, group))
 
     def batches(self, step: int, window: int) -> StepBatches:
@@ -122,11 +123,11 @@ class Training:
         return TokenRow(tokens, np.array([length]), np.ones(length, dtype=np.bool_))
 
     def seconds(self, batches: StepBatches) -> float:
-        """Time one optimizer step, including the host's work but not that of making its rows."""
-        found: list[float] = []
-        with timed(found):
+        """Time one optimizer step, with the host's work but without making its rows."""
+        times: list[float] = []
+        with timed(times):
             self.stepper.launch(batches).result()
-        return found[0]
+        return times[0]
 
     def flops(self, batches: StepBatches) -> float:
         """Count a step's FLOPs, forward and backward; attention counts (query, visible key) pairs."""
@@ -134,7 +135,9 @@ class Training:
         looked_up = self.vocab_size * model.hidden_size if model.untie_embeddings_and_output_weights else 0
         parameters = count_parameters(model, self.vocab_size) - looked_up
         layouts = [batch.layout for batch in batches.train]
-        return sum(step_flops(model, parameters, one.tokens, one.attention_pairs() / one.tokens) for one in layouts)
+        return sum(
+            step_flops(model, parameters, layout.tokens, layout.attention_pairs() / layout.tokens) for layout in layouts
+        )
 
 
 def measure(name: str, records: Records, *, profile: bool) -> dict[str, Any]:
@@ -147,11 +150,13 @@ def measure(name: str, records: Records, *, profile: bool) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     facts = {"shape": name, "layers": config.model.num_layers}
     windows = shape.windows()
-    times, flops = {}, {}
+    times = {}
+    flops = {}
     for window in sorted({*windows, shape.length}, reverse=True):  # the full window first: it has the peak
         batches = training.batches(0, window)
         seen = [training.seconds(batches) for _ in range(4 if CUDA else 2)]
-        seconds, flops[window] = statistics.median(seen[1:]), training.flops(batches)
+        seconds = statistics.median(seen[1:])
+        flops[window] = training.flops(batches)
         times[window] = seconds
         rates = {"tokens_per_s": shape.rows * shape.length / seconds, "mfu": flops[window] / seconds / PEAK_FLOPS}
         records.add(**facts, window=window, seconds=seconds, **rates)
@@ -162,7 +167,8 @@ def measure(name: str, records: Records, *, profile: bool) -> dict[str, Any]:
         saved_enough = shape.saving is None or saved >= max(shape.saving, 0.9 * bound)
         summary |= {"mfu_goal": shape.mfu, "saving_goal": shape.saving, "met": mfu >= shape.mfu and saved_enough}
     if CUDA:
-        expected, peak = estimate(config, 1, training.vocab_size).total, torch.cuda.max_memory_allocated()
+        expected = estimate(config, 1, training.vocab_size).total
+        peak = torch.cuda.max_memory_allocated()
         summary |= {"peak_bytes": peak, "estimated_bytes": expected, "peak_over_estimate": peak / expected}
     if profile:
         records.add(**facts, kernels=kernel_table(training))
@@ -179,7 +185,9 @@ def kernel_table(training: Training, rows: int = 25) -> list[dict[str, Any]]:
         training.seconds(batches)
     key = "self_device_time_total" if CUDA else "self_cpu_time_total"
     events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, key))
-    return [{"name": one.key[:100], "calls": one.count, "us": round(getattr(one, key))} for one in events[:rows]]
+    return [
+        {"name": event.key[:100], "calls": event.count, "us": round(getattr(event, key))} for event in events[:rows]
+    ]
 
 
 def attempt(name: str, mode: str, length: int, records: Records) -> int:
@@ -209,10 +217,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500, help="length: begin no attempt after so long")
     parser.add_argument("--length", type=int, help="try this one alone, in this process")
     options = parser.parse_args()
-    known = SHAPES if options.what == "speed" else LONG
-    shapes = options.shapes or [name for name in known if (name == "dry-run") != CUDA]
-    for name in set(shapes) - known.keys():
-        parser.error(f"SHAPE: got {name!r}, needs one of {', '.join(known)}")
+    available = SHAPES if options.what == "speed" else LONG
+    shapes = options.shapes or [name for name in available if (name == "dry-run") != CUDA]
+    for name in set(shapes) - available.keys():
+        parser.error(f"SHAPE: got {name!r}, needs one of {', '.join(available)}")
     records = Records("step" if options.what == "speed" else "length", options.output)
     if options.length:
         return attempt(shapes[0], options.modes[0], options.length, records)
@@ -225,10 +233,12 @@ def main() -> int:
         flags = ["--profile"] if options.profile else []
         statuses = [run_apart(records, "speed", shape, *flags, shape=shape) for shape in shapes]
         return int(any(statuses))
-    end, failed = time.monotonic() + options.seconds, False
+    end = time.monotonic() + options.seconds
+    failed = False
     for shape in shapes:
         for mode in options.modes:
-            length, status = FIRST, 0
+            length = FIRST
+            status = 0
             while not status and length <= LAST and time.monotonic() < end:
                 command = ("length", shape, "--modes", mode, "--length", str(length))
                 facts = {"shape": shape, "mode": mode, "length": length}

@@ -28,8 +28,12 @@ from typing import Any, NoReturn
 from megatron_ext.errors import PERMANENT, OtherProcessError, UserError, first_line, missing_package, printable
 from megatron_ext.launch import is_first, report_to_torchrun
 
-FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
-MAX_LINES, MAX_CHARACTERS = 3, 600
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 128 + signal.SIGINT
+NO_READER = 128 + signal.SIGPIPE
+MAX_LINES = 3
+MAX_CHARACTERS = 600
 DEBUG = "--debug"
 PROGRAM = "megatron-ext"
 # by module: the packages that need a choice before `pip install .`, such as CUDA or not
@@ -61,14 +65,18 @@ COMMANDS = {
 
 def main() -> int:
     """Run `megatron-ext SUBCOMMAND [flags]`, the console command of an installed package."""
-    name, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    name, *words = sys.argv[1:] or ["--help"]
     if name not in COMMANDS:
-        wants_help = name in ("-h", "--help")
-        print(f"usage: {PROGRAM} SUBCOMMAND [--flag value ...]; SUBCOMMAND --help lists its flags\n"
-              f"subcommands: {', '.join(COMMANDS)}", file=sys.stdout if wants_help else sys.stderr)  # fmt: skip
-        return 0 if wants_help else BAD_INPUT
+        usage = f"usage: {PROGRAM} SUBCOMMAND [--flag value ...]; SUBCOMMAND --help lists its flags"
+        usage += f"\nsubcommands: {', '.join(COMMANDS)}"
+        if name in ("-h", "--help"):
+            print(usage)
+            return 0
+        print(usage, file=sys.stderr)
+        return BAD_INPUT
     sys.argv = [f"{PROGRAM} {name}", *words]
-    package, module = Path(__file__).parent, COMMANDS[name]
+    package = Path(__file__).parent
+    module = COMMANDS[name]
     if (package / "tools").exists():  # installed; in a checkout, tools/ is beside the package
         module = module.replace("tools.", "megatron_ext.tools.")
     else:
@@ -89,13 +97,14 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        words = list(sys.argv[1:] if argv is None else argv)
+        if argv is None:
+            argv = sys.argv[1:]
         for name in ("stdout", "stderr"):  # None if it was closed before Python started, as by >&-
             if getattr(sys, name) is None:
                 setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
         try:
             try:
-                return main([word for word in words if word != DEBUG])
+                return main([word for word in argv if word != DEBUG])
             finally:
                 sys.stdout.flush()
         except KeyboardInterrupt:
@@ -113,11 +122,13 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
             if isinstance(error, ModuleNotFoundError) and error.name in INSTALLED_FIRST:
                 error = missing_package("this command", INSTALLED_FIRST[error.name])
             user_must_act = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in PERMANENT)
-            if user_must_act and DEBUG not in words:
+            if user_must_act and DEBUG not in argv:
                 print_error(error)
             else:
                 print_traceback(error)
-            return BAD_INPUT if user_must_act else FAILED
+            if user_must_act:
+                return BAD_INPUT
+            return FAILED
         finally:
             _drop_unwritten()
 
@@ -136,19 +147,29 @@ def _drop_unwritten() -> None:
 def print_error(error: Exception) -> None:
     """Print bad input as `error: ...`, once for all processes with the same error."""
     text = str(error)
+    of_this_process = getattr(error, "of_this_process", False)
     if isinstance(error, OSError):
-        text = f"{error.strerror}" if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
-    lines = [printable(line) for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    end = MAX_CHARACTERS // 3
-    lines = [line if len(line) <= 3 * end else f"{line[: 2 * end]} ... {line[-end:]}" for line in lines]
+        of_this_process = True
+        text = str(error.strerror)
+        if error.filename is not None:
+            text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    lines = [_shortened(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
     report_to_torchrun(lines[0])
-    of_this_process = isinstance(error, OSError) or getattr(error, "of_this_process", False)
-    if not of_this_process and not is_first():
+    if of_this_process:
+        lines[0] = _rank() + lines[0]
+    elif not is_first():
         _let_another_print()
         return
     if len(lines) > MAX_LINES and not getattr(error, "lists_all", False):
         lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more mistakes; {DEBUG} shows all"]
-    print("\n".join([f"error: {_rank() if of_this_process else ''}{lines[0]}", *lines[1:]]), file=sys.stderr)
+    print("error:", "\n".join(lines), file=sys.stderr)
+
+
+def _shortened(line: str) -> str:
+    end = MAX_CHARACTERS // 3
+    if len(line) <= MAX_CHARACTERS:
+        return line
+    return f"{line[: 2 * end]} ... {line[-end:]}"
 
 
 def _let_another_print() -> None:
@@ -164,7 +185,9 @@ def print_traceback(error: BaseException) -> None:
 
 def _rank() -> str:
     rank = os.environ.get("RANK", "")
-    return f"rank {rank[:9]}: " if rank.isdecimal() and os.environ.get("WORLD_SIZE") != "1" else ""
+    if rank.isdecimal() and os.environ.get("WORLD_SIZE") != "1":
+        return f"rank {rank[:9]}: "
+    return ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -177,9 +200,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, rest = self.parse_known_args(args, namespace)
+        options, unknown_words = self.parse_known_args(args, namespace)
         lines = []
-        for word, following in itertools.pairwise([*rest, ""]):
+        for word, following in itertools.pairwise([*unknown_words, ""]):
             if word.startswith("-") and word.lstrip("-")[:1].isalpha():
                 name, _, value = word.partition("=")
                 unknown = f"no such flag{nearest(name, self.flags())}; --help lists all"
@@ -188,17 +211,19 @@ class Parser(argparse.ArgumentParser):
             error = UserError("\n".join(dict.fromkeys(lines)))
             error.lists_all = True
             raise error
-        if rest:
-            raise UserError(f"{rest[0]}: got a word that belongs to no flag; values follow their --flag")
-        return known
+        if unknown_words:
+            raise UserError(f"{unknown_words[0]}: got a word that belongs to no flag; values follow their --flag")
+        return options
 
     def flags(self) -> list[str]:
-        """Return all flags, including those of subparsers."""
-        found = [option for action in self._actions for option in action.option_strings]
+        """Return all flags, including the flags of subparsers."""
+        flags: list[str] = []
         for action in self._actions:
+            flags += action.option_strings
             if isinstance(action, argparse._SubParsersAction):
-                found += [option for parser in action.choices.values() for option in parser.flags()]
-        return found
+                for parser in action.choices.values():
+                    flags += parser.flags()
+        return flags
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
@@ -210,8 +235,8 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     def convert(text: str) -> int:
         number = int(text)
         if number < low or (high is not None and number > high):
-            needs = f"at least {low}" if high is None else f"{low}..{high}"
-            raise argparse.ArgumentTypeError(f"got {number}, needs {needs}")
+            needed = f"at least {low}" if high is None else f"{low}..{high}"
+            raise argparse.ArgumentTypeError(f"got {number}, needs {needed}")
         return number
 
     convert.__name__ = "int"  # for argparse's message about other text
@@ -248,8 +273,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return "; did you mean X?" for the known name most similar to `name`, or "" if none is similar."""
-    near = difflib.get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    if name.startswith("-"):
+        name = name.replace("_", "-")
+    for match in difflib.get_close_matches(name, known, n=1):
+        return f"; did you mean {match}?"
+    return ""
 
 
 if __name__ == "__main__":

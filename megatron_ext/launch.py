@@ -50,9 +50,9 @@ def read_launch() -> Launch:
     environment = os.environ
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         _refuse_tasks()
-    if ("RANK" in environment) != ("WORLD_SIZE" in environment):
-        missing = "WORLD_SIZE" if "RANK" in environment else "RANK"
-        raise LaunchError(f"{missing}: got none, RANK and WORLD_SIZE need each other; {_REMEDY}")
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name not in environment and other in environment:
+            raise LaunchError(f"{name}: got none, RANK and WORLD_SIZE need each other; {_REMEDY}")
     size = _number("WORLD_SIZE", 1, 1, 2**20)
     local_size = _number("LOCAL_WORLD_SIZE", size, 1, size)
     launch = Launch(_number("RANK", 0, 0, size - 1), size, _number("LOCAL_RANK", 0, 0, local_size - 1))

@@ -1,6 +1,6 @@
 """Compute cross-entropy in blocks, without materializing all logits, and the terms of a global batch's loss.
 
-Legend: k kinds of statistics; the other letters are those of docs/glossary.md.
+Legend: k kinds of statistics; docs/glossary.md has the other letters.
 
 The loss needs three sums over a token's logits l, and a fourth for the entropy; each can be computed over any part of
 the vocabulary:
@@ -92,6 +92,8 @@ def loss_terms(
     if z_loss:
         weighted = weighted + z_loss * torch.where(trained_t, losses.log_partition_t, 0.0).square()
     exact = weights.double()
+    if scores_t is None:
+        scores_t = torch.zeros_like(exact)
     terms = LossTerms(
         weighted_sum=weighted.detach().sum(dtype=torch.float64),
         loss_sum=kept.detach().sum(dtype=torch.float64),
@@ -99,7 +101,7 @@ def loss_terms(
         weight_sum=exact.sum(),
         weight_square_sum=exact.square().sum(),
         zero_count=(trained_t & (weights == 0)).sum(dtype=torch.float64),
-        score_sum=torch.where(trained_t, 0.0 if scores_t is None else scores_t, 0.0).sum(dtype=torch.float64),
+        score_sum=torch.where(trained_t, scores_t, 0.0).sum(dtype=torch.float64),
     )
     return weighted.sum(), terms
 
@@ -137,11 +139,12 @@ def cross_entropy(
         The losses, the same on every rank of the group. The gradient of `hidden_tD` is this rank's part: the
         caller sums it over the group.
     """
-    fused = hidden_tD.is_cuda if fused is None else fused
-    losses, normalisers, entropies = _BlockedCrossEntropy.apply(
+    if fused is None:
+        fused = hidden_tD.is_cuda
+    cross_entropy_t, log_partition_t, entropy_t = _BlockedCrossEntropy.apply(
         hidden_tD, weight_vD, labels_t, shard, block_tokens, entropy, weight_grad_vD, fused
     )
-    return TokenLosses(losses, normalisers, entropies if entropy else None)
+    return TokenLosses(cross_entropy_t, log_partition_t, entropy_t if entropy else None)
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
@@ -167,14 +170,21 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             product_into(logits_bv, operand(hidden_tD[at]), factor_vD.T)
             _measure(logits_bv, labels_t[at], shard, statistics_kt[:, at], fused)
         # In plain torch without tensor parallelism, the last block holds exp(l - m) and is reused by backward.
-        ctx.left_bv = None if fused or entropy or shard.group is not None else buffer_bv
+        ctx.exponential_bv = None
         if shard.group is not None:
             _combine_shards(statistics_kt, shard.group)
+        elif not (fused or entropy):
+            ctx.exponential_bv = buffer_bv
         highest_t, sum_t, label_t = statistics_kt[:3]
         log_t = sum_t.log()
-        entropy_t = log_t - statistics_kt[3] / sum_t if entropy else log_t.new_empty(0)
+        entropy_t = log_t.new_empty(0)
+        if entropy:
+            entropy_t = log_t - statistics_kt[3] / sum_t
         ctx.save_for_backward(hidden_tD, weight_vD, labels_t, highest_t, sum_t)
-        ctx.shard, ctx.block, ctx.weight_grad_vD, ctx.fused = shard, block, weight_grad_vD, fused
+        ctx.shard = shard
+        ctx.block = block
+        ctx.weight_grad_vD = weight_grad_vD
+        ctx.fused = fused
         ctx.mark_non_differentiable(entropy_t)
         return log_t + (highest_t - label_t), log_t + highest_t, entropy_t
 
@@ -188,35 +198,41 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         total_vD = ctx.weight_grad_vD
         if total_vD is None:
             total_vD = torch.zeros_like(weight_vD, dtype=torch.float32)
-        shard, factor_vD = ctx.shard, operand(weight_vD)
-        entries, dtype = shard.real(len(weight_vD)), factor_vD.dtype
-        buffer_bv, ctx.left_bv = ctx.left_bv, None  # overwritten here: a second backward pass recomputes all blocks
-        left = buffer_bv is not None  # whether it holds exp(l - m) of the block that comes first
+        shard = ctx.shard
+        entries = shard.real(len(weight_vD))
+        factor_vD = operand(weight_vD)
+        dtype = factor_vD.dtype
+        buffer_bv = ctx.exponential_bv
+        ctx.exponential_bv = None  # overwritten here: a second backward pass recomputes all blocks
+        is_exponential = buffer_bv is not None  # whether it holds exp(l - m) of the block that comes first
         if buffer_bv is None:
             buffer_bv = _buffer(hidden_tD, weight_vD, ctx.block)
         for at in _blocks(hidden_tD, ctx.block):
-            hidden_bD, logits_bv = operand(hidden_tD[at]), buffer_bv[: at.stop - at.start]
-            if not left:
+            hidden_bD = operand(hidden_tD[at])
+            logits_bv = buffer_bv[: at.stop - at.start]
+            if not is_exponential:
                 product_into(logits_bv, hidden_bD, factor_vD.T)
             # scale * exp(l - m), minus the label's gradient at the label; written over the logits
-            labels_b, highest_b, scale_b, loss_grad_b = labels_t[at], highest_t[at], scale_t[at], loss_grad_t[at]
+            labels_b, highest_b, scale_b, loss_grad_b = (x_t[at] for x_t in (labels_t, highest_t, scale_t, loss_grad_t))
             if ctx.fused:
                 from megatron_ext.loss_kernels import in_place_of, softmax_gradient
 
                 softmax_gradient(logits_bv, labels_b, highest_b, scale_b, loss_grad_b, shard.first, entries, dtype)
                 grad_bv = in_place_of(logits_bv, dtype)
             else:
-                if not left:
+                if not is_exponential:
                     logits_bv[:, entries:] = -torch.inf
                     logits_bv.sub_(highest_b[:, None]).exp_()
                 logits_bv.mul_(scale_b[:, None])
-                column_b, here_b = _columns(labels_b, shard, logits_bv.shape[1])
-                logits_bv.scatter_add_(1, column_b[:, None], torch.where(here_b, -loss_grad_b, 0.0)[:, None])
+                column_b, in_shard_b = _columns(labels_b, shard, logits_bv.shape[1])
+                logits_bv.scatter_add_(1, column_b[:, None], torch.where(in_shard_b, -loss_grad_b, 0.0)[:, None])
                 grad_bv = logits_bv.to(dtype)
-            left = False
+            is_exponential = False
             product_into(grad_hidden_tD[at], grad_bv, factor_vD)
             add_product(total_vD, grad_bv.T, hidden_bD)
-        grad_weight_vD = total_vD.to(weight_vD.dtype) if ctx.weight_grad_vD is None else None
+        grad_weight_vD = None
+        if ctx.weight_grad_vD is None:
+            grad_weight_vD = total_vD.to(weight_vD.dtype)
         return grad_hidden_tD, grad_weight_vD, *[None] * 6
 
 
@@ -242,9 +258,9 @@ def _measure(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard, statis
         softmax_statistics(logits_bv, labels_b, statistics_kb, shard.first, entries)
         return
     logits_bv[:, entries:] = -torch.inf  # vocabulary padding; exp gives 0
-    column_b, here_b = _columns(labels_b, shard, logits_bv.shape[1])
+    column_b, in_shard_b = _columns(labels_b, shard, logits_bv.shape[1])
     statistics_kb[0] = highest_b = logits_bv.amax(dim=1).clamp_(min=LOWEST)
-    statistics_kb[2] = torch.where(here_b, logits_bv.gather(1, column_b[:, None])[:, 0], 0.0)
+    statistics_kb[2] = torch.where(in_shard_b, logits_bv.gather(1, column_b[:, None])[:, 0], 0.0)
     below_bv = logits_bv.sub_(highest_b[:, None])
     if len(statistics_kb) == 3:
         statistics_kb[1] = below_bv.exp_().sum(dim=1)
@@ -255,7 +271,7 @@ def _measure(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard, statis
 
 
 def _combine_shards(statistics_kt: Tensor, group: dist.ProcessGroup) -> None:
-    """Reduce the statistics of this rank's part of the vocabulary to those of the whole, in two reductions."""
+    """Reduce the statistics of this rank's part of the vocabulary to the whole vocabulary's, in two reductions."""
     highest_t = statistics_kt[0].clone()
     dist.all_reduce(highest_t, op=dist.ReduceOp.MAX, group=group)
     drop_t = statistics_kt[0] - highest_t
@@ -274,7 +290,9 @@ def _columns(labels_b: Tensor, shard: VocabularyShard, columns: int) -> tuple[Te
 
 def operand(matrix: Tensor) -> Tensor:
     """Return the matrix to multiply: on a CPU a float32 copy, otherwise (and in float32) the matrix itself."""
-    return matrix.float() if matrix.device.type == "cpu" else matrix
+    if matrix.device.type == "cpu":
+        return matrix.float()
+    return matrix
 
 
 def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -308,7 +326,9 @@ def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def adding_bytes(rows: int, width: int) -> int:
     """Return the temporary memory of adding a wide product to a total [rows, width]."""
-    return 0 if _ADDS_IN_PLACE else 4 * width * -(-rows // _PARTS)
+    if _ADDS_IN_PLACE:
+        return 0
+    return 4 * width * -(-rows // _PARTS)
 
 
 @_add_wide_product.register_fake

@@ -36,7 +36,7 @@ def _statistics_of_token(
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     label = tl.load(labels + row) - first
-    here = (label >= 0) & (label < ENTRIES)
+    in_shard = (label >= 0) & (label < ENTRIES)
     highest = tl.full((), _LOWEST, tl.float32)
     sums = tl.zeros((CHUNK,), tl.float32)
     moments = tl.zeros((CHUNK,), tl.float32)
@@ -54,7 +54,7 @@ def _statistics_of_token(
     statistics += row
     tl.store(statistics, highest)
     tl.store(statistics + statistics_stride, tl.sum(sums, axis=0))
-    tl.store(statistics + 2 * statistics_stride, tl.load(logits + label, mask=here, other=0.0))
+    tl.store(statistics + 2 * statistics_stride, tl.load(logits + label, mask=in_shard, other=0.0))
     if WITH_ENTROPY:
         tl.store(statistics + 3 * statistics_stride, tl.sum(moments, axis=0))
 
@@ -132,7 +132,7 @@ def softmax_gradient(
         _gradient_of_token[(tokens,)](
             logits_bv,
             gradient_bv,
-            *(one.contiguous() for one in (labels_b, highest_b, scale_b, loss_grad_b)),  # may be expanded tensors
+            *(x_b.contiguous() for x_b in (labels_b, highest_b, scale_b, loss_grad_b)),  # may be expanded tensors
             logits_bv.stride(0),
             gradient_bv.stride(0),
             first,

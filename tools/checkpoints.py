@@ -30,7 +30,8 @@ def show(run: Path, *, verify: bool) -> bool:
         UserError: the folder has none.
     """
     checkpoints = run / "checkpoints"
-    if not (steps := saved_steps(run)):
+    steps = saved_steps(run)
+    if not steps:
         raise UserError(f"run: got {run}, which holds no checkpoint, needs the --save of training")
     training = read_by_step(run / METRICS_FILE, {step - 1 for step in steps})
     validation = read_by_step(run / EVALUATION_FILE, set(steps))
@@ -58,8 +59,8 @@ def show(run: Path, *, verify: bool) -> bool:
     except UserError as error:
         print(f"--load {run} is refused: {error}")
     for ending, what in ((UNFINISHED, "being written, or left by a kill"), (LEFT, "later than a step resumed from")):
-        for other in sorted(checkpoints.glob(f"*{ending}")):
-            print(f"{other.name}: {what}")
+        for path in sorted(checkpoints.glob(f"*{ending}")):
+            print(f"{path.name}: {what}")
     return damaged
 
 

@@ -72,26 +72,28 @@ def verify(options: argparse.Namespace) -> bool:
     from megatron_ext.evaluation.model_text import ModelText
 
     folders = (options.input, options.output)
-    theirs = [folder for folder in folders if is_hugging_face(folder)]
-    ours = [folder for folder in folders if folder not in theirs]
-    if len(theirs) != 1:
+    hugging_face = [folder for folder in folders if is_hugging_face(folder)]
+    runs = [folder for folder in folders if folder not in hugging_face]
+    if len(hugging_face) != 1:
         raise UserError(
             "verify: needs one Hugging Face folder and one run or checkpoint folder as --input and --output"
         )
-    text = ModelText.of(Pretrained.find(theirs[0]), options.tokenizer and str(options.tokenizer))
+    text = ModelText.of(Pretrained.find(hugging_face[0]), options.tokenizer and str(options.tokenizer))
     tokens = text.encode(text_of(options.text))[: options.tokens + 1]
     if len(tokens) < 2:
         raise UserError(f"text: got {len(tokens)} token ids, needs at least 2; give a longer text")
     from megatron_ext.inference.compare import compare  # importing Megatron and transformers takes seconds
 
-    gap = compare(theirs[0], ours[0], tokens, options.dtype, options.greedy_tokens)
+    gap = compare(hugging_face[0], runs[0], tokens, options.dtype, options.greedy_tokens)
     print(f"{len(tokens) - 1} tokens in {options.dtype}, logits up to {gap.scale:.4g} in size")
     print(f"logits   largest difference {gap.largest:.3g} of {gap.allowed[0]:.3g} allowed")
     print(f"         mean difference    {gap.mean:.3g} of {gap.allowed[1]:.3g} allowed")
     print(f"loss     {gap.losses[0]:.8f} transformers, {gap.losses[1]:.8f} Megatron, {gap.allowed[2]:g} allowed")
     for name, ids in zip(("transformers", "Megatron"), gap.greedy, strict=True):
-        known = all(token < text.tokenizer.vocab_size for token in ids)  # a model may have more ids
-        print(f"greedy   {repr(text.tokenizer.decode(ids)) if known else ids} {name}")
+        greedy = str(ids)
+        if max(ids, default=0) < text.tokenizer.vocab_size:  # a model may have more ids
+            greedy = repr(text.tokenizer.decode(ids))
+        print(f"greedy   {greedy} {name}")
     print("the same model" if gap.agrees else "NOT the same model")
     return gap.agrees
 
@@ -115,7 +117,7 @@ def main(argv: list[str]) -> int:
 
     began = time.perf_counter()
     if options.command == "verify":
-        return 0 if verify(options) else 1
+        return int(not verify(options))
     if options.command == "megatron-to-hf":
         limit = options.max_shard_size
         megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)

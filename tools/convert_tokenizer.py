@@ -53,7 +53,7 @@ LLAMA3_SPECIAL = (
 # three reserved tokens that Llama 3.1 names
 LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python_tag|>"}
 MOST_IDS = 1 << 24
-UNLIKELY = -1e5  # a score below that of any text
+UNLIKELY = -1e5  # a score below any text's
 # a text between two user-defined symbols that spells a byte's piece, which would be taken for the byte
 SPELLED_BYTE = r"\G<(?=0x[0-9A-F]{2}>\z)"
 # the tokenizer, its special tokens by their names in tokenizer_config.json, the original library's encoder, and a
@@ -62,7 +62,7 @@ Converted = tuple[tokenizers.Tokenizer, dict[str, str], Callable[[str], list[int
 
 
 def _errors(what: str) -> AbstractContextManager[None]:
-    """Return a context in which errors of the libraries are those of the input."""
+    """Return a context in which errors of the libraries are reported as errors of the input."""
     return library_errors(lambda reason: UserError(f"input: {what} ({reason}); export it again"))
 
 
@@ -126,22 +126,25 @@ def _convert_ranks(
     # the library numbers further tokens consecutively, so unused ids are filled
     numbers = chain(range(first), range(first + len(ranks), max(names, default=-1) + 1))
     converted.add_special_tokens([names.get(number, f"<|unused_{number}|>") for number in numbers])
-    known = {"eos_token": KNOWN_EOD_TOKENS, "bos_token": KNOWN_BOS_TOKENS}
-    roles = {role: name for role, tokens in known.items() for name in reversed(tokens) if name in special}
+    usual = {"eos_token": KNOWN_EOD_TOKENS, "bos_token": KNOWN_BOS_TOKENS}
+    roles = {role: name for role, tokens in usual.items() for name in reversed(tokens) if name in special}
     return converted, roles, lambda text: [first + rank for rank in encoder.encode_ordinary(text)], operator.eq
 
 
 def _description(file: Path, ranks: int, encoding: str | None) -> tuple[str, dict[str, int]]:
     """Return the pattern and the special tokens."""
     if encoding is not None:
-        changed = LLAMA31_NAMES if encoding == "llama3.1" else {}
-        return LLAMA3_PATTERN, {changed.get(i, token): ranks + i for i, token in enumerate(LLAMA3_SPECIAL)}
+        names = dict(enumerate(LLAMA3_SPECIAL))
+        if encoding == "llama3.1":
+            names |= LLAMA31_NAMES
+        return LLAMA3_PATTERN, {name: ranks + number for number, name in names.items()}
     about = file.with_name(f"{file.name}.json")
     needed = 'needs {"pattern": "...", "special_tokens": {"...": ID}}'
-    given = read_object(about, f"is no object; {needed}")
-    if given is None:
+    description = read_object(about, f"is no object; {needed}")
+    if description is None:
         raise UserError(f"input: {file} does not say its special tokens; give --encoding, or write {about}: {needed}")
-    pattern, special = given.get("pattern"), given.get("special_tokens")
+    pattern = description.get("pattern")
+    special = description.get("special_tokens")
     if not isinstance(pattern, str) or not isinstance(special, dict):
         raise UserError(f"input: {about} {needed}")
     if not all(type(number) is int and ranks <= number < MOST_IDS for number in special.values()):
@@ -166,7 +169,6 @@ def convert_sentencepiece(file: Path) -> Converted:
         model.LoadFromSerializedProto(file.read_bytes())
         proto = ModelProto.FromString(file.read_bytes())
     kind = ModelProto.SentencePiece
-    settings = proto.normalizer_spec
     trainer = proto.trainer_spec
     names = [piece.piece for piece in proto.pieces]
     normal = {piece.piece: piece.score for piece in proto.pieces if piece.type == kind.NORMAL}
@@ -174,42 +176,42 @@ def convert_sentencepiece(file: Path) -> Converted:
     trainer.unk_id = [piece.type for piece in proto.pieces].index(kind.UNKNOWN)  # the settings may name another
     trainer.unk_piece = names[trainer.unk_id]
     unigram = trainer.model_type == trainer.UNIGRAM
+    splits = []
     if unigram:
         best = max([0, *normal.values()])
         scores = normal | {name: len(name.encode()) * best - 0.1 for name in symbols}  # as SentencePiece itself
         vocabulary = [(name, scores.get(name, UNLIKELY)) for name in names]
         merges = None
+        if trainer.byte_fallback:  # unknown characters are less likely than a byte's piece, if a text spells it
+            unknown = set("<0x123456789ABCDEF>").difference(*scores)
+            splits += map(re.escape, sorted(unknown))
     else:
         vocabulary = {name: number for number, name in enumerate(names)}
         merges = generate_merges({name: vocabulary[name] for name in normal}, normal)
-    splits = []
-    if unigram and trainer.byte_fallback:  # unknown characters are less likely than a byte's piece, if a text spells it
-        unknown = set("<0x123456789ABCDEF>").difference(*scores)
-        splits += map(re.escape, sorted(unknown))
-    elif symbols and not unigram:
-        longest_first = sorted(symbols, key=len, reverse=True)
-        splits = ["|".join(map(re.escape, longest_first)), SPELLED_BYTE]
+        if symbols:
+            longest_first = sorted(symbols, key=len, reverse=True)
+            splits = ["|".join(map(re.escape, longest_first)), SPELLED_BYTE]
     with _errors(f"{file} cannot be converted"):
         converted = SpmConverter.build_tokenizer_from_spm_proto(proto, vocabulary, merges)
         if not unigram:
             converted.model.ignore_merges = bool(symbols)
-        converted.normalizer = _normalizer(settings)
+        converted.normalizer = _normalizer(proto.normalizer_spec)
         converted.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
         )
     converted.add_special_tokens([piece.piece for piece in proto.pieces if piece.type == kind.CONTROL])
-    if settings.add_dummy_prefix:
+    if proto.normalizer_spec.add_dummy_prefix:
         converted.decoder = decoders.Sequence([converted.decoder, decoders.Fuse(), decoders.Strip(" ", left=1)])
     roles = {"unk_token": trainer.unk_id, "bos_token": model.bos_id(), "eos_token": model.eos_id()}
     special = {role: model.id_to_piece(number) for role, number in roles.items() if number >= 0}
 
-    def same(ours: list[int], theirs: list[int]) -> bool:
+    def equally_good(*segmentations: list[int]) -> bool:
         """Return whether two segmentations have the same score, up to the rounding of SentencePiece's floats."""
-        spelled = {"".join(model.id_to_piece(ids)) for ids in (ours, theirs)}
-        scores = [sum(model.get_score(ids)) for ids in (ours, theirs)]
-        return unigram and len(spelled) == 1 and math.isclose(*scores, rel_tol=1e-5)
+        texts = {"".join(model.id_to_piece(ids)) for ids in segmentations}
+        scores = [sum(model.get_score(ids)) for ids in segmentations]
+        return unigram and len(texts) == 1 and math.isclose(*scores, rel_tol=1e-5)
 
-    return converted, special, model.encode, same
+    return converted, special, model.encode, equally_good
 
 
 def _normalizer(settings: Any) -> normalizers.Normalizer:
@@ -245,20 +247,20 @@ def check_texts(tokenizer: Tokenizer) -> Iterable[str]:
 
 def compare(file: Path, converted: Converted, documents: Iterable[str]) -> str:
     """Return how many check texts and documents have the original's ids; raise UserError if one has others."""
-    library, special, original, same = converted
+    library, special, encode, equally_good = converted
     alike = ties = 0
     with TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(library, Path(folder), **special)
         for text in chain(check_texts(tokenizer), documents):
             try:
-                ours = tokenizer.encode(text)
+                ids = tokenizer.encode(text)
             except UserError as error:
                 raise UserError(f"input: {file} cannot be converted: {error}") from None
             with _errors(f"{file} cannot encode a text"):
-                theirs = original(text)
-            if ours == theirs:
+                original_ids = encode(text)
+            if ids == original_ids:
                 alike += 1
-            elif same(ours, theirs):
+            elif equally_good(ids, original_ids):
                 ties += 1
             else:
                 raise UserError(f"input: the converted tokenizer gives other ids of {text[:80]!r}; it cannot be used")
@@ -288,10 +290,10 @@ def main(argv: list[str]) -> int:
         converted = convert_tekken(args.input)
     else:
         converted = convert_sentencepiece(args.input)
-    found = compare(args.input, converted, (document.text for document in read_documents(args.check)))
+    comparison = compare(args.input, converted, (document.text for document in read_documents(args.check)))
     library, special, *_ = converted
     tokenizer = write_tokenizer(library, args.output, **special)
-    print(f"{tokenizer.file}: {tokenizer.vocab_size:,} tokens, {special}; {found}")
+    print(f"{tokenizer.file}: {tokenizer.vocab_size:,} tokens, {special}; {comparison}")
     return 0
 
 

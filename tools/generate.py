@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
     options, flags = parse_options(argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING if is_first() else logging.ERROR)
     read_launch()
-    sampling, processes = check(options), parse_processes(flags)
+    sampling = check(options)
+    processes = parse_processes(flags)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
     from megatron_ext.inference.generate import generate_text  # importing Megatron takes seconds

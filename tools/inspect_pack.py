@@ -46,20 +46,24 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--cp-policy", default="auto", choices=[policy.value for policy in Policy], help="default: %(default)s")
     add("--output", type=output_file(".png"), metavar="PNG", help="draw a picture as well")
     options = parser.parse_args(argv)
+    source = "--document-ends"
     unread = "--sample --seed --split --tokenizer-model --policies --text"
-    if options.data_path is not None:
-        of_row = "--sample --text --window --document-mask --context-parallel-size --cp-policy --output"
-        unread = of_row if options.policies else ""
-    if given := next((word for word in argv if word.split("=")[0].replace("--no-", "--") in unread.split()), None):
-        other = "policies" if options.policies else "document-ends"
-        parser.error(f"{given}: --{other} does not read it; leave one of them out")
+    if options.policies:
+        source = "--policies"
+        unread = "--sample --text --window --document-mask --context-parallel-size --cp-policy --output"
+    elif options.data_path is not None:
+        return options
+    for word in argv:
+        if word.split("=")[0].replace("--no-", "--") in unread.split():
+            parser.error(f"{word}: {source} does not read it; leave one of them out")
     return options
 
 
 def config_of(options: argparse.Namespace) -> Config:
     words = ["--seq-length", options.seq_length, "--split", options.split, "--seed", options.seed]
-    tokenizer = ["--tokenizer-model", options.tokenizer_model] if options.tokenizer_model else []
-    return parse([*map(str, words), *tokenizer, "--data-path", *options.data_path])
+    if options.tokenizer_model:
+        words += ["--tokenizer-model", options.tokenizer_model]
+    return parse([*map(str, words), "--data-path", *options.data_path])
 
 
 def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
@@ -71,7 +75,9 @@ def read_row(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     if options.text and not options.tokenizer_model:
         raise UserError("text: got no tokenizer to decode tokens with; give --tokenizer-model or leave --text out")
     config = config_of(options)
-    vocab_size = checked_vocab_size(config) if options.tokenizer_model else sys.maxsize
+    vocab_size = sys.maxsize
+    if options.tokenizer_model:
+        vocab_size = checked_vocab_size(config)
     row = open_rows(config, vocab_size).row(options.sample)
     ends = row.document_ends.tolist()
     if not options.text:
@@ -87,8 +93,12 @@ def compare(options: argparse.Namespace) -> str:
         raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")
     (split,) = splits(config_of(options), sys.maxsize, 0)
     every = options.policies == ["-"]
-    reports, refused = {}, []
-    for name in [policy for policy in POLICIES if policy != "bm25"] if every else options.policies:
+    policies = options.policies
+    if every:
+        policies = [policy for policy in POLICIES if policy != "bm25"]
+    reports = {}
+    refused = []
+    for name in policies:
         try:
             plan = build_plan(name, split.source, split.documents, options.seq_length, split.seed)
         except UserError as error:
@@ -106,7 +116,10 @@ def main(argv: list[str]) -> int:
     if options.policies:
         print(compare(options))
         return 0
-    ends, texts = (options.document_ends, None) if options.data_path is None else read_row(options)
+    ends = options.document_ends
+    texts = None
+    if options.data_path is not None:
+        ends, texts = read_row(options)
     view = view_row(
         options.seq_length,
         ends,

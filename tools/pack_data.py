@@ -63,12 +63,15 @@ def pack(configs: Sequence[Config], filtered: Sequence[str] | None = None) -> No
     for config in planned:
         vocab_size = checked_vocab_size(config)
         plain = replace(config, weighting=type(config.weighting)())
-        for number in (0, 1) if config.training.eval_interval else (0,):
-            for split in splits(plain, vocab_size, number):
-                if number == 0 and filtered is not None:
-                    _make_filtered(plain, vocab_size, split, *filtered)
-                elif split.part.packing != "random":
-                    _make(split, ("training", "validation")[number])
+        for split in splits(plain, vocab_size, 0):
+            if filtered is not None:
+                _make_filtered(plain, vocab_size, split, *filtered)
+            elif split.part.packing != "random":
+                _make(split, "training")
+        if config.training.eval_interval:
+            for split in splits(plain, vocab_size, 1):
+                if split.part.packing != "random":
+                    _make(split, "validation")
 
 
 def _make_filtered(config: Config, vocab_size: int, split: "Split", share: str, short: str, long: str) -> None:
@@ -77,30 +80,41 @@ def _make_filtered(config: Config, vocab_size: int, split: "Split", share: str, 
     from megatron_ext.token_weighting.gain import document_gains, keep_by_gain
     from megatron_ext.token_weighting.store import ScoreStore
 
-    data, part, length, first = config.data, split.part.unfiltered(), config.data.seq_length, config.data.first_sample
+    data = config.data
+    part = split.part.unfiltered()
+    length = data.seq_length
     if len(data.parts) > 1 or split.length != length:
         raise UserError("filter_by_gain: got a mixture or sequences shorter than rows, needs one dataset of whole rows")
-    kept = replace(split, part=replace(part, packing_options=(*part.packing_options, f"filter_by_gain={share}")))
-    kept.plan_key()  # refuses an invalid share
+    filtered = replace(split, part=replace(part, packing_options=(*part.packing_options, f"filter_by_gain={share}")))
+    filtered.plan_key()  # refuses an invalid share
     of_rows = replace(data, data_path=(), mixture=(part,), packing="random", packing_options=(), long_share=None)
     identity = row_identity(replace(config, data=of_rows), vocab_size)
-    before = ScoreStore.open(short, first=first, **identity)
-    if before.identity.short_context >= length:
-        raise UserError(f"score store {short}: its losses are those of whole rows; name the short-context store first")
-    identity |= {"rows": before.identity.rows, "model": before.identity.model}
-    after = ScoreStore.open(long, first=first, short_context=length, short_stride=length, **identity)
-    gains = document_gains(open_split(replace(split, part=part), config), before, after, first)
-    chosen = keep_by_gain(kept.part.options["filter_by_gain"], gains, split.documents)
-    facts = {"documents": len(split.documents), "with_scores": int(np.isfinite(gains[split.documents]).sum())}
-    facts |= {"kept": len(chosen), "least_gain": float(gains[chosen].min(initial=np.inf))}
-    _make(kept, "training", chosen, facts | {"short": asdict(before.identity), "long": asdict(after.identity)})
+    short_store = ScoreStore.open(short, first=data.first_sample, **identity)
+    if short_store.identity.short_context >= length:
+        raise UserError(f"score store {short}: it has losses in whole rows; name the short-context store first")
+    identity |= {"rows": short_store.identity.rows, "model": short_store.identity.model}
+    long_store = ScoreStore.open(long, first=data.first_sample, short_context=length, short_stride=length, **identity)
+    rows = open_split(replace(split, part=part), config)
+    gains = document_gains(rows, short_store, long_store, data.first_sample)
+    chosen = keep_by_gain(filtered.part.options["filter_by_gain"], gains, split.documents)
+    record = {
+        "documents": len(split.documents),
+        "with_scores": int(np.isfinite(gains[split.documents]).sum()),
+        "kept": len(chosen),
+        "least_gain": float(gains[chosen].min(initial=np.inf)),
+        "short": asdict(short_store.identity),
+        "long": asdict(long_store.identity),
+    }
+    _make(filtered, "training", chosen, record)
 
 
 def _make(split: "Split", documents: str, kept: Documents | None = None, record: dict | None = None) -> None:
     """Make a plan if missing, and report on it; `documents` describes the documents, of which some may be `kept`."""
     began = time.perf_counter()
-    key, prefix = split.plan_key(), split.part.prefix
-    chosen, folder = split.documents if kept is None else kept, plan_folder(prefix, key)
+    key = split.plan_key()
+    prefix = split.part.prefix
+    folder = plan_folder(prefix, key)
+    chosen = split.documents if kept is None else kept
     try:
         plan = load_plan(prefix, key)
     except UserError:  # missing or damaged
@@ -116,8 +130,7 @@ def _make(split: "Split", documents: str, kept: Documents | None = None, record:
         if json.loads((folder / PLAN).read_text())["filter"] != record:
             raise UserError(f"filter_by_gain: {folder} was made with other scores; delete it, then pack again")
         print("kept {kept:,} of {with_scores:,} documents with scores; least gain {least_gain:.3g}".format(**record))
-    made = report(plan, split.source, split.documents)
-    print(describe({key.policy: made}))
+    print(describe({key.policy: report(plan, split.source, split.documents)}))
 
 
 if __name__ == "__main__":

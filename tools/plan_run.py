@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.cli import Parser, command, integer, output_file, positive, program
+from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.data.text.tokenizer import vocabulary_size
 from megatron_ext.errors import UserError
@@ -28,45 +29,50 @@ def main(argv: list[str]) -> int:
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=positive, default=5, help="layouts to show")
     add("--output", type=output_file(".yaml", ".yml"), help="write the first layout here, as a configuration")
-    options, rest = parser.parse_known_args(argv)
+    options, flags = parser.parse_known_args(argv)
     from megatron_ext.planning.sampled_rows import SampledRows  # importing torch takes seconds
     from megatron_ext.planning.search import describe, search
     from megatron_ext.planning.step_time import FACTS, Machine, read_speeds
 
     speeds = read_speeds(options.gpus_file or FACTS / "gpus.yaml")
     gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
-    if not rest:
+    if not flags:
         raise UserError("--config is required, for example: --config examples/configs/skyladder/skyladder_1b_8k.yaml")
-    config = parse_stages(rest)[0].config
+    config = parse_stages(flags)[0].config
     data = config.data
     if not (data.mixture or data.data_path):  # a placeholder, in place of which typical documents are drawn
         config = replace(config, data=replace(data, data_path=("PREFIX",)))
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
-    rows, what = None, "one document each, the most that attention can cost"
+    rows = None
+    rows_text = "one document each, the most that attention can cost"
     if options.documents != "whole":
         from megatron_ext.rehearsal.rows import rows_of  # imports Megatron's datasets, which takes seconds
 
-        row_at, what = rows_of(config, vocab_size, options.documents)
+        row_at, rows_text = rows_of(config, vocab_size, options.documents)
         rows = SampledRows(config, row_at)
     machine = Machine(options.gpus, gpu, vocab_size, speeds, rows)
-    found = search(config, machine, options.top)
-    print(f"rows: {what}")
-    print("\n".join(describe(found, config, machine)), flush=True)
-    if not found.best:
+    layouts = search(config, machine, options.top)
+    print(f"rows: {rows_text}")
+    print("\n".join(describe(layouts, config, machine)), flush=True)
+    if not layouts.best:
         return 1
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(options.output) as aside:
-            best = found.best[0].config
-            planned = replace(best, data=replace(best.data, data_path=data.data_path))
-            aside.write_text(dump_yaml(planned), encoding="utf-8")
-        written = f"--config {options.output}"
-        if config.data != data:
-            written += " --data-path PREFIX"
-        print(f"\nwritten to {options.output}; check it with")
-        print(f"  python pretrain_skyladder.py {written} --dry-run --world-size {options.gpus}")
-        print(f"  {program('rehearse')} {written} --world-size {options.gpus}")
+        best = layouts.best[0].config
+        write(replace(best, data=replace(best.data, data_path=data.data_path)), options.output, options.gpus)
     return 0
+
+
+def write(config: Config, output: Path, gpus: int) -> None:
+    """Write a configuration, and print how to check it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output) as aside:
+        aside.write_text(dump_yaml(config), encoding="utf-8")
+    flags = f"--config {output}"
+    if not (config.data.mixture or config.data.data_path):
+        flags += " --data-path PREFIX"
+    print(f"\nwritten to {output}; check it with")
+    print(f"  python pretrain_skyladder.py {flags} --dry-run --world-size {gpus}")
+    print(f"  {program('rehearse')} {flags} --world-size {gpus}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
 def recipes() -> Iterator[tuple[Path, Mapping[str, Any]]]:
     """Yield each run's file, FILE#NAME for one of many, relative to `ROOT`, and its mapping `recipe:`."""
     for file in sorted((ROOT / "examples" / "configs").rglob("*.yaml")):
-        content, path = read_file(str(file)), file.relative_to(ROOT)
+        path = file.relative_to(ROOT)
+        content = read_file(str(file))
         if "families" in content:
             for name, run in expand(content, str(path)).items():
                 yield path.with_name(f"{path.name}{MARK}{name}"), run["recipe"]

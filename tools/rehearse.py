@@ -20,12 +20,15 @@ from megatron_ext.rehearsal.process import Request, describe, in_process
 
 def numbers(field: str, text: str, low: int, high: int, name: str, named: list[int]) -> list[int]:
     """Parse numbers with commas between them; `name` among them stands for the numbers `named`."""
-    found: list[int] = []
+    parsed: list[int] = []
     for word in text.split(","):
-        if word != name and not (word.isascii() and word.isdecimal() and low <= int(word) <= high):
+        if word == name:
+            parsed += named
+        elif word.isascii() and word.isdecimal() and low <= int(word) <= high:
+            parsed.append(int(word))
+        else:
             raise UserError(f"{field}: got {text!r}, needs numbers {low}..{high} with commas between them, or {name}")
-        found += named if word == name else [int(word)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(parsed))
 
 
 @command
@@ -46,16 +49,16 @@ def main(argv: list[str]) -> int:
     ranks = numbers("ranks", options.ranks, 0, options.world_size - 1, "stages", stages_first)
     full = [config.window_schedule().end]
     windows = numbers("windows", options.windows, 1, config.data.seq_length, "full", full)
-    found = []
+    results = []
     for rank in ranks:
-        request = Request(training, options.world_size, rank, windows, options.documents)
-        found.append(one := in_process(request))
-        print("\n".join(describe(one)), flush=True)
+        result = in_process(Request(training, options.world_size, rank, windows, options.documents))
+        results.append(result)
+        print("\n".join(describe(result)), flush=True)
     if options.json is not None:
         with atomic_write(options.json) as aside:
-            aside.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    failed = any(one["fault"] or any(step["fault"] for step in one["steps"]) for one in found)
-    return 1 if failed else 0
+            aside.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    failed = any(result["fault"] or any(step["fault"] for step in result["steps"]) for result in results)
+    return int(failed)
 
 
 if __name__ == "__main__":

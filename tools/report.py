@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 def headline(run: "Run") -> str:
     """Return the first and last validation losses of a run, or training losses if it was not validated."""
-    if (validation := run.validation.get("valid_loss")) is not None:
-        (first, last), (before, after) = validation.steps[[0, -1]], validation.values[[0, -1]]
+    validation = run.validation.get("valid_loss")
+    if validation is not None:
+        first, last = validation.steps[[0, -1]]
+        before, after = validation.values[[0, -1]]
         return f"validation loss {before:.4f} after {first:.0f} steps, {after:.4f} after {last:.0f}"
     losses = run.curve("lm_loss").values
     if not losses.size:

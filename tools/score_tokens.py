@@ -2,7 +2,7 @@
 
 python tools/score_tokens.py --checkpoint MODEL --context 8192 --stride 6144 --output scores.zarr --config run.yaml
 
-All other flags are the trainer's: pass those of the run that will read the store (--config, --data-path, --seed, ...).
+All other flags are the trainer's: pass the flags of the run that will read the store (--config, --data-path, ...).
 Run it under torchrun for several processes, or several times at once with --part 0/N ... N-1/N on one store. It can be
 killed and resumed at any time.
 """

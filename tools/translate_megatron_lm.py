@@ -32,7 +32,7 @@ _LISTS = {
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr", "train_iters")
 
 
-class Given:
+class Arguments:
     """The arguments of a command line.
 
     Attributes:
@@ -82,7 +82,7 @@ class Given:
 
 
 def _is_number(name: str) -> bool:
-    """Return whether an argument's value is a number: that of an option here, or of one that becomes steps."""
+    """Return whether an argument's value is a number: it is one for the option here, or it becomes steps."""
     if name in FIELDS:
         parts = value_parts(FIELDS[name].hint)
         has_text = any(part is str or isinstance(part, str) for part in parts)
@@ -120,13 +120,13 @@ def words_of(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def document(words: Sequence[str], decide: Sequence[str] = ()) -> str:
     """Return the YAML, and comments, for the words after the training program, and lines of what to decide."""
-    given = Given(words)
-    given.decide += decide
-    result = translate(given.values)
-    return "\n".join([*_options(result, given), *_comments(result, given)]) + "\n"
+    arguments = Arguments(words)
+    arguments.decide += decide
+    result = translate(arguments.values)
+    return "\n".join([*_options(result, arguments), *_comments(result, arguments)]) + "\n"
 
 
-def _options(result: Translation, given: Given) -> Iterable[str]:
+def _options(result: Translation, arguments: Arguments) -> Iterable[str]:
     """Yield the sections, with the options that differ from our defaults."""
     yield "# Translated from Megatron-LM. What is not listed has the same default in both, or is named below."
     for section in SECTIONS:
@@ -136,30 +136,32 @@ def _options(result: Translation, given: Given) -> Iterable[str]:
                 try:
                     validate({section: {name: value}})
                 except UserError as error:
-                    given.decide.append(str(error))
+                    arguments.decide.append(str(error))
                     continue
-                is_copied = name in given.values and name not in CONVERTED
-                text = ARGUMENTS[name].text if is_copied else ""
+                is_copied = name in arguments.values and name not in CONVERTED
                 shown = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
-                lines.append(f"  {name}: {shown}" + (f"  # {text}" if text else ""))
+                line = f"  {name}: {shown}"
+                if is_copied and ARGUMENTS[name].text:
+                    line += f"  # {ARGUMENTS[name].text}"
+                lines.append(line)
         if lines:
             yield from [f"{section}:", *lines]
 
 
-def _comments(result: Translation, given: Given) -> Iterable[str]:
+def _comments(result: Translation, arguments: Arguments) -> Iterable[str]:
     carried = {name for name, argument in ARGUMENTS.items() if argument.group == "carried"}
     yield from _listed("Changes the model and has no place here, so this is another model", result.model.values())
     lost = [line for name, line in result.training.items() if name not in carried]
     yield from _listed("Changes the training and has no place here", lost)
     reasons: dict[str, list[str]] = defaultdict(list)
-    for name in given.values:
+    for name in arguments.values:
         argument = find_argument(name)
         if argument is not None and argument.group == "silent":
             reasons[argument.text].append(name)
     yield from _listed("Left out", [f"{', '.join(names)}: {text}" for text, names in reasons.items()])
     decide = [line for name, line in result.training.items() if name in carried]
-    decide += [*result.other.values(), *given.decide]
-    needed = [name for name in _REQUIRED if name not in result.options and name not in given.values]
+    decide += [*result.other.values(), *arguments.decide]
+    needed = [name for name in _REQUIRED if name not in result.options and name not in arguments.values]
     decide += [f"{name}: not given, has no default in Megatron-LM" for name in needed]
     yield from _listed("Decide", dict.fromkeys(decide))
     yield f"# Then: {program('pretrain')} --config FILE --dry-run --world-size GPUS"

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", required=True, type=output_file(".yaml", ".yml"), metavar="FILE", help=text)
     parser.add_argument("--data-path", default="data/smoke/corpus", help="data set that replaces each of the recipe's")
     parser.add_argument("--tokenizer-model", default="data/smoke/tokenizer", help="that the data set was made with")
-    parser.add_argument("--score-store", default="data/smoke/scores", help="replaces that of a frozen scorer")
+    parser.add_argument("--score-store", default="data/smoke/scores", help="replaces the path of a frozen scorer")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     options = parser.parse_args(argv)
     if options.output.exists() and not options.overwrite:

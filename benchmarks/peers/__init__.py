@@ -43,10 +43,10 @@ def absent(*names: str) -> None:
 
 def commits(**checkouts: Path | None) -> dict[str, str]:
     """Return the commit of each checkout that was given."""
-    found = {}
+    commit_of = {}
     for name, folder in checkouts.items():
         if folder:
             command = ["git", "-C", str(folder), "rev-parse", "--short=8", "HEAD"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            found[name] = done.stdout.strip() or "no git"
-    return found
+            commit_of[name] = done.stdout.strip() or "no git"
+    return commit_of

@@ -58,22 +58,23 @@ def figures(received: np.ndarray, pairs: np.ndarray, tokens: int) -> dict[str, f
 
 def ours(layout: PackedLayout, cp_size: int) -> dict[str, float]:
     """Plan as training does."""
-    made = plan(layout, cp_size)
-    return figures(made.rows_moved.sum(axis=0), made.pairs, layout.tokens)
+    cp_plan = plan(layout, cp_size)
+    return figures(cp_plan.rows_moved.sum(axis=0), cp_plan.pairs, layout.tokens)
 
 
 def padded_ring(layout: PackedLayout, cp_size: int) -> dict[str, float]:
     """Pad each segment to a multiple of 2 cp, assign it in zigzag, and send all keys and values around."""
     padded = -(-layout.lengths // (2 * cp_size)) * 2 * cp_size
     total = int(padded.sum())
-    each = total // cp_size
+    tokens_of_rank = total // cp_size
     pairs = np.full(cp_size, segment_pairs(padded).sum() / cp_size)
-    return figures(np.full(cp_size, total - each), pairs, total)
+    return figures(np.full(cp_size, total - tokens_of_rank), pairs, total)
 
 
 def pairs_of(queries: torch.Tensor, keys: torch.Tensor) -> int:
     """Count the pairs of ranges whose last keys are their queries, from the borders of both, [ranges + 1] each."""
-    q, k = np.diff(queries.numpy()).astype(np.int64), np.diff(keys.numpy()).astype(np.int64)
+    q = np.diff(queries.numpy()).astype(np.int64)
+    k = np.diff(keys.numpy()).astype(np.int64)
     return int((segment_pairs(k) - segment_pairs(k - q)).sum())
 
 
@@ -93,8 +94,8 @@ class Llama3:
     def __call__(self, layout: PackedLayout, cp_size: int) -> dict[str, float]:
         """Count pairs of each rank's ranges; every rank receives the keys of all others."""
         pairs = [pairs_of(queries, keys) for queries, keys, *_ in self.plan(layout, cp_size, range(cp_size))]
-        others = layout.tokens - layout.tokens // cp_size
-        return figures(np.full(cp_size, others), np.array(pairs), layout.tokens)
+        received = layout.tokens - layout.tokens // cp_size
+        return figures(np.full(cp_size, received), np.array(pairs), layout.tokens)
 
 
 class Automodel:
@@ -110,23 +111,24 @@ class Automodel:
     def plan(self, layout: PackedLayout, cp_size: int, ranks: Iterable[int]) -> list[tuple[int, int]]:
         """Plan the exchange as every rank does, then some ranks' parts; return each (rows received, pairs)."""
         segment_of_token = torch.repeat_interleave(torch.arange(layout.segments), torch.from_numpy(layout.lengths)) + 1
-        each, cpu = layout.tokens // cp_size, torch.device("cpu")
-        whole = self._exchange._compute_blockdiag_kv_plan(segment_of_token, cp_size, each, cpu)
-        found = []
+        tokens_of_rank = layout.tokens // cp_size
+        cpu = torch.device("cpu")
+        whole = self._exchange._compute_blockdiag_kv_plan(segment_of_token, cp_size, tokens_of_rank, cpu)
+        received_and_pairs = []
         for rank in ranks:
             if whole["use_halo"]:
                 received = max(whole["recv"])
             else:
-                _, parts, _ = self._exchange._needed_kv_a2a_plan(whole, rank, cp_size, each, cpu)
+                _, parts, _ = self._exchange._needed_kv_a2a_plan(whole, rank, cp_size, tokens_of_rank, cpu)
                 received = sum(parts) - parts[rank]
-            borders = self._kernels._varlen_seg_for_rank(segment_of_token, rank * each, each, cpu)
-            found.append((received, pairs_of(borders["cu_q"], borders["cu_k"])))
-        return found
+            borders = self._kernels._varlen_seg_for_rank(segment_of_token, rank * tokens_of_rank, tokens_of_rank, cpu)
+            received_and_pairs.append((received, pairs_of(borders["cu_q"], borders["cu_k"])))
+        return received_and_pairs
 
     def __call__(self, layout: PackedLayout, cp_size: int) -> dict[str, float]:
         """Plan for all ranks."""
-        found = np.array(self.plan(layout, cp_size, range(cp_size)))
-        return figures(found[:, 0], found[:, 1], layout.tokens)
+        received_and_pairs = np.array(self.plan(layout, cp_size, range(cp_size)))
+        return figures(received_and_pairs[:, 0], received_and_pairs[:, 1], layout.tokens)
 
 
 class Magi:
@@ -141,7 +143,8 @@ class Magi:
         self._make = importlib.import_module("magi_attention.meta._make_dispatch_meta")
         self._config = importlib.import_module("magi_attention.meta.solver.dispatch_solver").DispatchConfig()
         common = importlib.import_module("magi_attention.common")
-        self._ranges, self._causal = common.AttnRanges, common.AttnMaskType.CAUSAL
+        self._ranges = common.AttnRanges
+        self._causal = common.AttnMaskType.CAUSAL
 
     def plan(self, layout: PackedLayout, cp_size: int, ranks: Iterable[int]) -> list[tuple[int, int]]:
         """Assign chunks as every rank does, then find some ranks' remote keys; return each (rows received, pairs)."""
@@ -161,17 +164,17 @@ class Magi:
             is_k_permutable=True,
         )
         buckets = self._make.make_bucket_per_rank_from_qk_ranges(**common, dispatch_meta=meta)
-        found = []
+        received_and_pairs = []
         for rank in ranks:
             host = meta.host_ranges_per_rank[rank].merge()
             lacking = buckets[rank].k_ranges.find_hole_ranges(host, is_other_merged=True)
-            found.append((lacking.total_seqlen, buckets[rank].area))
-        return found
+            received_and_pairs.append((lacking.total_seqlen, buckets[rank].area))
+        return received_and_pairs
 
     def __call__(self, layout: PackedLayout, cp_size: int) -> dict[str, float]:
         """Plan for all ranks."""
-        found = np.array(self.plan(layout, cp_size, range(cp_size)))
-        return figures(found[:, 0], found[:, 1], layout.tokens)
+        received_and_pairs = np.array(self.plan(layout, cp_size, range(cp_size)))
+        return figures(received_and_pairs[:, 0], received_and_pairs[:, 1], layout.tokens)
 
 
 def main() -> None:
@@ -206,8 +209,10 @@ def main() -> None:
             return plan(build_layout(ROW, ends, window), cp_size).rank(0)  # a run makes the layout too
 
         work: dict[str, Callable[[], object]] = {"ours": our_rank}
-        others = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Magi | Automodel | Llama3)}
-        work |= {name: partial(scheme.plan, layouts[0], cp_size, range(1)) for name, scheme in others.items()}
+        peers_with_plan = {
+            name: scheme for name, scheme in schemes.items() if isinstance(scheme, Magi | Automodel | Llama3)
+        }
+        work |= {name: partial(scheme.plan, layouts[0], cp_size, range(1)) for name, scheme in peers_with_plan.items()}
         seconds = processor_seconds(work, chosen.rounds)
         for name, scheme in schemes.items():
             costs = [scheme(layout, cp_size) for layout in layouts]

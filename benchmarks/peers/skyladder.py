@@ -37,7 +37,8 @@ class Memory:
     """Documents in an array, with the interface of a memory-mapped dataset."""
 
     def __init__(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        self._tokens, self._starts = tokens, np.concatenate([[0], ends[:-1]])
+        self._tokens = tokens
+        self._starts = np.concatenate([[0], ends[:-1]])
         self.document_lengths = np.diff(ends, prepend=0)
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
@@ -113,10 +114,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     package("lit_gpt", chosen.skyladder / "lit_gpt")
-    theirs = importlib.import_module("lit_gpt.packed_dataset")
+    their_module = importlib.import_module("lit_gpt.packed_dataset")
     context = commits(skyladder=chosen.skyladder)
-    layouts(theirs, chosen.rounds, Records("layout", chosen.output, **context))
-    resumes(theirs, chosen.rows, min(chosen.rounds, 3), Records("resume", chosen.output, **context))
+    layouts(their_module, chosen.rounds, Records("layout", chosen.output, **context))
+    resumes(their_module, chosen.rows, min(chosen.rounds, 3), Records("resume", chosen.output, **context))
 
 
 if __name__ == "__main__":

@@ -22,14 +22,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.config import TrainingConfig
 
-BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+BETAS = (0.9, 0.95)
+DECAY = 0.1
+CLIP = 1.0
 
 
 class Loop:
     """Optimizer steps of a model of transformers over micro-batches of one row, tokens and labels [1, s]."""
 
     def __init__(self, model: LlamaForCausalLM, rows: list[tuple[Tensor, Tensor]], **options: Tensor | None) -> None:
-        self._model, self._rows, self._options = model, rows, options
+        self._model = model
+        self._rows = rows
+        self._options = options
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=BETAS, weight_decay=DECAY)
 
     def step(self) -> None:
@@ -57,34 +61,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     torch.manual_seed(0)
-    length, vocabulary = chosen.length, 4096
+    length = chosen.length
+    vocabulary = 4096
     built = configure(chosen.preset, length, chosen.rows)
     model = replace(built.model, vocab_size=vocabulary, untie_embeddings_and_output_weights=True)
     training = Training(replace(built, model=model, training=TrainingConfig()))  # fp32
     drawn = [torch.from_numpy(training.row_at(sample).tokens)[None] for sample in range(chosen.rows)]
     rows = [(row[:, :-1], row[:, 1:]) for row in drawn]  # inputs and labels [1, s] of the rows that ours trains on
     sizes = LlamaConfig.from_dict(hugging_face_config(model, vocabulary, length), use_cache=False)
-    theirs = LlamaForCausalLM._from_config(sizes, attn_implementation="sdpa", dtype=torch.float32)
-    parameters = {sum(each.numel() for each in one.parameters()) for one in (*training.model, theirs)}
+    their_model = LlamaForCausalLM._from_config(sizes, attn_implementation="sdpa", dtype=torch.float32)
+    parameters = {
+        sum(parameter.numel() for parameter in model_part.parameters()) for model_part in (*training.model, their_model)
+    }
     if len(parameters) != 1:
         raise SystemExit(f"the models differ in size: {sorted(parameters)}")
 
     cases: dict[str, Callable[[], object]] = {}
     for window in (length, *chosen.windows):
         cases[f"ours, window {window}"] = partial(training.seconds, training.batches(0, window))
-    cases["transformers"] = Loop(theirs, rows).step
+    cases["transformers"] = Loop(their_model, rows).step
     for window in chosen.windows:
         positions = (torch.arange(length) % window)[None]
-        masked = Loop(theirs, rows, attention_mask=block_mask(length, window), position_ids=positions)
+        masked = Loop(their_model, rows, attention_mask=block_mask(length, window), position_ids=positions)
         cases[f"transformers, blocks of {window}"] = masked.step
     for work in cases.values():
         work()
     seconds = processor_seconds(cases, chosen.rounds)
     records = Records("training_step", chosen.output)
     facts = {"parameters": parameters.pop(), "rows": chosen.rows, "length": length, "vocabulary": vocabulary}
-    for case, taken in seconds.items():
-        rates = {"step_s": taken, "tokens_per_s": chosen.rows * length / taken}
-        rates["over_transformers"] = taken / seconds["transformers"]
+    for case, seconds_taken in seconds.items():
+        rates = {"step_s": seconds_taken, "tokens_per_s": chosen.rows * length / seconds_taken}
+        rates["over_transformers"] = seconds_taken / seconds["transformers"]
         records.add(preset=chosen.preset, **facts, case=case, **rates)
 
 

@@ -38,7 +38,8 @@ def flash_attn_4(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call FlashAttention 4 (Hopper and newer), compiled at first use."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    (cu_seqlens_q, cu_seqlens_k), (max_q, max_k) = call.borders, call.max_seqlens
+    cu_seqlens_q, cu_seqlens_k = call.borders
+    max_seqlen_q, max_seqlen_k = call.max_seqlens
     # Pass arguments by name: their order differs from FlashAttention 2. No limit is None, not -1.
     out, _ = flash_attn_varlen_func(
         q=inputs.query_tNH,
@@ -46,11 +47,11 @@ def flash_attn_4(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
         v=inputs.value_uGW,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
         softmax_scale=scale,
         causal=True,
-        window_size=(call.left_window, 0 if call.left_window is not None else None),
+        window_size=(call.left_window, None if call.left_window is None else 0),
         learnable_sink=inputs.sink_N,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
@@ -64,10 +65,12 @@ def flash_attn_4_missing() -> str | None:
         return "is not installed; pip install --pre 'flash-attn-4[cu13]'"
     needed = ["flash-attn-4>=4.0.0b36"]  # an older compiler than this one asks for truncates offsets beyond 2^31
     for package in ("flash-attn-4", "quack-kernels"):
-        needed += (metadata.requires(package) or []) if installed_version(package) else []
+        if installed_version(package):
+            needed += metadata.requires(package) or []
     for name, minimum in re.findall(r"^([\w.-]+)[^;\n]*>=([\w.]+)[^;\n]*$", "\n".join(needed), re.MULTILINE):
-        if TorchVersion(here := installed_version(name) or "0") < minimum:
-            return f"needs {name} {minimum}, this is {here}; pip install --pre --upgrade 'flash-attn-4[cu13]'"
+        version = installed_version(name) or "0"
+        if TorchVersion(version) < minimum:
+            return f"needs {name} {minimum}, this is {version}; pip install --pre --upgrade 'flash-attn-4[cu13]'"
     return None
 
 
@@ -79,24 +82,24 @@ def torch_varlen(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     query_tNH, key_uGH, value_uGW, sink_N = inputs
-    borders, lengths = call.borders, call.max_seqlens
+    segments = *call.borders, *call.max_seqlens
     # torch 2.11 needs no argument for grouped-query attention; 2.12 and newer need `enable_gqa`
     options: dict[str, Any] = {"scale": scale, "window_size": call.window_size}
     if "enable_gqa" in varlen_parameters():
         options["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
     if sink_N is None:
-        out = varlen_attn(query_tNH, key_uGH, value_uGW, *borders, *lengths, **options)
+        out = varlen_attn(query_tNH, key_uGH, value_uGW, *segments, **options)
         assert isinstance(out, Tensor)
         return out
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return varlen_attn(query, key, value, *borders, *lengths, return_aux=AuxRequest(lse=True), **options)
+        return varlen_attn(query, key, value, *segments, return_aux=AuxRequest(lse=True), **options)
 
     def backward(grad: Tensor, *tensors: Tensor) -> Any:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
-        causal, window = call.window_size == (-1, 0), list(call.window_size)
+        is_causal = call.window_size == (-1, 0)
         return torch.ops.torch_attn._varlen_attn_backward(
-            grad.contiguous(), *tensors, *borders, *lengths, causal, no_dropout, scale, window
+            grad.contiguous(), *tensors, *segments, is_causal, no_dropout, scale, list(call.window_size)
         )
 
     return attend_with_sink(query_tNH, key_uGH, value_uGW, sink_N, forward, backward)
@@ -113,9 +116,13 @@ def torch_varlen_differentiates_sinks() -> bool:
     import torch.nn.attention.varlen  # registers it
 
     operator = getattr(torch.ops.torch_attn, "_varlen_attn_backward", None)
-    arguments = [] if operator is None else operator.default._schema.arguments
-    names = [argument.name for argument in arguments[:14]]
-    return names == _BACKWARD.split() and all(argument.has_default_value() for argument in arguments[14:])
+    if operator is None:
+        return False
+    needed = _BACKWARD.split()
+    arguments = operator.default._schema.arguments
+    if [argument.name for argument in arguments[: len(needed)]] != needed:
+        return False
+    return all(argument.has_default_value() for argument in arguments[len(needed) :])
 
 
 @lru_cache
@@ -147,22 +154,31 @@ def flash_attn(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
 
 def flash_attn_missing() -> str | None:
     """Look for a module: FlashAttention 4 alone installs a folder of the same name, without `__init__.py`."""
-    installed = (found := find_spec("flash_attn")) and found.origin
-    return None if installed else "is not installed; pip install flash-attn, or use an NGC PyTorch image"
+    module = find_spec("flash_attn")
+    if module is None or module.origin is None:
+        return "is not installed; pip install flash-attn, or use an NGC PyTorch image"
+    return None
 
 
 def te_thd(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
     """Call Transformer Engine's DotProductAttention in the THD format, without its own context parallelism."""
-    query_tNH, key_uGH, _, sink_N = inputs
-    sizes = query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2]
-    attention = _te_attention(*sizes, scale, sink_N is not None, _te_deterministic())
-    names = "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "window_size"
-    options = dict(zip(names, (*call.borders, *call.max_seqlens, call.window_size), strict=True))
-    tensors = tuple(_at_start(x) for x in inputs[:3])
-    sinks = {} if sink_N is None else {"softmax_offset": sink_N}  # in place of the module's own parameter
+    query_tNH, key_uGH, value_uGW, sink_N = inputs
+    tokens, heads, head_size = query_tNH.shape
+    attention = _te_attention(heads, key_uGH.shape[1], head_size, scale, sink_N is not None, _te_deterministic())
+    tensors = _at_start(query_tNH), _at_start(key_uGH), _at_start(value_uGW)
+    options = {
+        "cu_seqlens_q": call.borders[0],
+        "cu_seqlens_kv": call.borders[1],
+        "max_seqlen_q": call.max_seqlens[0],
+        "max_seqlen_kv": call.max_seqlens[1],
+        "window_size": call.window_size,
+    }
+    parameters = {}
+    if sink_N is not None:
+        parameters["softmax_offset"] = sink_N  # in place of the module's own
     with _te_environment():
-        out: Tensor = functional_call(attention, sinks, tensors, options)
-    return out.view(query_tNH.shape)
+        out: Tensor = functional_call(attention, parameters, tensors, options)
+    return out.view(tokens, heads, head_size)
 
 
 @contextlib.contextmanager
@@ -185,9 +201,11 @@ def _te_deterministic() -> bool:
 def _at_start(x: Tensor) -> Tensor:
     """Return x contiguous from the start of its storage, a copy if it is not: Transformer Engine knows no other layout.
 
-    It refuses rows of a longer tensor; of strides it compares only those of keys and values, and then ignores them.
+    It refuses rows of a longer tensor; it compares only the strides of keys and values, and then ignores them.
     """
-    return x.clone(memory_format=torch.contiguous_format) if x.storage_offset() else x.contiguous()
+    if x.storage_offset():
+        return x.clone(memory_format=torch.contiguous_format)
+    return x.contiguous()
 
 
 def te_thd_missing() -> str | None:
@@ -224,11 +242,15 @@ def te_thd_kernel(
         arguments["window_size"] = call.window_size
         arguments["max_seqlen_q"], arguments["max_seqlen_kv"] = call.max_seqlens
         tokens = {"num_tokens_q": int(call.cu_seqlens_q[-1]), "num_tokens_kv": int(call.cu_seqlens_kv[-1])}
-        names = {field.name for field in fields(utils.AttentionParams)}
-        arguments |= {name: count for name, count in tokens.items() if name in names}  # newer than 2.15
+        accepted = {field.name for field in fields(utils.AttentionParams)}
+        arguments |= {name: count for name, count in tokens.items() if name in accepted}  # newer than 2.15
     with _te_environment():
         flash, version, cudnn, *_ = utils.get_attention_backend(utils.AttentionParams(**arguments))
-    kernel = "cudnn" if cudnn else str(version) if flash else None
+    kernel = None
+    if cudnn:
+        kernel = "cudnn"
+    elif flash:
+        kernel = str(version)
     return kernel, get_cudnn_version()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_ext.attention import adapters, limits, reference
 from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.attention.limits import Heads
+from megatron_ext.attention.limits import Heads, Limits
 from megatron_ext.context_parallel.exchange import QKV
 from megatron_ext.errors import UserError
 
@@ -48,7 +48,7 @@ class Backend:
     # returns what is not installed and how to get it; None if nothing is missing
     missing: Callable[[], str | None] = lambda: None
     # why it cannot compute a call, or any call of a run if that is None; see limits.py
-    limits: Callable[[Heads, AttentionCall | None], str | None] = lambda *_: None
+    limits: Limits = lambda *_: None
 
     def objection(
         self,
@@ -66,20 +66,22 @@ class Backend:
         """
         if self.name == "reference":
             return None
-        if not installed and (missing := self.missing()):
+        missing = None if installed else self.missing()
+        if missing is not None:
             return missing
         if device.type != "cuda":
             return f"runs on cuda, not on {device.type}; use --attention-backend reference"
-        if not installed and (capability := limits.capability()) < self.capability:
-            needed, found = (f"sm_{major}{minor}" for major, minor in (self.capability, capability))
-            return f"needs {needed} or newer, this is {found}; use reference"
+        if not installed and limits.capability() < self.capability:
+            return f"needs {limits.sm(self.capability)} or newer, this is {limits.sm()}; use reference"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"computes in half precision, not in {str(dtype).removeprefix('torch.')}; use --bf16"
         if head_size > LARGEST_HEAD or head_size % 8:
             return f"takes head sizes up to {LARGEST_HEAD} that 8 divides, not {head_size}; use reference"
         if sinks and not self.sinks:
             return "does not differentiate its log-sum-exp, which softmax_type learnable needs; use auto"
-        return None if installed else self.limits(Heads(head_size, value_size or head_size, sinks), None)
+        if installed:
+            return None
+        return self.limits(Heads(head_size, value_size or head_size, sinks), None)
 
 
 _BACKENDS = (  # in order of preference
@@ -131,22 +133,23 @@ class PerCall:
 
     def __call__(self, inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
         assert call.borders[0].device == inputs.query_tNH.device, "move the call to the device first"
-        size, width = inputs.key_uGH.shape[-1], inputs.value_uGW.shape[-1]
-        whole = max(size, width)
-        counts = inputs.query_tNH.shape[1], inputs.key_uGH.shape[1]
-        name = call.once(self.choose, Heads(size, width, inputs.sink_N is not None, *counts))
+        query_tNH, key_uGH, value_uGW, sink_N = inputs
+        queries, size = query_tNH.shape[1:]
+        groups, value_size = value_uGW.shape[1:]
+        name = call.once(self.choose, Heads(size, value_size, sink_N is not None, queries, groups))
         if name not in self.logged:
             self.logged.add(name)
-            queries, keys = call.max_seqlens
             logger.info(
                 "attention: %s (first call: %d segments of at most %d queries and %d keys)",
-                name, call.segments, queries, keys,
+                name, call.segments, *call.max_seqlens,
             )  # fmt: skip
         backend = BACKENDS[name]
-        if size == width or (size > width and width % 8 == 0 and backend.narrow_values(size, width)):
+        narrow = size > value_size and value_size % 8 == 0 and backend.narrow_values(size, value_size)
+        if size == value_size or narrow:
             return backend.kernel(inputs, call, scale)
-        query, key, value = (x if x.shape[-1] == whole else F.pad(x, (0, whole - x.shape[-1])) for x in inputs[:3])
-        return backend.kernel(QKV(query, key, value, inputs.sink_N), call, scale)[..., :width]
+        whole = max(size, value_size)
+        query, key, value = (_padded(x, whole) for x in (query_tNH, key_uGH, value_uGW))
+        return backend.kernel(QKV(query, key, value, sink_N), call, scale)[..., :value_size]
 
     def choose(self, call: AttentionCall, heads: Heads) -> str:
         """Return the name of the backend for a call.
@@ -179,7 +182,7 @@ def select(
     """
     reasons = objections(device, dtype, head_size, value_size, sinks=sinks)
     candidates = _candidates(name, device)
-    available = tuple(one for one in candidates if reasons[one] is None)
+    available = tuple(candidate for candidate in candidates if reasons[candidate] is None)
     if not available:
         lacking = {candidate: reasons[candidate] for candidate in candidates}
         raise UserError(f"attention_backend: got {name!r}, which cannot serve: {_listed(lacking)}")
@@ -192,7 +195,14 @@ def suited(
 ) -> tuple[str, ...]:
     """Return the names that `select` would choose from if everything were installed; for plans of other machines."""
     reasons = objections(device, dtype, head_size, sinks=sinks, installed=True)
-    return tuple(one for one in _candidates(name, device) if reasons[one] is None)
+    return tuple(candidate for candidate in _candidates(name, device) if reasons[candidate] is None)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """Pad heads with zeros to `size`; without padding, return x itself."""
+    if x.shape[-1] == size:
+        return x
+    return F.pad(x, (0, size - x.shape[-1]))
 
 
 def _listed(reasons: Mapping[str, str | None]) -> str:
@@ -201,7 +211,9 @@ def _listed(reasons: Mapping[str, str | None]) -> str:
 
 def _candidates(name: str, device: torch.device) -> list[str]:
     if name == "auto":
-        return [one for one in BACKENDS if (one == "reference") == (device.type == "cpu")]
+        if device.type == "cpu":
+            return ["reference"]
+        return [backend for backend in BACKENDS if backend != "reference"]
     if name not in BACKENDS:
         raise UserError(f"attention_backend: got {name!r}, needs one of {', '.join(['auto', *BACKENDS])}")
     return [name]

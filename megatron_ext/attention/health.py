@@ -39,7 +39,8 @@ _SCORES = 1 << 25  # scores in memory at a time: 128 MiB in float32
 
 def sample_queries(seed: int, step: int, tokens: int, count: int) -> Int64:
     """Sample `count` of the T tokens of a step's first micro-batch, in ascending order."""
-    return np.sort(np.random.default_rng([seed, step, _DRAW]).choice(tokens, min(count, tokens), replace=False))
+    random = np.random.default_rng([seed, step, _DRAW])
+    return np.sort(random.choice(tokens, min(count, tokens), replace=False))
 
 
 def visible_from(mask: AttentionMask, queries: Int64) -> Tensor:
@@ -58,21 +59,22 @@ class Probe:
     tokens_Q: Tensor  # int64, the queries as indices into all T tokens, rank 0's first
     tokens_t: Tensor  # int64, this rank's tokens as indices into the T tokens
     visible: tuple[Tensor, ...]  # by kind of layer as in `LayerMasks`, what `visible_from` returns
-    # by layer, counted from 1: what `find` returned, and the softmax scale
-    found: dict[int, tuple[Tensor, float]] = field(default_factory=dict, init=False, repr=False)
+    # by layer, counted from 1: the result of `find`, and the softmax scale
+    by_layer: dict[int, tuple[Tensor, float]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], context: ContextGroup) -> "Probe":
         """Distribute the queries, int64 [Q], to the ranks that hold their tokens; `by_rank` has each rank's tokens."""
         rows = [np.flatnonzero(np.isin(tokens, queries)) for tokens in by_rank]
-        tokens = np.concatenate([tokens[own] for tokens, own in zip(by_rank, rows, strict=True)])
+        sampled = [tokens[places] for tokens, places in zip(by_rank, rows, strict=True)]
+        sampled_Q = np.concatenate(sampled)
         return cls(
             context=context,
-            counts=tuple(len(own) for own in rows),
+            counts=tuple(map(len, sampled)),
             rows_q=torch.from_numpy(rows[context.rank]),
-            tokens_Q=torch.from_numpy(tokens),
+            tokens_Q=torch.from_numpy(sampled_Q),
             tokens_t=torch.from_numpy(by_rank[context.rank]),
-            visible=tuple(visible_from(mask, tokens) for mask in masks.by_kind),
+            visible=tuple(visible_from(mask, sampled_Q) for mask in masks.by_kind),
         )
 
     @torch.no_grad()
@@ -81,14 +83,14 @@ class Probe:
 
         The queries and keys belong to this rank's tokens, after rotary embedding.
         """
-        if layer_number in self.found:
+        if layer_number in self.by_layer:
             return
         shape = query_tNH.shape[1:]
-        mine = query_tNH.index_select(0, self.rows_q).float().flatten()
-        everyone = self.context.gather(mine, [count * shape.numel() for count in self.counts])
-        query_QNH = everyone.unflatten(0, (-1, *shape))
-        found = find(query_QNH, key_tGH, self.tokens_Q, self.tokens_t, self.visible[local], scale)
-        self.found[layer_number] = found, scale
+        query_qNH = query_tNH.index_select(0, self.rows_q).float()
+        gathered = self.context.gather(query_qNH.flatten(), [count * shape.numel() for count in self.counts])
+        query_QNH = gathered.unflatten(0, (-1, *shape))
+        statistics = find(query_QNH, key_tGH, self.tokens_Q, self.tokens_t, self.visible[local], scale)
+        self.by_layer[layer_number] = statistics, scale
 
     def measured(self) -> tuple[list[int], Tensor]:
         """Return the layers measured here, ascending, and their statistics as in `by_head`, float64 [6, layers, N].
@@ -96,25 +98,26 @@ class Probe:
         Collective: all context-parallel ranks call this together and get the same result. The next pass is measured
         anew.
         """
-        layers = sorted(self.found)
-        results, scales = zip(*(self.found.pop(layer) for layer in layers), strict=True)
-        found = torch.stack(results, dim=1)
-        everyone = self.context.gather(found.flatten(), [found.numel()] * self.context.size)
-        by_rank = everyone.unflatten(0, (self.context.size, *found.shape)).transpose(0, 1).double()
-        scale = to_device(scales, found.device)[:, None, None]
-        return layers, by_head(by_rank, scale)
+        layers = sorted(self.by_layer)
+        statistics, scales = zip(*(self.by_layer.pop(layer) for layer in layers), strict=True)
+        of_rank = torch.stack(statistics, dim=1)  # [5, layers, Q, N]
+        ranks = self.context.size
+        gathered = self.context.gather(of_rank.flatten(), [of_rank.numel()] * ranks)
+        of_ranks = gathered.unflatten(0, (ranks, *of_rank.shape)).transpose(0, 1).double()
+        scale = to_device(scales, of_rank.device)[:, None, None]
+        return layers, by_head(of_ranks, scale)
 
 
-def by_head(found_5CQN: Tensor, scale: Tensor | float) -> Tensor:
-    """Merge what `find` returns on each rank, and reduce all queries of a head; [6, ..., N].
+def by_head(statistics_5CQN: Tensor, scale: Tensor | float) -> Tensor:
+    """Merge the results of `find` on all ranks, and reduce all queries of a head; [6, ..., N].
 
-    The order is that of `AttentionHealth`, but the second row is the mean attention on the first token, which
-    `of_layers` converts to the share of sinks.
+    The rows are ordered like the fields of `AttentionHealth`, but the second row is the mean attention on the first
+    token, which `of_layers` converts to the share of sinks.
     """
-    of_rank, *sums = found_5CQN
-    largest = of_rank.amax(dim=0)
-    shift = torch.where(of_rank == -torch.inf, 0.0, scale * (of_rank - largest))
-    total, product, first, distance = (shift.exp() * one for one in sums)
+    largest_of_rank, *sums = statistics_5CQN
+    largest = largest_of_rank.amax(dim=0)
+    shift = torch.where(largest_of_rank == -torch.inf, 0.0, scale * (largest_of_rank - largest))
+    total, product, first, distance = (shift.exp() * sum_of_rank for sum_of_rank in sums)
     product = (product + shift * total).sum(dim=0)
     total = total.sum(dim=0)
     first = first.sum(dim=0) / total
@@ -135,7 +138,7 @@ def find(
 ) -> Tensor:
     """Compute the statistics of the sampled queries (float32) over this rank's keys, a block of queries at a time.
 
-    `tokens_Q` and `tokens_t` are the token indices of queries and keys, `visible_2Q` is that of `visible_from`.
+    `tokens_Q` and `tokens_t` are the token indices of queries and keys, `visible_2Q` is the result of `visible_from`.
 
     Returns:
         [5, Q, N]. With x_ij = scale * (s_ij - largest_i) and e_ij = exp(x_ij), which is at most 1: the largest
@@ -145,26 +148,28 @@ def find(
     queries, heads, _ = query_QNH.shape
     tokens, groups, _ = key_tGH.shape
     key_GHt = key_tGH.float().permute(1, 2, 0)
-    found = []
-    for part in range(0, queries, size := max(1, _SCORES // (heads * tokens))):
-        here = slice(part, part + size)
-        token_b1, query_bNH = tokens_Q[here, None], query_QNH[here]
-        start_b1, first_b1 = visible_2Q[:, here, None]
-        seen_bt = (tokens_t >= first_b1) & (tokens_t <= token_b1)
-        grouped = query_bNH.unflatten(1, (groups, -1)).transpose(0, 1)  # [G, b, N/G, H]
-        score = (grouped.flatten(1, 2) @ key_GHt).unflatten(1, grouped.shape[1:3]).transpose(0, 1).flatten(1, 2)
-        score_bNt = score.masked_fill(~seen_bt[:, None], -torch.inf)
+    size = max(1, _SCORES // (heads * tokens))
+    blocks = []
+    for first_query in range(0, queries, size):
+        block = slice(first_query, first_query + size)
+        token_b1 = tokens_Q[block, None]
+        start_b1, first_b1 = visible_2Q[:, block, None]
+        hidden_b1t = ((tokens_t < first_b1) | (tokens_t > token_b1))[:, None]
+        query_GbnH = query_QNH[block].unflatten(1, (groups, -1)).transpose(0, 1)  # n = N / G
+        score_Gbnt = (query_GbnH.flatten(1, 2) @ key_GHt).unflatten(1, query_GbnH.shape[1:3])
+        score_bNt = score_Gbnt.transpose(0, 1).flatten(1, 2).masked_fill(hidden_b1t, -torch.inf)
         largest = score_bNt.amax(dim=-1)
         x_bNt = scale * (score_bNt - torch.where(largest == -torch.inf, 0.0, largest)[..., None])
         e_bNt = x_bNt.exp()
-        sums = [
+        statistics = [
+            largest,
             e_bNt.sum(dim=-1),
-            (e_bNt * x_bNt.masked_fill(~seen_bt[:, None], 0.0)).sum(dim=-1),
+            (e_bNt * x_bNt.masked_fill(hidden_b1t, 0.0)).sum(dim=-1),
             (e_bNt * (tokens_t == start_b1)[:, None]).sum(dim=-1),
             (e_bNt * (token_b1 - tokens_t)[:, None]).sum(dim=-1),
         ]
-        found.append(torch.stack([largest, *sums]))
-    return torch.cat(found, dim=1)
+        blocks.append(torch.stack(statistics))
+    return torch.cat(blocks, dim=1)
 
 
 class AttentionHealth(NamedTuple):

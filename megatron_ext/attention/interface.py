@@ -47,9 +47,9 @@ class AttentionCall:
     left_window: int | None = None  # the most tokens before itself that a query sees; None for its whole segment
     # how keys of other context-parallel ranks are fetched; None if no rank needs any
     exchange: KeyExchange | HeadExchange | None = None
-    made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # cache of `once`
-    # local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do; None
-    # if all pieces are of one kind, or if no keys are exchanged
+    cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)  # of `once`
+    # The same call restricted to the pieces that need no other rank's keys (local), and to the pieces that do (remote).
+    # None if all pieces are of one kind, or if no keys are exchanged.
     local: "AttentionCall | None" = None
     remote: "AttentionCall | None" = None
 
@@ -76,25 +76,29 @@ class AttentionCall:
             borders = plan.layout.cu_seqlens
             exchange = HeadExchange(RowPicks.of(np.concatenate(plan.rows)), context)
             return cls.of(borders, borders, plan.left_window, exchange)
-        mine = plan.rank(context.rank)
-        keys = KeyExchange.of_rank(mine, context) if plan.rows_moved.any() else None
-        whole = cls.of(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.left_window, keys)
-        local = mine.is_local
-        if local.all() or not local.any():
+        rank_plan = plan.rank(context.rank)
+        keys = None
+        if plan.rows_moved.any():
+            keys = KeyExchange.of_rank(rank_plan, context)
+        whole = cls.of(rank_plan.cu_seqlens_q, rank_plan.cu_seqlens_kv, plan.left_window, keys)
+        is_local = rank_plan.is_local
+        if is_local.all() or not is_local.any():
             return whole
-        return replace(whole, local=whole._of_pieces(local), remote=whole._of_pieces(~local))
+        return replace(whole, local=whole._of_pieces(is_local), remote=whole._of_pieces(~is_local))
 
     def _of_pieces(self, chosen: Bool) -> "AttentionCall":
-        counts = (np.diff(cu)[chosen] for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
-        q, kv = (np.concatenate([[0], np.cumsum(count)]).astype(np.int32) for count in counts)
-        return AttentionCall.of(q, kv, self.left_window)
+        def borders(cu_seqlens: Int32) -> Int32:
+            lengths = np.diff(cu_seqlens)[chosen]
+            return np.append(0, np.cumsum(lengths)).astype(np.int32)
+
+        return AttentionCall.of(borders(self.cu_seqlens_q), borders(self.cu_seqlens_kv), self.left_window)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
         """Return function(self, *arguments), cached because every layer needs the same result."""
         key = (function, *arguments)
-        if key not in self.made:
-            self.made[key] = function(self, *arguments)
-        result: T = self.made[key]
+        if key not in self.cache:
+            self.cache[key] = function(self, *arguments)
+        result: T = self.cache[key]
         return result
 
     @property
@@ -115,7 +119,7 @@ class AttentionCall:
     def run(self, attend: Attend, inputs: QKV, scale: float, expand: Expand | None = None) -> Tensor:
         """Return the attention output of this rank's queries, [t, N, W].
 
-        With `expand`, ranks exchange keys and values as they are given, and each expands those that its queries see.
+        With `expand`, ranks exchange keys and values before they are expanded; each rank expands what its queries see.
         """
 
         def expanded(inputs: QKV) -> QKV:

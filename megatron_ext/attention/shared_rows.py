@@ -73,18 +73,20 @@ class SharedRows:
                 f"attend: got {', '.join(map(str, counts))} tokens of queries, keys and values, "
                 f"needs the {len(self.tokens)} of this rank: index by `tokens`"
             )
-        if value_tGW.shape[2] > key_tGH.shape[2]:
-            raise UserError(f"attend: got values of {value_tGW.shape[2]}, needs at most the keys' {key_tGH.shape[2]}")
+        _, queries, size = query_tNH.shape
+        _, groups, value_size = value_tGW.shape
+        if value_size > size:
+            raise UserError(f"attend: got values of {value_size}, needs at most the keys' {size}")
         ranks = self.plan.cp_size
-        if isinstance(self.call.exchange, HeadExchange) and (query_tNH.shape[1] % ranks or key_tGH.shape[1] % ranks):
+        if isinstance(self.call.exchange, HeadExchange) and (queries % ranks or groups % ranks):
             raise UserError(
-                f"attend: got {query_tNH.shape[1]} query and {key_tGH.shape[1]} key heads, needs multiples of {ranks} "
-                "(ranks) under the scheme ulysses; take the scheme exchange"
+                f"attend: got {queries} query and {groups} key heads, needs multiples of {ranks} (ranks) under the "
+                "scheme ulysses; take the scheme exchange"
             )
-        sizes = query_tNH.shape[-1], value_tGW.shape[-1]
-        chosen = _select(backend, query_tNH.device, query_tNH.dtype, *sizes)
-        factor = query_tNH.shape[-1] ** -0.5 if scale is None else scale
-        return self.call.run(chosen, QKV(query_tNH, key_tGH, value_tGW), factor)
+        if scale is None:
+            scale = size**-0.5
+        kernel = _select(backend, query_tNH.device, query_tNH.dtype, size, value_size)
+        return self.call.run(kernel, QKV(query_tNH, key_tGH, value_tGW), scale)
 
 
 def share_rows(
@@ -116,24 +118,31 @@ def share_rows(
     """
     if not document_ends:
         raise UserError("document_ends: got no rows, needs a list of ends for each, [[]] for one row without any")
-    if window is not None and window < 1:
+    if window is None:
+        window = row_length
+    if window < 1:
         raise UserError(f"window: got {window}, needs >= 1 token, or None for no window")
-    for name, given, known in (("window_mask", window_mask, get_args(WindowMask)), ("scheme", scheme, tuple(Scheme))):
-        if given not in known:
-            raise UserError(f"{name}: got {given!r}, needs one of {', '.join(known)}")
-    options = MaskOptions(document_mask=True, window_mask=window_mask)
+    _check_name("window_mask", window_mask, get_args(WindowMask))
+    _check_name("scheme", scheme, tuple(Scheme))
     ends = [np.asarray(row, dtype=np.int64) for row in document_ends]
-    mask = options.at(row_length, ends, row_length if window is None else window).scheduled
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    context = ContextGroup(rank, size, group)
-    made = plan(mask.layout, size, policy, left_window=mask.left_window)
-    call = AttentionCall.of_plan(made, context, Scheme(scheme) if group is not None else Scheme.EXCHANGE)
-    tokens = made.rows[rank]
-    there = torch.device(device)
+    mask = MaskOptions(document_mask=True, window_mask=window_mask).at(row_length, ends, window).scheduled
+    context = ContextGroup(rank=0, size=1, group=None)
+    if group is None:
+        scheme = Scheme.EXCHANGE
+    else:
+        context = ContextGroup(dist.get_rank(group), dist.get_world_size(group), group)
+    cp_plan = plan(mask.layout, context.size, policy, left_window=mask.left_window)
+    tokens = cp_plan.rows[context.rank]
+    device = torch.device(device)
     return SharedRows(
-        tokens=torch.from_numpy(tokens).to(there),
-        positions=torch.from_numpy(mask.layout.positions()[tokens]).to(there),
-        plan=made,
-        call=moved(call, there),
+        tokens=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(mask.layout.positions()[tokens]).to(device),
+        plan=cp_plan,
+        call=moved(AttentionCall.of_plan(cp_plan, context, Scheme(scheme)), device),
         context=context,
     )
+
+
+def _check_name(option: str, name: str, allowed: Sequence[str]) -> None:
+    if name not in allowed:
+        raise UserError(f"{option}: got {name!r}, needs one of {', '.join(allowed)}")

@@ -28,17 +28,19 @@ from megatron_ext.cli import program
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import sync
 from megatron_ext.files.fingerprint import file_edges, fingerprint
-from megatron_ext.files.reading import read_object
+from megatron_ext.files.reading import JsonObject, read_object
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
-MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
     4: np.dtype(np.int32),
     5: np.dtype(np.int64),
     8: np.dtype(np.uint16),
 }
-MASK, SOURCES = ".mask.npy", ".sources.npy"
+MASK = ".mask.npy"
+SOURCES = ".sources.npy"
 CHECKED_AT_ONCE = 2**20  # sequences of an index that is checked whole when it is opened
 Documents = Sequence[int] | np.ndarray  # indices into an `IndexedSource`
 
@@ -48,13 +50,17 @@ def dtype_of(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-def suffixes(settings: dict[str, Any]) -> tuple[str, ...]:
+def suffixes(settings: JsonObject) -> tuple[str, ...]:
     """Return the suffixes of the files of a data set; .idx is written last."""
-    mask, sources = settings["chat_template"] is not None, settings["source_field"] is not None
-    return (".bin", *[MASK] * mask, *[SOURCES] * sources, ".json", ".idx")
+    optional = []
+    if settings["chat_template"] is not None:
+        optional.append(MASK)
+    if settings["source_field"] is not None:
+        optional.append(SOURCES)
+    return (".bin", *optional, ".json", ".idx")
 
 
-def read_metadata(prefix: str | os.PathLike[str]) -> dict[str, Any]:
+def read_metadata(prefix: str | os.PathLike[str]) -> JsonObject:
     """Read PREFIX.json; empty if it is missing."""
     remedy = "is not the metadata of a dataset; make the dataset again, or remove this file"
     return read_object(Path(f"{os.fspath(prefix)}.json"), remedy) or {}
@@ -70,14 +76,15 @@ class IndexedSource:
     damaged, or does not belong to the others.
 
     Attributes:
-        document_count: the number of documents; `token_count`: of tokens.
+        document_count, token_count: the numbers of documents and of tokens.
         document_sources: int32 [documents], the index of each one's source; None if the data set has no sources.
     """
 
     def __init__(
         self, prefix: str | os.PathLike[str], vocab_size: int | None = None, *, weighted: bool = False
     ) -> None:
-        self.prefix, self.vocab_size = os.fspath(prefix), vocab_size
+        self.prefix = os.fspath(prefix)
+        self.vocab_size = vocab_size
         self._remedy = f"run {program('preprocess')} again"
         self._open()
         self.token_count = len(self._tokens)
@@ -86,42 +93,46 @@ class IndexedSource:
         if any(metadata.get(name, count) != count for name, count in counts.items()):
             raise UserError(f"{self.prefix}.json describes another data set than {self.prefix}.idx; {self._remedy}")
         self._mask = self._open_array(MASK, self.token_count, np.uint8, bool(metadata.get("chat_template")))
-        of_documents = self.document_count, np.int32, bool(metadata.get("source_field"))
-        self.document_sources = self._open_array(SOURCES, *of_documents)
+        self.document_sources = self._open_array(
+            SOURCES, self.document_count, np.int32, bool(metadata.get("source_field"))
+        )
         self._weights = None
         if weighted:
             self._weights = self._open_array(".weights.npy", self.token_count, np.float32, needed=True)
 
     def _open(self) -> None:
         """Map the index and the tokens; check the header, both ends and the sizes, and a small index completely."""
-        idx, bin_ = f"{self.prefix}.idx", f"{self.prefix}.bin"
-        for path in (idx, bin_):
+        index_path = f"{self.prefix}.idx"
+        tokens_path = f"{self.prefix}.bin"
+        for path in (index_path, tokens_path):
             if not os.path.isfile(path):
                 raise UserError(f"{path} does not exist; check the data path, or make it with {program('preprocess')}")
-        with open(idx, "rb") as file:
-            head = file.read(HEADER.size)
-        magic, version, code, sequences, borders = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
-        valid = magic == MAGIC and version == VERSION and code in DTYPES and sequences > 0 and borders > 1
-        size = HEADER.size + sequences * (4 + 8) + borders * 8
-        if not valid or os.path.getsize(idx) < size or not os.path.getsize(bin_):
+        token_bytes = os.path.getsize(tokens_path)
+        with open(index_path, "rb") as file:
+            header = file.read(HEADER.size)
+        magic, version, code, sequences, borders = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
+        if magic != MAGIC or version != VERSION or code not in DTYPES:
             raise self._damaged()
-        index = np.memmap(idx, mode="r")
+        index_bytes = HEADER.size + sequences * (4 + 8) + borders * 8
+        if not sequences or borders < 2 or os.path.getsize(index_path) < index_bytes or not token_bytes:
+            raise self._damaged()
+        index = np.memmap(index_path, mode="r")
         self._sequence_lengths = np.frombuffer(index, "<i4", sequences, HEADER.size)
         self._pointers = np.frombuffer(index, "<i8", sequences, HEADER.size + 4 * sequences)  # in bytes
         self._first_sequences = np.frombuffer(index, "<i8", borders, HEADER.size + 12 * sequences)
         self._itemsize = DTYPES[code].itemsize
         self.document_count = borders - 1
-        if (self._first_sequences[0], self._first_sequences[-1]) != (0, sequences):
+        if self._first_sequences[0] != 0 or self._first_sequences[-1] != sequences:
             raise self._damaged()
         if max(sequences, borders) <= CHECKED_AT_ONCE:
             self._check_index()
         described = int(self._pointers[-1]) + int(self._sequence_lengths[-1]) * self._itemsize
-        if os.path.getsize(bin_) != described:
+        if token_bytes != described:
             raise UserError(
-                f"{bin_} has {os.path.getsize(bin_)} bytes, but {idx} describes {described}: one is truncated or "
+                f"{tokens_path} has {token_bytes} bytes, but {index_path} describes {described}: one is truncated or "
                 f"belongs to another dataset; {self._remedy}"
             )
-        self._tokens = np.asarray(np.memmap(bin_, DTYPES[code], mode="r"))
+        self._tokens = np.asarray(np.memmap(tokens_path, DTYPES[code], mode="r"))
 
     def _damaged(self) -> UserError:
         return UserError(
@@ -138,7 +149,9 @@ class IndexedSource:
     @cached_property
     def index_fingerprint(self) -> str:
         """A checksum of the sizes, the ends and the times of the .idx file and the sources: it needs no whole file."""
-        files = [f"{self.prefix}.idx", *[f"{self.prefix}{SOURCES}"] * (self.document_sources is not None)]
+        files = [f"{self.prefix}.idx"]
+        if self.document_sources is not None:
+            files.append(f"{self.prefix}{SOURCES}")
         times = [str(os.stat(file).st_mtime_ns) for file in files]
         return fingerprint(*chain.from_iterable(map(file_edges, files)), *times)
 
@@ -232,25 +245,26 @@ class IndexedSource:
 
 def join_arrays(parts: Sequence[Path]) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return each array of all parts, concatenated, and the names of the documents' sources, in order of appearance."""
-    loaded = []
+    by_part = []
     numbers: dict[str, int] = {}
     for part in parts:
         with np.load(part.with_suffix(".npz")) as file:
             arrays = {name: file[name] for name in file.files if name != "about"}
-        own = [numbers.setdefault(name, len(numbers)) for name in arrays.pop("source_names").tolist()]
-        arrays["sources"] = np.array(own, "<i4")[arrays["sources"]]
-        loaded.append(arrays)
-    return {name: np.concatenate([arrays[name] for arrays in loaded]) for name in loaded[0]}, list(numbers)
+        number_of_source = [numbers.setdefault(name, len(numbers)) for name in arrays.pop("source_names").tolist()]
+        arrays["sources"] = np.array(number_of_source, "<i4")[arrays["sources"]]
+        by_part.append(arrays)
+    joined = {name: np.concatenate([arrays[name] for arrays in by_part]) for name in by_part[0]}
+    return joined, list(numbers)
 
 
 def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Int64:
-    """Return the tokens of each document, from the tokens of each sequence and the sequences of each document."""
-    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return np.diff(before[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])])
+    """Return the tokens of each document, from the tokens of each sequence and the sequences of each document, >= 1."""
+    first_sequences = np.cumsum(counts, dtype=np.int64) - counts
+    return np.add.reduceat(lengths, first_sequences, dtype=np.int64)
 
 
 def write_dataset(
-    prefix: str, folder: Path, parts: Sequence[Path], arrays: dict[str, np.ndarray], metadata: dict[str, Any]
+    prefix: str, folder: Path, parts: Sequence[Path], arrays: dict[str, np.ndarray], metadata: JsonObject
 ) -> None:
     """Join the parts, in order, into one data set, first in `folder`, then renamed.
 
@@ -258,18 +272,21 @@ def write_dataset(
     last. So PREFIX is always the old data set, none, or the new one. `metadata` is the content of PREFIX.json.
     """
     partial = {suffix: folder / f"dataset{suffix}" for suffix in suffixes(metadata)}
-    dtype, lengths, counts = dtype_of(metadata["vocab_size"]), arrays["lengths"], arrays["counts"]
-    code = next(code for code, known in DTYPES.items() if known == dtype)
+    lengths = arrays["lengths"]
+    counts = arrays["counts"]
+    dtype = dtype_of(metadata["vocab_size"])
+    code = next(number for number, known_dtype in DTYPES.items() if known_dtype == dtype)
     with partial[".bin"].open("wb") as target:
         for part in parts:
             with part.with_suffix(".bin").open("rb") as source:
                 shutil.copyfileobj(source, target)
+    sizes = lengths * np.int64(dtype.itemsize)
+    pointers = np.cumsum(sizes) - sizes
+    first_sequences = np.append(0, np.cumsum(counts, dtype=np.int64))
     with partial[".idx"].open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1))
-        file.write(lengths.tobytes())
-        sizes = lengths * np.int64(dtype.itemsize)
-        file.write((np.cumsum(sizes) - sizes).tobytes())
-        file.write(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).tobytes())
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(first_sequences)))
+        for numbers in (lengths, pointers, first_sequences):
+            file.write(numbers.tobytes())
     for suffix, name in ((MASK, "mask"), (SOURCES, "sources")):
         if suffix in partial:
             np.save(partial[suffix], arrays[name])
@@ -284,10 +301,11 @@ def write_dataset(
 def nonempty(source: IndexedSource, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     """Return the documents with tokens, and their lengths, both int64 [n]; raise UserError if there is no token."""
     chosen = np.asarray(documents, dtype=np.int64)
-    lengths = np.asarray(source.document_lengths, dtype=np.int64)[chosen]
-    if not lengths.any():
-        raise no_tokens(chosen.size)
-    return chosen[lengths > 0], lengths[lengths > 0]
+    lengths = source.document_lengths[chosen]
+    has_tokens = lengths > 0
+    if not has_tokens.any():
+        raise no_tokens(len(chosen))
+    return chosen[has_tokens], lengths[has_tokens]
 
 
 def no_tokens(documents: int) -> UserError:

@@ -31,10 +31,10 @@ def write_whole(file: FileIO, content: bytes) -> None:
     Raises:
         OSError: it cannot be written; the error names the file.
     """
-    rest = memoryview(content)
+    unwritten = memoryview(content)
     try:
-        while rest:
-            rest = rest[file.write(rest) :]
+        while unwritten:
+            unwritten = unwritten[file.write(unwritten) :]
     except OSError as error:
         raise OSError(error.errno, error.strerror, file.name) from None
 
@@ -78,7 +78,9 @@ def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
         replace: replace an existing folder; if False, keep the existing folder and discard the new one.
     """
     # random, not a process id: processes on several machines may make the same folder
-    partial, old = (path.with_name(f"{path.name}.{secrets.token_hex(8)}.{end}") for end in ("partial", "old"))
+    unique = f"{path.name}.{secrets.token_hex(8)}"
+    partial = path.with_name(f"{unique}.partial")
+    old = path.with_name(f"{unique}.old")
     try:
         with _named(partial, path):
             partial.mkdir(parents=True)

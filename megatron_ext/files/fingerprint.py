@@ -12,15 +12,14 @@ def fingerprint(*parts: str | bytes | Path) -> str:
     """Return the hexadecimal SHA-256 of the parts, in order; a Path contributes its file's content."""
     digest = hashlib.sha256()
     for part in parts:
+        # the length precedes the content: ("ab", "c") differs from ("a", "bc")
         if isinstance(part, Path):
+            digest.update(f"file:{part.stat().st_size}:".encode())
             with part.open("rb") as file:
-                size, content = part.stat().st_size, hashlib.file_digest(file, "sha256").digest()
-            label = "file"
+                digest.update(hashlib.file_digest(file, "sha256").digest())
         else:
             content = part.encode() if isinstance(part, str) else part
-            label, size = type(part).__name__, len(content)
-        # the length precedes the content: ("ab", "c") differs from ("a", "bc")
-        digest.update(f"{label}:{size}:".encode() + content)
+            digest.update(f"{type(part).__name__}:{len(content)}:".encode() + content)
     return digest.hexdigest()
 
 

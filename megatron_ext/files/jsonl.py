@@ -4,12 +4,12 @@ import json
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.files.reading import JsonObject
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[JsonObject]:
     """Read the objects of a JSON-lines file, in order; an incomplete last line (no newline yet) is skipped.
 
     Raises:
@@ -53,7 +53,7 @@ def _end_of_kept(path: Path, content: mmap.mmap, end_step: float) -> int:
     return end
 
 
-def iterate_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def iterate_jsonl(path: Path) -> Iterator[JsonObject]:
     """Yield the record of each complete line."""
     with path.open("rb") as file:  # line by line: the file of a long run may not fit in memory
         for number, line in enumerate(file, start=1):
@@ -64,18 +64,24 @@ def iterate_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 raise _corrupt(path, number, line)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> JsonObject | None:
     """Return the object of a line, with or without its newline; None if it is no object with an integer step."""
     try:
         record = json.loads(line.decode())
     except ValueError:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and abs(step) < 2**53 else None
+    if not isinstance(record, dict):
+        return None
+    step = record.get("step")
+    if type(step) is not int or abs(step) >= 2**53:
+        return None
+    return record
 
 
 def _corrupt(path: Path, number: int, line: bytes) -> UserError:
-    text = line[:60].removesuffix(b"\n").decode("utf-8", errors="replace") + ("..." if len(line) > 60 else "")
+    text = line[:60].removesuffix(b"\n").decode("utf-8", errors="replace")
+    if len(line) > 60:
+        text += "..."
     return UserError(
         f"{path}, line {number}: got {text!r}, needs one JSON object with an integer step; "
         "restore the file from a copy or delete that line"

@@ -36,7 +36,8 @@ def lock(folder: Path, option: str) -> FileIO:
         UserError: another process holds the lock; the message names it and the `option` of the folder.
         OSError: the folder cannot be written.
     """
-    job = f" job {os.environ['SLURM_JOB_ID']}," if os.environ.get("SLURM_JOB_ID") else ""
+    job_id = os.environ.get("SLURM_JOB_ID")
+    job = f" job {job_id}," if job_id else ""
     file = (folder / LOCK_FILE).open("a+b", buffering=0)
     for seconds in range(PATIENCE_S + 1):
         try:
@@ -49,8 +50,9 @@ def lock(folder: Path, option: str) -> FileIO:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
         file.seek(0)
-        holder = printable(file.readline(200).decode(errors="replace").strip()) or "a process that has just started"
+        holder = printable(file.readline(200).decode(errors="replace").strip())
         if not job or job not in holder or seconds == PATIENCE_S:
+            holder = holder or "a process that has just started"
             raise UserError(f"{option}: {folder} is in use by {holder}; wait for its end or choose another folder")
         time.sleep(1)
     file.truncate(0)

@@ -12,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_ext.errors import PERMANENT, UserError, echo
 
 _T = TypeVar("_T")
+JsonObject = dict[str, Any]
 
 
-def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
+def read_object(path: Path, remedy: str) -> JsonObject | None:
     """Return the JSON object in a file; None if there is no file.
 
     Raises:
@@ -81,9 +82,11 @@ def got_and_needs(error: Mapping[str, Any]) -> str:
     """Return the value that one of pydantic's errors is about, and what it needs."""
     if error["type"] == "missing":
         return "got nothing, needs a value"
-    value = error["input"]
     needs = error["msg"].removeprefix("Input should be ").partition(" or instance of")[0]
     needs = needs.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     needs = needs.replace("greater than", "more than")
-    from_command_line = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,40}|nan|-?inf", value)
-    return f"got {value if from_command_line else echo(value)}, needs {needs}"
+    value = error["input"]
+    got = echo(value)
+    if isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,40}|nan|-?inf", value):  # from the command line
+        got = value
+    return f"got {got}, needs {needs}"

@@ -40,12 +40,17 @@ def exposure_rows(
     row_at: Callable[[int], TokenRow], outlines: Iterable[RowOutline | TokenRow], config: Config
 ) -> Callable[[int], TokenRow]:
     """Return a function like `row_at`, with weights, for the rows of a global batch with these outlines."""
-    options, document_mask = config.weighting, config.window.document_mask
-    tau = config.data.seq_length // 4 if options.exposure_tau is None else options.exposure_tau
+    options = config.weighting
+    document_mask = config.window.document_mask
+    tau = options.exposure_tau
+    if tau is None:
+        tau = config.data.seq_length // 4
     counts = np.zeros(64, dtype=np.int64)
     for row in outlines:
-        counts += np.bincount(exposure_buckets(row, document_mask=document_mask)[row.trained], minlength=len(counts))
-    tail = np.flatnonzero((2.0 ** (np.arange(len(counts)) - 1) >= max(tau, LOWEST_TAIL)) & (counts > 0))
+        buckets = exposure_buckets(row, document_mask=document_mask)
+        counts += np.bincount(buckets[row.trained], minlength=len(counts))
+    first_contexts = 2.0 ** (np.arange(len(counts)) - 1)
+    tail = np.flatnonzero((first_contexts >= max(tau, LOWEST_TAIL)) & (counts > 0))
     shares = counts[tail] / counts[tail].sum()
     rarities = (shares / shares.min(initial=1.0)) ** -options.exposure_gamma  # at most 1: no power overflows
     weights = np.ones(len(counts), dtype=np.float32)

@@ -21,20 +21,27 @@ def document_gains(rows: PackedRows, short: ScoreStore, long: ScoreStore, first:
     in a row is not counted, as it is predicted from another document. A document that fits the short context gains 0.
     """
     lengths = np.asarray(rows.source.document_lengths)
-    totals, counts = np.zeros(len(lengths)), np.zeros(len(lengths), dtype=np.int64)
-    for sample in range(first, min(short.identity.rows, first + rows.plan.rows)):
+    totals = np.zeros(len(lengths))
+    counts = np.zeros(len(lengths), dtype=np.int64)
+    end = min(short.identity.rows, first + rows.plan.rows)
+    for sample in range(first, end):
         losses = long.read(sample).astype(np.float64)
-        sums = np.append(0.0, np.cumsum(np.exp(-losses) * (short.read(sample) - losses)))
+        gains_of_tokens = np.exp(-losses) * (short.read(sample) - losses)
+        sums = np.append(0.0, np.cumsum(gains_of_tokens))
         documents, _, tokens = rows.plan.row_pieces(rows.row_index(sample)).T
-        last = np.cumsum(tokens) - 1  # the token whose label is another piece's
-        np.add.at(totals, documents, sums[last] - sums[last + 1 - tokens])
+        ends = np.cumsum(tokens)
+        # without the last token of a piece, whose label is another piece's
+        np.add.at(totals, documents, sums[ends - 1] - sums[ends - tokens])
         np.add.at(counts, documents, tokens - 1)
-    gains = np.where(lengths <= short.identity.short_context, 0.0, totals / np.maximum(counts, 1))
-    return np.where(counts > 0, gains, np.nan)
+    gains = totals / np.maximum(counts, 1)
+    gains[lengths <= short.identity.short_context] = 0.0
+    gains[counts == 0] = np.nan
+    return gains
 
 
 def keep_by_gain(share: float, gains: Float64, documents: Documents) -> Int64:
-    """Return a share of the documents with scores, rounded up: those of highest gain, of equal ones the first."""
+    """Return a share, rounded up, of the documents with scores: the ones of highest gain; of equal gains the first."""
     scored = np.asarray(documents, dtype=np.int64)[np.isfinite(gains[documents])]
     order = np.argsort(-gains[scored], kind="stable")
-    return np.sort(scored[order[: math.ceil(share * len(scored) * (1 - 1e-12))]])
+    count = math.ceil(share * len(scored) * (1 - 1e-12))
+    return np.sort(scored[order[:count]])

@@ -31,7 +31,8 @@ class Passage:
 
     @staticmethod
     def read(run: Path) -> "Passage":
-        return typed(read_object(path := run / PASSAGE_FILE, "holds no JSON object; remove it"), Passage, path)
+        path = run / PASSAGE_FILE
+        return typed(read_object(path, "holds no JSON object; remove it"), Passage, path)
 
     def html(self) -> str:
         """Return an HTML fragment: a caption, then a span for each token with its numbers as a tooltip.
@@ -40,22 +41,24 @@ class Passage:
         make all others pale. A token of weight 0 is gray.
         """
         weights = np.array(self.weights)
-        drawn = weights[weights != 0] if weights.any() else np.zeros(1)
-        low, high = drawn.min(), np.quantile(drawn, TOP_QUANTILE)
-        last, zeros = self.start + len(weights) - 1, int(np.count_nonzero(weights == 0))
-        opacities = 0.08 + 0.72 * np.clip((weights - low) / max(high - low, 1e-9), 0, 1)
+        nonzero = weights[weights != 0]
+        if not nonzero.size:
+            nonzero = np.zeros(1)
+        low = nonzero.min()
+        high = np.quantile(nonzero, TOP_QUANTILE)
         caption = (
-            f"Step {self.step:,}, tokens {self.start:,} to {last:,} of a row. Background: weight {low:.3g} to "
-            f"{high:.3g}, at most {weights.max():.3g}; {zeros} of {len(weights)} have weight 0, in gray."
+            f"Step {self.step:,}, tokens {self.start:,} to {self.start + len(weights) - 1:,} of a row. Background: "
+            f"weight {low:.3g} to {high:.3g}, at most {weights.max():.3g}; {np.count_nonzero(weights == 0)} of "
+            f"{len(weights)} have weight 0, in gray."
         )
+        opacities = 0.08 + 0.72 * np.clip((weights - low) / max(high - low, 1e-9), 0, 1)
         texts = self.texts or [f"{token} " for token in self.tokens]
+        rows = zip(self.tokens, texts, self.weights, self.scores, opacities, strict=True)
         spans = []
-        for place, (token, text, weight, score) in enumerate(
-            zip(self.tokens, texts, self.weights, self.scores, strict=True)
-        ):
-            hint = f"token {self.start + place:,}, id {token}: weight {weight:.3g}, "
-            hint += "score not finite" if score is None else f"score {score:.3g}"
-            style = f"background:rgba(240,130,60,{opacities[place]:.2f})" if weight else "color:#808080"
+        for place, (token, text, weight, score, opacity) in enumerate(rows, start=self.start):
+            shown_score = "not finite" if score is None else f"{score:.3g}"
+            hint = f"token {place:,}, id {token}: weight {weight:.3g}, score {shown_score}"
+            style = f"background:rgba(240,130,60,{opacity:.2f})" if weight else "color:#808080"
             spans.append(f'<span style="{style}" title="{hint}">{escape(text or f"#{token}")}</span>')
         style = "white-space:break-spaces;overflow-wrap:anywhere;font:13px/1.8 ui-monospace,monospace"
         return f'<p>{caption}</p><div class="passage" style="{style}">{"".join(spans)}</div>'

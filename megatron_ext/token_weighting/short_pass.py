@@ -35,13 +35,11 @@ class Division:
     def of(cls, config: Config, tokens: int) -> "Division":
         """Return the division into micro-batches of about `tokens` tokens under a run's parallel layout."""
         parallel = config.parallel
-        interleaved = parallel.num_layers_per_virtual_pipeline_stage is not None
-        return cls(
-            capacity=tokens,
-            unit=math.lcm(parallel.tensor_model_parallel_size, config.training.fp8_multiple)
-            * parallel.context_parallel_size,
-            multiple=parallel.pipeline_model_parallel_size if interleaved else 1,
-        )
+        unit_of_rank = math.lcm(parallel.tensor_model_parallel_size, config.training.fp8_multiple)
+        multiple = 1
+        if parallel.num_layers_per_virtual_pipeline_stage is not None:
+            multiple = parallel.pipeline_model_parallel_size
+        return cls(tokens, unit_of_rank * parallel.context_parallel_size, multiple)
 
 
 def short_pass(
@@ -60,7 +58,8 @@ def short_pass(
         row         B  a  b  c  d  e  f  g  h  i
         chunk 1                 B  e  f  g  h  i        d is replaced
     """
-    length, first_dependencies = masks.widest.row_length, masks.first_dependencies()
+    length = masks.widest.row_length
+    first_dependencies = masks.first_dependencies()
     chunks = short_chunks(length, first_dependencies, short)
     scored = np.zeros(masks.widest.tokens, dtype=np.bool_)
     scored[chunks.scored_tokens()] = True
@@ -69,7 +68,8 @@ def short_pass(
         row_has_bos = tokens.tokens[chunks.start // length * length] == bos_id
         is_cut_off = first_dependencies[chunks.scored] < chunks.start
         bos_starts = chunks.start[row_has_bos & is_cut_off]
-    return ShortPass(chunk_batches(tokens, masks, chunks, division, context, bos_starts, bos_id or 0), scored)
+    batches = chunk_batches(tokens, masks, chunks, division, context, bos_starts, bos_id or 0)
+    return ShortPass(batches, scored)
 
 
 def chunk_batches(
@@ -87,13 +87,13 @@ def chunk_batches(
     `bos_starts` is replaced by `bos_id`.
     """
     batches = []
-    for share, own, own_masks in _micro_batches(tokens, masks, chunks, division):
-        wanted = np.zeros_like(own.trained)
-        wanted[share.places_of_scored()] = True
+    for share, chunk_tokens, chunk_masks in _micro_batches(tokens, masks, chunks, division):
+        is_scored = np.zeros_like(chunk_tokens.trained)
+        is_scored[share.places_of_scored()] = True
         if bos_starts is not None:
             firsts = np.cumsum(share.lengths) - share.lengths
-            own.tokens[firsts[np.isin(share.start, bos_starts)]] = bos_id
-        batch = assemble(replace(own, wanted=wanted), own_masks, context)
+            chunk_tokens.tokens[firsts[np.isin(share.start, bos_starts)]] = bos_id
+        batch = assemble(replace(chunk_tokens, wanted=is_scored), chunk_masks, context)
         assert batch.places is not None
         # `assemble` indexes this micro-batch; the losses belong to the tokens of all rows
         order = torch.from_numpy(share.tokens())[batch.places.order]
@@ -112,10 +112,11 @@ def sliding_evaluation(
     # windows are cut at segment starts, not at the layers' left windows: losses are binned by position, which counts
     # from the start of the segment in the window
     segment_starts = AttentionMask(masks.widest).first_keys()
-    chunks, batches = short_chunks(masks.widest.row_length, segment_starts, window), []
-    for share, own, own_masks in _micro_batches(tokens, masks, chunks, division):
-        own.trained[share.places_of_scored()] = tokens.trained[share.scored_tokens()]
-        batches.append(assemble(own, own_masks, context))
+    chunks = short_chunks(masks.widest.row_length, segment_starts, window)
+    batches = []
+    for share, chunk_tokens, chunk_masks in _micro_batches(tokens, masks, chunks, division):
+        chunk_tokens.trained[share.places_of_scored()] = tokens.trained[share.scored_tokens()]
+        batches.append(assemble(chunk_tokens, chunk_masks, context))
     return batches
 
 
@@ -133,6 +134,10 @@ def _micro_batches(
     for share in shares:
         source = share.tokens()
         padding = np.zeros(length - len(source), dtype=tokens.tokens.dtype)
-        ids, labels = (np.append(values[source], padding) for values in (tokens.tokens, tokens.labels))
+        chunk_tokens = Tokens(
+            np.append(tokens.tokens[source], padding),
+            np.append(tokens.labels[source], padding),
+            np.zeros(length, dtype=np.bool_),
+        )
         by_kind = tuple(replace(mask, layout=share.layout(mask.layout, len(padding))) for mask in masks.by_kind)
-        yield share, Tokens(ids, labels, np.zeros(length, dtype=np.bool_)), replace(masks, by_kind=by_kind)
+        yield share, chunk_tokens, replace(masks, by_kind=by_kind)

@@ -112,7 +112,8 @@ class ScoreStore:
         if rows > store.identity.rows:
             expected["rows"] = rows
         store._compare("this run needs", "name the store of this run's rows, or score them into a new one", expected)
-        if missing := store.missing(range(first, rows)):
+        missing = store.missing(range(first, rows))
+        if missing:
             raise UserError(
                 f"score store {store.path}: {len(missing)} of the {rows - first} rows that this run needs are missing, "
                 f"row {missing[0]} the first; {RESUME}"
@@ -143,8 +144,9 @@ class ScoreStore:
         return losses
 
     def _compare(self, whose: str, remedy: str, expected: dict[str, int | str]) -> None:
-        for name, wanted in expected.items():
+        for name, value in expected.items():
             stored = getattr(self.identity, name)
-            if stored != wanted:
-                text = f"its {name} is {stored!s:.200}, but {whose} {wanted!s:.200}; {remedy}"
-                raise UserError(f"score store {self.path}: {text}")
+            if stored != value:
+                raise UserError(
+                    f"score store {self.path}: its {name} is {stored!s:.200}, but {whose} {value!s:.200}; {remedy}"
+                )

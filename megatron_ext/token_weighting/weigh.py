@@ -42,12 +42,12 @@ from torch import Tensor
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError, echo
 
-Given = Tensor | ArrayLike
+Values = Tensor | ArrayLike
 Array = TypeVar("Array", Tensor, np.ndarray)
 
 LONGCE_GAMMA = 5.0  # the default of the LongCE authors' code
 PURPOSE = int.from_bytes(b"weights", "big")  # separates this random stream from others
-POSTS: dict[str, tuple[str, ...]] = {  # those that each score allows
+POSTS: dict[str, tuple[str, ...]] = {  # by score
     **dict.fromkeys(("abs", "ppmi", "npmi", "focal", "mile"), ("dense", "sparse", "none")),
     "longce": ("none",),
     "rho1": ("sparse",),
@@ -61,16 +61,16 @@ def reads(score: str) -> tuple[str, ...]:
 
 def weigh(
     long_loss: Array,
-    short_loss: Given | None,
+    short_loss: Values | None,
     *,
     score: str = "abs",
     post: str = "dense",
     strength: float = 0.75,
-    trained: Given | None = None,
-    same_context: Given | None = None,
+    trained: Values | None = None,
+    same_context: Values | None = None,
     clip: float | None = None,
     shift: float | None = None,
-    entropy: Given | None = None,
+    entropy: Values | None = None,
     seed: int | Sequence[int] = 0,
 ) -> Array:
     """Compute the weights w of loss = -(1/M) sum_i w_i log p(y_i | y_<i); no gradient flows through them.
@@ -102,13 +102,16 @@ def weigh(
     for name, values, read_with in (("entropy", entropy, "entropy"), ("same_context", same_context, "short_loss")):
         if values is not None and read_with not in reads(score):
             raise UserError(f"{name}: score {score} does not read it; leave it out")
-    given = {"long_loss": long_RL, "short_loss": short_loss, "entropy": entropy}
-    losses = {name: _fit(name, given[name], long_RL) for name in reads(score)}
-    trained = torch.ones_like(long_RL, dtype=torch.bool) if trained is None else trained
+    inputs = {"long_loss": long_RL, "short_loss": short_loss, "entropy": entropy}
+    losses = {name: _fit(name, inputs[name], long_RL) for name in reads(score)}
+    if trained is None:
+        trained = torch.ones_like(long_RL, dtype=torch.bool)
     trained_RL = _fit("trained", trained, long_RL, is_mask=True)
-    same_RL = None if same_context is None else _fit("same_context", same_context, long_RL, is_mask=True)
+    same_RL = None
+    if same_context is not None:
+        same_RL = _fit("same_context", same_context, long_RL, is_mask=True)
     seeds = [seed] * len(long_RL) if isinstance(seed, (int, np.integer)) else seed
-    if len(seeds) != len(long_RL) or not all(0 <= one < 2**64 for one in seeds):
+    if len(seeds) != len(long_RL) or not all(0 <= row_seed < 2**64 for row_seed in seeds):
         raise UserError(f"seed: got {echo(seed)}, needs 0 <= seed < 2^64, one for all or one for each row")
     weights_RL, _, bad_RL = weigh_rows(
         losses, trained_RL, same_RL, score=score, post=post, strength=strength, clip=clip, shift=shift, seeds=seeds
@@ -120,14 +123,18 @@ def weigh(
             f"score {score}: row {row}, position {position} got {got}, needs finite values and a finite "
             "score; find where they diverge, or leave the token out of trained"
         )
-    return weights_RL if isinstance(long_loss, Tensor) else weights_RL.numpy()
+    if isinstance(long_loss, Tensor):
+        return weights_RL
+    return weights_RL.numpy()
 
 
-def _tensor(values: Given) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+def _tensor(values: Values) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    return torch.from_numpy(np.array(values))
 
 
-def _fit(name: str, values: Given | None, long_RL: Tensor, *, is_mask: bool = False) -> Tensor:
+def _fit(name: str, values: Values | None, long_RL: Tensor, *, is_mask: bool = False) -> Tensor:
     if values is None:
         raise UserError(f"{name}: got None, this score needs it, [rows, tokens]")
     tensor = _tensor(values)
@@ -174,21 +181,29 @@ def weigh_rows(
     weights, float32 [R, L], all NaN if the score of a trained token is not finite; the scores, float64 [R, L], 0 for
     untrained tokens; and where a score is not finite, bool [R, L].
     """
-    first_RL, *second = (losses[name].double() for name in reads(score))
-    ignored_RL = ~trained_RL if same_RL is None else ~trained_RL | same_RL
-    pmi_RL = (second[0] - first_RL if second else first_RL).masked_fill(ignored_RL, 0.0)
+    pmi_RL = losses[reads(score)[0]].double()
+    if "short_loss" in reads(score):
+        pmi_RL = losses["short_loss"].double() - pmi_RL
+    ignored_RL = ~trained_RL
+    if same_RL is not None:
+        ignored_RL = ignored_RL | same_RL
+    pmi_RL = pmi_RL.masked_fill(ignored_RL, 0.0)
     gamma = strength if post == "none" else 1  # dense and sparse use strength for themselves
-    k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
+    bound = LONGCE_GAMMA if clip is None else clip
     # one row at a time: torch rounds the end of an array differently
-    scores_RL = torch.stack([_score(score, row_L, k, gamma, bound) for row_L in pmi_RL]).masked_fill(~trained_RL, 0.0)
+    scores_RL = torch.stack([_score(score, pmi_L, shift or 1, gamma, bound) for pmi_L in pmi_RL])
+    scores_RL = scores_RL.masked_fill(~trained_RL, 0.0)
     bad_RL = ~(pmi_RL.isfinite() & scores_RL.float().isfinite())
     rows = zip(scores_RL, trained_RL, seeds, strict=True)
-    weights_RL = torch.stack([_weights(post, *row, strength) for row in rows]).masked_fill(bad_RL.any(), torch.nan)
-    return (weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL, bad_RL
+    weights_RL = torch.stack([_weights(post, *row, strength) for row in rows])
+    weights_RL = weights_RL.masked_fill(bad_RL.any(), torch.nan)
+    if clip is not None:
+        weights_RL = weights_RL.clamp(max=clip)
+    return weights_RL.float(), scores_RL, bad_RL
 
 
 def _score(score: str, pmi_L: Tensor, shift: float, gamma: float, bound: float) -> Tensor:
-    """Compute the scores of a row: of its PMI or, for focal and mile, of its losses or entropies."""
+    """Compute the scores of a row from its PMI or, for focal and mile, from its losses or entropies."""
     match score:
         case "abs":
             return pmi_L.abs()
@@ -208,27 +223,30 @@ def _score(score: str, pmi_L: Tensor, shift: float, gamma: float, bound: float) 
 
 def _weights(post: str, scores_L: Tensor, trained_L: Tensor, seed: int, strength: float) -> Tensor:
     """Turn the scores of a row into weights; float64 [L]."""
-    count, scored, uniform_L = trained_L.sum().double(), (scores_L != 0).any(), trained_L.double()
     if post == "sparse":
-        return _sparse(scores_L, trained_L, count, scored, seed, strength)
+        return _sparse(scores_L, trained_L, seed, strength)
+    uniform_L = trained_L.double()
+    is_scored = (scores_L != 0).any()
     if post == "dense":
         size_L = scores_L.abs()
-        scores_L = strength + (1 - strength) * count * (size_L / size_L.sum())
-    return torch.where(scored, uniform_L * scores_L, uniform_L)
+        scores_L = strength + (1 - strength) * uniform_L.sum() * (size_L / size_L.sum())
+    return torch.where(is_scored, uniform_L * scores_L, uniform_L)
 
 
-def _sparse(scores_L: Tensor, trained_L: Tensor, count: Tensor, scored: Tensor, seed: int, strength: float) -> Tensor:
+def _sparse(scores_L: Tensor, trained_L: Tensor, seed: int, strength: float) -> Tensor:
     """Keep the k = floor(strength * M) highest scores, at least 1; ties for the last places are drawn.
 
     scores    3 0 0 1 0        strength 0.6, M = 5: k = 3
     weights   w 0 w w 0        w = 5/3; the seed drew one of three zeros
     """
+    count = trained_L.sum().double()
     # 0.29 * 100 is 29, though the nearest double to 0.29 is below it
     share = (strength * count * (1 + 1e-12)).floor().clamp(min=1)
-    kept = torch.where(scored, share, count).long()
+    kept = torch.where((scores_L != 0).any(), share, count).long()
     ranked_L = scores_L.masked_fill(~trained_L, -torch.inf)
     last = ranked_L.sort(descending=True).values.gather(0, kept.clamp(min=1)[None] - 1)
-    chosen_L, tied_L = ranked_L > last, ranked_L == last
+    chosen_L = ranked_L > last
+    tied_L = ranked_L == last
     # A token's word depends only on (seed, position). Philox's raw words are fixed by its definition, on every device.
     words = np.random.Philox(key=np.array([seed, PURPOSE], dtype=np.uint64)).random_raw(len(scores_L))
     words_L = moved(torch.from_numpy((words >> np.uint64(1)).astype(np.int64)), scores_L.device)

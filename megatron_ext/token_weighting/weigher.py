@@ -4,11 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_ext.arrays import Float32
 from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
 from megatron_ext.context_parallel.group import ContextGroup
@@ -27,8 +26,8 @@ class WeighedRow:
     `short_loss`, float32 [L], is NaN where both contexts are the same; None if the score does not compare contexts.
     """
 
-    weights: npt.NDArray[np.float32]
-    short_loss: npt.NDArray[np.float32] | None
+    weights: Float32
+    short_loss: Float32 | None
 
 
 class Weigher:
@@ -41,16 +40,19 @@ class Weigher:
     def __init__(
         self, options: WeightingConfig, row_length: int, context: ContextGroup, *, keeps_rows: bool = False
     ) -> None:
-        self.options, self.row_length, self.context = options, row_length, context
+        self.options = options
+        self.row_length = row_length
+        self.context = context
+        self._keeps_rows = keeps_rows
+        self._rows_kept: dict[int, WeighedRow] = {}
         self._weighed_last: tuple[Tensor, Tensor, Tensor] | None = None  # labels_T, weights_T, scores_T
-        self._rows_kept: dict[int, WeighedRow] | None = {} if keeps_rows else None
 
     def __call__(self, batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor | None]:
         """Return the weights, float32 [t], and the scores, float64 [t], of this rank's tokens of a micro-batch.
 
         If weights do not depend on losses, they are those of the batch, without scores.
         """
-        scores, options = batch.scores, self.options
+        scores = batch.scores
         if scores is None:
             return batch.weights_t, None
         assert batch.places is not None
@@ -58,16 +60,20 @@ class Weigher:
         def whole(values_t: Tensor) -> Tensor:
             return gather_losses(self.context, [batch], [values_t.detach()], batch.layout.tokens, values_t.device)
 
-        by_name = {
-            "long_loss": whole(losses.cross_entropy_t),
-            "short_loss": scores.short_loss_T,
-            "entropy": None if losses.entropy_t is None else whole(losses.entropy_t),
-        }
+        by_name = {"long_loss": self._rows(whole(losses.cross_entropy_t))}
+        if scores.short_loss_T is not None:
+            by_name["short_loss"] = self._rows(scores.short_loss_T)
+        if losses.entropy_t is not None:
+            by_name["entropy"] = self._rows(whole(losses.entropy_t))
+        same_context_RL = None
+        if scores.same_context_T is not None:
+            same_context_RL = self._rows(scores.same_context_T)
+        options = self.options
         # a non-finite loss makes all weights NaN and ends the run: every process sees it in the sum
         weights_RL, scores_RL, _ = weigh_rows(
-            {name: self._rows(values_T) for name, values_T in by_name.items() if values_T is not None},
+            by_name,
             self._rows(scores.trained_T),
-            None if scores.same_context_T is None else self._rows(scores.same_context_T),
+            same_context_RL,
             score=options.weight_score,
             post=options.weight_post,
             strength=options.strength,
@@ -75,12 +81,13 @@ class Weigher:
             shift=options.weight_shift,
             seeds=scores.seeds,
         )
-        if self._rows_kept is not None:
+        if self._keeps_rows:
             self._rows_kept |= self._by_sample(scores, weights_RL)
-        own_t = batch.places.of_rank(self.context.rank)
-        weights_T, scores_T = weights_RL.reshape(-1), scores_RL.reshape(-1)
+        weights_T = weights_RL.reshape(-1)
+        scores_T = scores_RL.reshape(-1)
         self._weighed_last = scores.labels_T, weights_T, scores_T
-        return weights_T[own_t], scores_T[own_t]
+        places_t = batch.places.of_rank(self.context.rank)
+        return weights_T[places_t], scores_T[places_t]
 
     def passage(self, step: int, tokenizer: Tokenizer | None) -> Passage | None:
         """Return a passage of the first row of the last micro-batch; None if weights do not depend on losses.
@@ -90,14 +97,16 @@ class Weigher:
         if self._weighed_last is None:
             return None
         start = min(self.options.short_context or 0, max(self.row_length - PASSAGE, 0))
-        tokens, weights, scores = (
-            tuple(values_T[start : min(start + PASSAGE, self.row_length)].tolist()) for values_T in self._weighed_last
-        )
+        end = min(start + PASSAGE, self.row_length)
+        tokens, weights, scores = (tuple(values_T[start:end].tolist()) for values_T in self._weighed_last)
+        texts = None
+        if tokenizer is not None:
+            texts = tuple(token_texts(tokenizer, tokens))
         return Passage(
             step=step,
             start=start,
             tokens=tokens,
-            texts=None if tokenizer is None else tuple(token_texts(tokenizer, tokens)),
+            texts=texts,
             weights=weights,
             scores=tuple(score if math.isfinite(score) else None for score in scores),
         )
@@ -108,26 +117,29 @@ class Weigher:
         """Add the losses of the short-context pass to the batches; collective over the ranks of the stage."""
         total = sum(batch.layout.tokens for batch in batches)
         short_T = gather_losses(self.context, short, losses, total, batches[0].weights_t.device)
-        return [
-            replace(batch, scores=replace(batch.scores, short_loss_T=part)) if batch.scores is not None else batch
-            for batch, part in zip(batches, short_T.split(batches[0].layout.tokens), strict=True)
-        ]
+        filled = []
+        for batch, short_loss_T in zip(batches, short_T.split(batches[0].layout.tokens), strict=True):
+            if batch.scores is not None:
+                batch = replace(batch, scores=replace(batch.scores, short_loss_T=short_loss_T))
+            filled.append(batch)
+        return filled
 
     def take_rows(self) -> dict[int, WeighedRow]:
         """Return the rows weighted since the last call, by sample index; empty if weights do not depend on losses."""
-        assert self._rows_kept is not None
-        taken, self._rows_kept = self._rows_kept, {}
-        return taken
+        assert self._keeps_rows
+        rows = self._rows_kept
+        self._rows_kept = {}
+        return rows
 
     def _by_sample(self, scores: RowScores, weights_RL: Tensor) -> dict[int, WeighedRow]:
         """Copy the weights and short-context losses of a micro-batch to the host."""
         weights = weights_RL.cpu().numpy()
-        short: Sequence[npt.NDArray[np.float32] | None] = [None] * len(weights)
+        short: Sequence[Float32 | None] = [None] * len(weights)
         if scores.short_loss_T is not None:
-            known_T = scores.short_loss_T
+            short_T = scores.short_loss_T
             if scores.same_context_T is not None:
-                known_T = known_T.masked_fill(scores.same_context_T, torch.nan)
-            short = list(self._rows(known_T).cpu().numpy())
+                short_T = short_T.masked_fill(scores.same_context_T, torch.nan)
+            short = list(self._rows(short_T).cpu().numpy())
         return {sample: WeighedRow(*row) for sample, *row in zip(scores.samples, weights, short, strict=True)}
 
     def _rows(self, values_T: Tensor) -> Tensor:

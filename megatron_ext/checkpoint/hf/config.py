@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.hf.rope import Angles, rope_entries, with_rope
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.config.checks import mistakes
 from megatron_ext.errors import UserError, echo
-from megatron_ext.files.reading import read_yaml, typed
+from megatron_ext.files.reading import JsonObject, read_yaml, typed
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Family:
 
     architecture: str  # its class in transformers
     names: dict[str, str]  # the options that equal an entry, by its name
-    options: dict[str, Any] = field(default_factory=dict)  # our options that all its models have
+    options: JsonObject = field(default_factory=dict)  # our options that all its models have
     # transformers' values of missing entries, if they differ from ours
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: JsonObject = field(default_factory=dict)
     # entries that must have this value, the only one that our model supports
-    fixed: dict[str, Any] = field(default_factory=dict)
+    fixed: JsonObject = field(default_factory=dict)
     # which layers can be local. None: none of them; all: all or none; some: any, listed in `layer_types`.
     local: Literal["all", "some"] | None = None
     # the names of the number of experts and of their width; None if there are no experts
@@ -41,7 +41,7 @@ class Family:
 
     @property
     def like_deepseek(self) -> bool:
-        """Whether experts are those of DeepSeek-V3, in all layers but the first ones."""
+        """Whether it has DeepSeek-V3's experts, in all layers but the first ones."""
         return "first_k_dense_replace" in self.defaults
 
 
@@ -52,11 +52,12 @@ _COMPUTED = set(_WRITTEN[".computed"])  # entries that do, in transformers' code
 # names with a dot are shared parts
 FAMILIES = typed({k: family for k, family in _WRITTEN.items() if k[0] != "."}, dict[str, Family], _FILE)
 _FIXED = {"hidden_act": "silu"}
-_LAYER_TYPES = ("sliding_attention", "full_attention")
+_LOCAL = "sliding_attention"
+_GLOBAL = "full_attention"
 _Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
 _Number = Annotated[float, Field(strict=True, gt=0, le=1e300, allow_inf_nan=False)]
 _Count = Annotated[int, Field(strict=True, ge=0, le=10_000)]
-# the types of the entries that are read; transformers ignores those of other families, too
+# the types of the entries that are read; transformers also ignores the entries of other families
 _TYPES: dict[Any, str] = {
     Annotated[_Integer, Field(le=10_000)]: "num_hidden_layers",
     _Integer: "hidden_size intermediate_size num_attention_heads vocab_size no_rope_layer_interval "
@@ -72,11 +73,11 @@ _TYPES: dict[Any, str] = {
     list[int] | None: "no_rope_layers",
     Angles | None: "rope_scaling rope_parameters",
 }
-_FIELDS: dict[str, Any] = {name: (kind, None) for kind, names in _TYPES.items() for name in names.split()}
+_FIELDS: JsonObject = {name: (kind, None) for kind, names in _TYPES.items() for name in names.split()}
 _ENTRIES: type[BaseModel] = create_model("_ENTRIES", **_FIELDS)
 
 
-def model_config(entries: dict[str, Any]) -> ModelConfig:
+def model_config(entries: JsonObject) -> ModelConfig:
     """Build a ModelConfig from the entries of config.json; `vocab_size` is the number of rows of the embedding.
 
     Raises:
@@ -86,21 +87,7 @@ def model_config(entries: dict[str, Any]) -> ModelConfig:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"has model_type {echo(kind)}, needs one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    # other families do not read these
-    gemma = ("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern")
-    entries = family.defaults | {
-        name: value
-        for name, value in entries.items()
-        if (kind == "gemma3_text" or name not in gemma)
-        and (value is not None or name not in ("rope_parameters", "rope_local_base_freq"))
-    }
-    # names and values in some versions of transformers and in published files
-    if "_sliding_window_pattern" in entries:
-        entries["sliding_window_pattern"] = entries.pop("_sliding_window_pattern")
-    if kind == "qwen3_moe" and "num_local_experts" in entries:
-        entries["num_experts"] = entries.pop("num_local_experts")
-    if kind == "dots1" and entries.get("scoring_func") == "noaux_tc":
-        entries["scoring_func"] = "sigmoid"
+    entries = family.defaults | _entries_read(kind, entries)
     _check(entries, family)
     latent = family.options.get("multi_latent_attention", False)
     heads = entries["num_attention_heads"]
@@ -121,12 +108,33 @@ def model_config(entries: dict[str, Any]) -> ModelConfig:
     if model.query_pre_attn_scalar == model.head_size:
         model = replace(model, query_pre_attn_scalar=None)
     config = Config(model=with_rope(model, entries), data=DataConfig(data_path=("none",)))
-    if mistake := next(mistakes(config, 1, training=False), None):
+    for mistake in mistakes(config, 1, training=False):
         raise UserError(f"has values with which it cannot run here: {mistake}")
     return config.model
 
 
-def _check(entries: dict[str, Any], family: Family) -> None:
+def _entries_read(kind: str, entries: JsonObject) -> JsonObject:
+    """Return the entries that transformers reads for a family, with their current names and values.
+
+    Some versions of transformers, and some published files, have others.
+    """
+    entries = dict(entries)
+    for name in ("rope_parameters", "rope_local_base_freq"):
+        if entries.get(name) is None:
+            entries.pop(name, None)
+    if kind != "gemma3_text":
+        for name in ("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"):
+            entries.pop(name, None)
+    if "_sliding_window_pattern" in entries:
+        entries["sliding_window_pattern"] = entries.pop("_sliding_window_pattern")
+    if kind == "qwen3_moe" and "num_local_experts" in entries:
+        entries["num_experts"] = entries.pop("num_local_experts")
+    if kind == "dots1" and entries.get("scoring_func") == "noaux_tc":
+        entries["scoring_func"] = "sigmoid"
+    return entries
+
+
+def _check(entries: JsonObject, family: Family) -> None:
     """Check the types of entries, and that none is missing or unsupported."""
     try:
         _ENTRIES.model_validate(entries)
@@ -138,122 +146,138 @@ def _check(entries: dict[str, Any], family: Family) -> None:
         needed |= {*family.experts, "num_experts_per_tok"}
     if family.like_deepseek:
         needed |= {"n_shared_experts"}
-    if missing := sorted(name for name in needed if entries.get(name) is None):
-        raise UserError(f"has no {missing[0]}; use another model")
+    for name in sorted(needed):
+        if entries.get(name) is None:
+            raise UserError(f"has no {name}; use another model")
     fixed = _FIXED | family.fixed
-    for name, ours in fixed.items():
-        value = entries.get(name, ours)
-        if value != ours and (value is not None or ours is True):  # transformers takes null for false
-            raise UserError(f"has {name} {echo(value)}, this model has {ours!r} only; use another model")
-    known = {*_FIELDS, *_SILENT, *fixed, *family.ignored}
+    for name, supported in fixed.items():
+        value = entries.get(name, supported)
+        if value != supported and (value is not None or supported is True):  # transformers takes null for false
+            raise UserError(f"has {name} {echo(value)}, this model has {supported!r} only; use another model")
     for name, value in entries.items():
-        if value and name not in known:
-            remedy = "remove it if it does not change what the model computes"
-            if name in _COMPUTED:
-                remedy = "it changes what the model computes; use another model"
-            elif name == "attention_dropout":
-                remedy = "set it to 0 to train without"
-            elif re.search("quant|compress", name):
-                remedy = "use the model before its quantization"
-            raise UserError(f"has {name} {echo(value)}, which this package does not support; {remedy}")
+        if value and name not in {*_FIELDS, *_SILENT, *fixed, *family.ignored}:
+            raise UserError(f"has {name} {echo(value)}, which this package does not support; {_remedy(name)}")
 
 
-def _expert_options(entries: dict[str, Any], family: Family) -> dict[str, Any]:
+def _remedy(entry: str) -> str:
+    """Return what to do about an unsupported entry."""
+    if entry in _COMPUTED:
+        return "it changes what the model computes; use another model"
+    if entry == "attention_dropout":
+        return "set it to 0 to train without"
+    if re.search("quant|compress", entry):
+        return "use the model before its quantization"
+    return "remove it if it does not change what the model computes"
+
+
+def _expert_options(entries: JsonObject, family: Family) -> JsonObject:
     if family.experts is None:
         return {}
     number, width = family.experts
-    if entries["num_experts_per_tok"] > entries[number]:
-        choices = entries["num_experts_per_tok"]
-        raise UserError(f"has num_experts_per_tok {choices}, needs at most {number} {entries[number]}")
-    options = {
-        "num_experts": entries[number],
-        "moe_router_topk": entries["num_experts_per_tok"],
-        "moe_ffn_hidden_size": None if entries[width] == entries["intermediate_size"] else entries[width],
-    }
+    experts = entries[number]
+    choices = entries["num_experts_per_tok"]
+    if choices > experts:
+        raise UserError(f"has num_experts_per_tok {choices}, needs at most {number} {experts}")
+    options = {"num_experts": experts, "moe_router_topk": choices}
+    if entries[width] != entries["intermediate_size"]:
+        options["moe_ffn_hidden_size"] = entries[width]
     if not family.like_deepseek:
         return options
-    layers, dense = entries["num_hidden_layers"], entries["first_k_dense_replace"]
-    if dense >= layers:
+    dense_layers = entries["first_k_dense_replace"]
+    expert_layers = entries["num_hidden_layers"] - dense_layers
+    if expert_layers <= 0:
         return {}
-    grouped = (entries["n_group"] or 1) > 1
+    if dense_layers:
+        options["moe_layer_freq"] = (0,) * dense_layers + (1,) * expert_layers
+    if (entries["n_group"] or 1) > 1:
+        options["moe_router_num_groups"] = entries["n_group"]
+        options["moe_router_group_topk"] = entries["topk_group"]
     return options | {
         "moe_shared_expert_intermediate_size": entries["n_shared_experts"] * entries["moe_intermediate_size"],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": entries["n_group"] if grouped else None,
-        "moe_router_group_topk": entries["topk_group"] if grouped else None,
         "moe_router_topk_scaling_factor": float(entries["routed_scaling_factor"]),
-        "moe_layer_freq": (0,) * dense + (1,) * (layers - dense) if dense else (),
     }
 
 
-def _local_options(entries: dict[str, Any], family: Family) -> dict[str, Any]:
-    window, layers = entries.get("sliding_window"), entries["num_hidden_layers"]
+def _local_options(entries: JsonObject, family: Family) -> JsonObject:
+    window = entries.get("sliding_window")
     if "use_sliding_window" in family.defaults and not entries["use_sliding_window"]:
         window = None
     reads_types = family.local == "some" or "use_sliding_window" in family.fixed
-    if reads_types and window is None and _LAYER_TYPES[0] in (entries.get("layer_types") or ()):
+    if reads_types and window is None and _LOCAL in (entries.get("layer_types") or ()):
         needs = "a sliding_window, and use_sliding_window true where there is such an entry"
-        raise UserError(f"has layer_types with {_LAYER_TYPES[0]}, needs {needs}, or {_LAYER_TYPES[1]} alone")
+        raise UserError(f"has layer_types with {_LOCAL}, needs {needs}, or {_GLOBAL} alone")
     if family.local is None or window is None:
         return {}
-    numbers = range(1, layers + 1)
-    local = [True] * layers
-    if family.local == "some" and (types := entries.get("layer_types")):
-        if len(types) != layers or not set(types) <= set(_LAYER_TYPES):
-            needs = f"num_hidden_layers {layers} of {' and '.join(_LAYER_TYPES)}"
-            raise UserError(f"has layer_types {echo(types)}, needs {needs}")
-        local = [name == _LAYER_TYPES[0] for name in types]
-    elif family.local == "some" and "max_window_layers" in family.defaults:
-        local = [number > entries["max_window_layers"] for number in numbers]
-    elif family.local == "some" and "sliding_window_pattern" in family.defaults:
-        local = [number % entries["sliding_window_pattern"] != 0 for number in numbers]
+    local = [True] * entries["num_hidden_layers"]
+    if family.local == "some":
+        local = _local_by_entries(entries, family)
     if not any(local):
         return {}
     period = _period(local, "layer_types whose global layers", "--window-attn-skip-freq")
     return {"local_window": window, "window_attn_skip_freq": period}
 
 
-def _no_rope(entries: dict[str, Any]) -> int | None:
+def _local_by_entries(entries: JsonObject, family: Family) -> list[bool]:
+    """Return whether each layer is local, in a family with both kinds of layers."""
+    layers = range(1, entries["num_hidden_layers"] + 1)
+    types = entries.get("layer_types")
+    if types:
+        if len(types) != len(layers) or not set(types) <= {_LOCAL, _GLOBAL}:
+            needs = f"num_hidden_layers {len(layers)} of {_LOCAL} and {_GLOBAL}"
+            raise UserError(f"has layer_types {echo(types)}, needs {needs}")
+        return [name == _LOCAL for name in types]
+    if "max_window_layers" in family.defaults:
+        return [layer > entries["max_window_layers"] for layer in layers]
+    if "sliding_window_pattern" in family.defaults:
+        return [layer % entries["sliding_window_pattern"] != 0 for layer in layers]
+    return [True] * len(layers)
+
+
+def _no_rope(entries: JsonObject) -> int | None:
     """Return no_rope_freq; layers with 1 in `no_rope_layers` have RoPE."""
-    interval, numbers = entries["no_rope_layer_interval"], range(1, entries["num_hidden_layers"] + 1)
-    rotated = entries.get("no_rope_layers") or [number % interval for number in numbers]
-    return _period([bool(one) for one in rotated], "no_rope_layers that", "--no-rope-freq")
+    has_rope = entries.get("no_rope_layers")
+    if not has_rope:
+        has_rope = [layer % entries["no_rope_layer_interval"] for layer in range(1, entries["num_hidden_layers"] + 1)]
+    return _period([*map(bool, has_rope)], "no_rope_layers that", "--no-rope-freq")
 
 
-def _period(others: list[bool], what: str, option: str) -> int | None:
+def _period(layers: list[bool], what: str, option: str) -> int | None:
     """Return n if exactly every n-th layer is False; None if all are True."""
-    period = others.index(False) + 1 if False in others else None
-    if others != [period is None or layer % period != 0 for layer in range(1, len(others) + 1)]:
+    if all(layers):
+        return None
+    period = layers.index(False) + 1
+    if layers != [layer % period != 0 for layer in range(1, len(layers) + 1)]:
         raise UserError(f"has {what} are not every n-th one, all that {option} can say")
     return period
 
 
-def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) -> dict[str, Any]:
+def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) -> JsonObject:
     """Return the entries of `config.json` for a model with these shapes; `max_position_embeddings` is `row_length`.
 
     Raises:
         UserError: transformers has no such model; the message names an option that the most similar one does not have.
     """
     model = replace(model, vocab_size=vocab_size)
-    nearest: dict[str, list[str]] = {}
+    differing: dict[str, list[str]] = {}  # options, by family
     for kind in FAMILIES:
         if kind == "llama" and model.hidden_size % model.num_attention_heads:  # rejected by transformers
             continue
         entries = _entries(model, kind, row_length)
         with suppress(UserError):  # not even a model of this family
-            nearest[kind] = differences(model_config(entries), model)
-            if not nearest[kind]:
+            differing[kind] = differences(model_config(entries), model)
+            if not differing[kind]:
                 return entries
-    kind = min(nearest, key=lambda one: ("block" in nearest[one], len(nearest[one])))
-    name = nearest[kind][0]
+    kind = min(differing, key=lambda kind: ("block" in differing[kind], len(differing[kind])))
+    name = differing[kind][0]
     raise UserError(
         f"{name}: got {getattr(model, name)}, which the most similar architecture of transformers, {kind}, does not "
         "have; the model cannot be converted"
     )
 
 
-def _entries(model: ModelConfig, kind: str, row_length: int) -> dict[str, Any]:
+def _entries(model: ModelConfig, kind: str, row_length: int) -> JsonObject:
     """Return the entries for a family, which may be unable to express some options."""
     family = FAMILIES[kind]
     entries = {
@@ -279,8 +303,8 @@ def _entries(model: ModelConfig, kind: str, row_length: int) -> dict[str, Any]:
     return entries
 
 
-def _expert_entries(model: ModelConfig, family: Family) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
+def _expert_entries(model: ModelConfig, family: Family) -> JsonObject:
+    entries: JsonObject = {}
     if family.like_deepseek:
         entries = {"first_k_dense_replace": model.num_layers - model.expert_layers, "num_nextn_predict_layers": 0}
     if family.experts is None or model.num_experts is None:
@@ -299,27 +323,33 @@ def _expert_entries(model: ModelConfig, family: Family) -> dict[str, Any]:
     }
 
 
-def _local_entries(model: ModelConfig, family: Family) -> dict[str, Any]:
+def _local_entries(model: ModelConfig, family: Family) -> JsonObject:
     switched = "use_sliding_window" in family.defaults
     if family.local is None or (switched and model.local_window is None):
         return {}
-    entries: dict[str, Any] = {"sliding_window": model.local_window}
+    entries: JsonObject = {"sliding_window": model.local_window}
     if family.local == "some":
         entries["sliding_window"] = model.local_window or 4096  # needed even if no layer is local
-        entries["layer_types"] = [_LAYER_TYPES[0 if local else 1] for local in _local_layers(model)]
-    return entries | ({"use_sliding_window": True, "max_window_layers": 0} if switched else {})
+        entries["layer_types"] = [_LOCAL if is_local else _GLOBAL for is_local in _local_layers(model)]
+    if switched:
+        entries |= {"use_sliding_window": True, "max_window_layers": 0}
+    return entries
 
 
 def _local_layers(model: ModelConfig) -> list[bool]:
     """Return whether each layer is local."""
-    every = 1 if model.local_window is None else model.window_attn_skip_freq
+    if model.local_window is None:
+        return [False] * model.num_layers
+    every = model.window_attn_skip_freq
     return [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]
 
 
-def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
+def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     """Return the options by which the results of two models differ, except the base and the scaling of RoPE."""
-    a, b = vars(comparable(one)), vars(comparable(other))
-    return [name for name in a if a[name] != b[name] and name != "rotary_base" and not name.startswith("rope_")]
+    options = vars(comparable(model))
+    other_options = vars(comparable(other))
+    names = [name for name in options if name != "rotary_base" and not name.startswith("rope_")]
+    return [name for name in names if options[name] != other_options[name]]
 
 
 def comparable(model: ModelConfig) -> ModelConfig:

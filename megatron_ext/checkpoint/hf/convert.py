@@ -14,13 +14,12 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ from megatron_ext.data.text.chat import TEMPLATE_FILE
 from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.files.reading import read_object
+from megatron_ext.files.reading import JsonObject, read_object
 
 logger = logging.getLogger(__name__)
 _NO_WEIGHTS = ("optimizer.", "random_states.")
@@ -59,6 +58,7 @@ _FILES = (
     *("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "generation_config.json"),
 )
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+Places = list[tuple[Parameter, Place]]
 
 
 def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128) -> None:
@@ -146,7 +146,9 @@ def check_output(output: Path, source: Path) -> None:
 def stored_shape(parameter: Parameter, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
     shapes = [full_shape(name, model, vocab_size) for name in parameter.hugging_face]
     rows = sum(shape[0] for shape in shapes)
-    return (model.padded_vocab_size(vocab_size) if parameter.cut is Cut.VOCABULARY else rows, *shapes[0][1:])
+    if parameter.cut is Cut.VOCABULARY:
+        rows = model.padded_vocab_size(vocab_size)
+    return (rows, *shapes[0][1:])
 
 
 def _fused(parameter: Parameter, model: ModelConfig, vocab_size: int, source: HuggingFaceTensors) -> Iterator[Shard]:
@@ -161,7 +163,8 @@ def _fused(parameter: Parameter, model: ModelConfig, vocab_size: int, source: Hu
     (dtype,) = dtypes
 
     def fuse(place: Place) -> Tensor:
-        whole, tensors = torch.empty(shape, dtype=dtype), [source.open(name) for name in parameter.names(place)]
+        whole = torch.empty(shape, dtype=dtype)
+        tensors = [source.open(name) for name in parameter.names(place)]
         fuse_into(whole, offset, parameter, tensors, model, vocab_size)
         return whole
 
@@ -184,70 +187,98 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
     """
     check_output(output, source)
     run, places, stored = open_run(source)
-    model, vocab_size = run.model, run.vocab_size
     assert run.checkpoint is not None
     assert run.length is not None
-    tokens = tokenizer_folder(tokenizer or run.tokenizer)
+    tokenizer_source = tokenizer_folder(tokenizer or run.tokenizer)
+    parameter, place = places[0]
+    dtype = DTYPES[stored.tensors[parameter.checkpoint(place)].dtype]
     with atomic_folder(output.absolute()) as folder:
-        dtype = DTYPES[stored.tensors[places[0][0].checkpoint(places[0][1])].dtype]
-        write_config(folder, model, run.length, dtype, tokens)
-        if tokens is not None:
-            copy_files(tokens, folder)
+        write_config(folder, run.model, run.length, dtype, tokenizer_source)
+        if tokenizer_source is not None:
+            copy_files(tokenizer_source, folder)
         _add_turn_ends(folder, from_dict(run.checkpoint.manifest.config).data)
-
-        def exported() -> Iterator[tuple[str, Tensor]]:
-            for row, place in places:
-                whole = stored.read(row.checkpoint(place))
-                yield from zip(row.names(place), unfuse(row, whole, model, vocab_size), strict=True)
-
-        files: list[list[str]] = []
-        tensors: dict[str, Tensor] = {}  # of the next file
-        size = total = 0
-
-        def write_file() -> None:
-            save_tensors(tensors, folder / f"{len(files)}.partial")
-            files.append(list(tensors))
-            tensors.clear()
-
-        stacks = model.traits.stacked_experts
-        for name, same in groupby(exported(), lambda named: stacked_name(named[0]) if stacks else named[0]):
-            parts = [part for _, part in same]
-            nbytes = sum(part.nbytes for part in parts)
-            if tensors and size + nbytes > max_shard_bytes:
-                write_file()
-                size = 0
-            tensors[name] = stack(name, parts) if name.endswith(("_proj", "_proj_bias")) else parts[0]
-            del parts  # before the next are read
-            size, total = size + nbytes, total + nbytes
-        write_file()
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(files):
-            file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
-            (folder / f"{number}.partial").rename(folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        _write_tensors(folder, _exported(run, places, stored), max_shard_bytes)
 
 
-def open_run(source: Path) -> tuple[Pretrained, list[tuple[Parameter, Place]], Stored]:
+def _exported(run: Pretrained, places: Places, stored: Stored) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an export by name; of gpt-oss the stacked ones."""
+
+    def parts() -> Iterator[tuple[str, Tensor]]:
+        for parameter, place in places:
+            whole = stored.read(parameter.checkpoint(place))
+            yield from zip(parameter.names(place), unfuse(parameter, whole, run.model, run.vocab_size), strict=True)
+
+    if not run.model.traits.stacked_experts:
+        yield from parts()
+        return
+    for name, group in groupby(parts(), lambda part: stacked_name(part[0])):
+        tensors = [tensor for _, tensor in group]
+        if name.endswith(("_proj", "_proj_bias")):
+            tensors = [stack(name, tensors)]
+        yield name, tensors.pop()  # no reference stays while the next parts are read
+
+
+def _write_tensors(folder: Path, named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
+    """Write tensors to files of at most `max_bytes`, or of one larger tensor, and an index if there are several."""
+    files: list[list[str]] = []  # the names in each
+    tensors: dict[str, Tensor] = {}  # of the next file
+    size = total = 0
+
+    def write_file() -> None:
+        save_tensors(tensors, folder / f"{len(files)}.partial")
+        files.append(list(tensors))
+        tensors.clear()
+
+    for name, tensor in named_tensors:
+        if tensors and size + tensor.nbytes > max_bytes:
+            write_file()
+            size = 0
+        tensors[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    write_file()
+    if len(files) == 1:
+        (folder / "0.partial").rename(folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"{number}.partial").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def open_run(source: Path) -> tuple[Pretrained, Places, Stored]:
     """Return the checkpoint of a run or checkpoint folder, its parameters in Hugging Face's order, and its tensors.
 
     Raises:
         UserError: the checkpoint is damaged, or does not hold the tensors of its configuration.
     """
     run = Pretrained.find_checkpoint(source)
-    model, vocab_size = run.model, run.vocab_size
+    model = run.model
     assert run.checkpoint is not None
-    manifest, stored = run.checkpoint.manifest, Stored(run.folder)
-    # the embedding, the layers, the rest
+    manifest = run.checkpoint.manifest
+    stored = Stored(run.folder)
+
+    def order(parameter_at: tuple[Parameter, Place]) -> int:
+        parameter, place = parameter_at
+        if place:
+            return place[0]
+        if "embed" in parameter.megatron[0]:  # the embedding first, then the layers, then the rest
+            return -1
+        return model.num_layers
+
     places = [(parameter, place) for parameter in parameters_of(model) for place in parameter.places(model)]
-    places.sort(key=lambda one: one[1][0] if one[1] else -1 if "embed" in one[0].megatron[0] else model.num_layers)
-    needed = {row.checkpoint(place): stored_shape(row, model, vocab_size) for row, place in places}
-    found = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
-    if unlike := sorted(dict(needed.items() ^ found.items())):
-        given, wanted = found.get(unlike[0]), needed.get(unlike[0])
-        raise UserError(f"checkpoint: {unlike[0]} in {run.folder} has shape {given}, its configuration needs {wanted}")
+    places.sort(key=order)
+    needed = {row.checkpoint(place): stored_shape(row, model, run.vocab_size) for row, place in places}
+    shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
+    for name in sorted(needed.keys() | shapes.keys()):
+        shape = shapes.get(name)
+        if shape != needed.get(name):
+            raise UserError(
+                f"checkpoint: {name} in {run.folder} has shape {shape}, its configuration needs {needed.get(name)}"
+            )
     try:
         manifest.check_files(run.folder, manifest.files, content=True)
     except UserError as error:
@@ -257,21 +288,31 @@ def open_run(source: Path) -> tuple[Pretrained, list[tuple[Parameter, Place]], S
 
 def _add_turn_ends(folder: Path, data: DataConfig) -> None:
     """Add to an export's `eos_token_id` the tokens that end the assistant's turns in the data sets of its run."""
-    found = [read_metadata(part.prefix) for part in data.parts] if data.mixture or data.data_path else []
-    ends = [about["turn_end"] for about in found if about.get("turn_end") is not None]
+    metadata: list[JsonObject] = []
+    if data.mixture or data.data_path:
+        metadata = [read_metadata(part.prefix) for part in data.parts]
+    turn_ends = [about["turn_end"] for about in metadata if about.get("turn_end") is not None]
     has_template = (folder / TEMPLATE_FILE).exists() or "chat_template" in read_beside(folder / HF_FILE, HF_CONFIG)
-    if has_template and any("turn_end" not in about and about.get("chat_template", "unknown") for about in found):
+    if has_template and any("turn_end" not in about and about.get("chat_template", "unknown") for about in metadata):
         logger.warning(
             "eos_token_id: the metadata of the run's data sets is missing or old; if they are chats, add the token "
             "that ends the assistant's turns to the export's config.json and generation_config.json"
         )
-    known: list[int] = []
-    for name in ("config.json", "generation_config.json") if ends else ():
-        if (entries := read_object(folder / name, "is no JSON object; correct or remove it")) is not None:
-            given = entries.get("eos_token_id")
-            known = given if isinstance(given, list) else known if given is None else [given]
-            entries["eos_token_id"] = known = list(dict.fromkeys([*known, *ends]))
-            (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
+    if not turn_ends:
+        return
+    ends: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        entries = read_object(folder / name, "is no JSON object; correct or remove it")
+        if entries is None:
+            continue
+        listed = entries.get("eos_token_id")
+        if isinstance(listed, list):
+            ends = listed
+        elif listed is not None:
+            ends = [listed]
+        ends = list(dict.fromkeys([*ends, *turn_ends]))
+        entries["eos_token_id"] = ends
+        (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
 
 
 def copy_files(source: Path, target: Path, *more: str) -> None:
@@ -295,8 +336,11 @@ def _content(folder: Path, name: str) -> Path:
 
         models--org--name/snapshots/REVISION/generation_config.json -> ../../blobs/SHA
     """
-    home, content = folder.resolve(), (folder / name).resolve()
-    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    content = (folder / name).resolve()
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parents[1] / "blobs")
     if not content.is_file() or not any(content.is_relative_to(place) for place in allowed):
         raise UserError(f"checkpoint: {folder / name} is a link to {content}; put a copy in its place, or remove it")
     return content
@@ -324,18 +368,19 @@ def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dty
     """Write config.json of a model with `vocab_size`, trained on rows of `length` tokens, with weights of `dtype`.
 
     If the tokenizer's folder has a config.json that describes exactly this model, as for a model from Hugging Face,
-    that file is copied, unless it names code (`auto_map`). Otherwise shapes and rotary options are those of the run,
-    and special tokens are those of that file, or the tokenizer's end token.
+    that file is copied, unless it names code (`auto_map`). Otherwise shapes and rotary options are taken from the run,
+    and special tokens from that file, or else the tokenizer's end token.
     """
     name = str(dtype).removeprefix("torch.")
-    special: dict[str, Any] = dict.fromkeys(_SPECIAL)  # not transformers' defaults, which belong to other models
+    special: JsonObject = dict.fromkeys(_SPECIAL)  # not transformers' defaults, which belong to other models
     if tokenizer is not None and (tokenizer / "config.json").is_file():
-        theirs, described = read_config(tokenizer), None
-        special = {token: theirs.get(token) for token in _SPECIAL}
-        with suppress(UserError):  # the tokenizer may be that of an unsupported model
+        beside = read_config(tokenizer)
+        special = {token: beside.get(token) for token in _SPECIAL}
+        described = None
+        with suppress(UserError):  # the tokenizer may belong to an unsupported model
             described = comparable(read_model_config(tokenizer))
-        same = described == comparable(model) and theirs.get("dtype", theirs.get("torch_dtype")) == name
-        if same and "auto_map" not in theirs and theirs.get("max_position_embeddings", 0) >= length:
+        is_same = described == comparable(model) and beside.get("dtype", beside.get("torch_dtype")) == name
+        if is_same and "auto_map" not in beside and beside.get("max_position_embeddings", 0) >= length:
             shutil.copyfile(_content(tokenizer, "config.json"), folder / "config.json")
             return
     elif tokenizer is not None:

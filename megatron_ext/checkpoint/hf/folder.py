@@ -28,34 +28,44 @@ from megatron_ext.checkpoint.manifest import check_inside
 from megatron_ext.checkpoint.tensors import DTYPES
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo, library_errors
-from megatron_ext.files.reading import read_object
+from megatron_ext.files.reading import JsonObject, read_object
 
 logger = logging.getLogger(__name__)
-SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
-_OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+_OUTPUT = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 _FLOATS = {word: dtype for word, dtype in DTYPES.items() if dtype.is_floating_point}
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 def stacked_name(name: str) -> str:
     """Return the name of gpt-oss's stacked tensor that contains an expert's; other names are returned unchanged."""
-    if (match := _EXPERT.fullmatch(name)) is None:
+    match = _EXPERT.fullmatch(name)
+    if match is None:
         return name
-    matrices = "down" if match[3] == "down" else "gate_up"
-    return f"{match[1]}.{matrices}_proj{'_bias' if match[4] == 'bias' else ''}"
+    experts, _, matrix, kind = match.groups()
+    matrices = "down" if matrix == "down" else "gate_up"
+    ending = "_bias" if kind == "bias" else ""
+    return f"{experts}.{matrices}_proj{ending}"
 
 
 def stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the stacked tensor of a name in files: of expert 0, its gate and up or its down, then of expert 1, ..."""
-    parts = torch.stack(list(tensors)).unflatten(0, (-1, 2 if "gate_up" in name else 1))  # [E, 1 or 2, rows(, columns)]
-    turned = parts.transpose(1, 2) if parts.ndim == 3 else parts.permute(0, 3, 2, 1)
-    return turned.flatten(-2).contiguous()
+    per_expert = 2 if "gate_up" in name else 1
+    parts = torch.stack(list(tensors)).unflatten(0, (-1, per_expert))  # [E, 1 or 2, rows(, columns)]
+    parts = parts.movedim(1, -1)
+    if parts.ndim == 4:  # a matrix
+        parts = parts.transpose(1, 2)
+    return parts.flatten(-2).contiguous()
 
 
 def shapes_in_files(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors in a model's files."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in (name for row in parameters_of(model) for place in row.places(model) for name in row.names(place)):
+    names = [name for row in parameters_of(model) for place in row.places(model) for name in row.names(place)]
+    for name in names:
         shape = full_shape(name, model, vocab_size)
         stacked = stacked_name(name) if model.traits.stacked_experts else name
         if stacked != name:
@@ -85,10 +95,11 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"checkpoint: {folder / 'config.json'} {error}") from None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> JsonObject:
     """Read the entries of config.json; raise UserError if it is missing or damaged."""
     remedy = "give a Hugging Face model folder"
-    if (entries := read_object(folder / "config.json", f"holds no JSON object; {remedy}")) is None:
+    entries = read_object(folder / "config.json", f"holds no JSON object; {remedy}")
+    if entries is None:
         raise UserError(f"checkpoint: {folder} has no config.json; {remedy}")
     return entries
 
@@ -103,45 +114,61 @@ class HuggingFaceTensors:
 
     Attributes:
         folder: the model folder.
-        names: those of its tensors.
+        names: the names of its tensors.
 
     Raises:
         UserError: there are no safetensors, or the index is damaged, names files elsewhere, or does not fit its files.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, index = folder, folder / INDEX
-        weight_map: Any = {}
+        self.folder = folder
+        self._files: dict[str, str] = {}
         if any(folder.glob("shard-*-model-*-of-*.safetensors")):  # transformers loads these first
             raise UserError(f"checkpoint: {folder} holds a distributed checkpoint; load it in transformers and save it")
-        if not (folder / SINGLE).is_file():
-            damaged = "is damaged, it maps no tensors to files; download it again"
-            if (content := read_object(index, damaged)) is None:
-                raise UserError(f"checkpoint: {folder} holds no {SINGLE}; convert the model to safetensors first")
-            if not isinstance(weight_map := content.get("weight_map"), dict) or not weight_map:
-                raise UserError(f"{index} {damaged}")
-            for file in weight_map.values():
-                check_inside(file, index, "checkpoint")
-        self._files: dict[str, str] = {}
-        for file in dict.fromkeys(weight_map.values()) or [SINGLE]:
-            with _opened(folder / file) as opened:
-                found = dict.fromkeys(opened.keys(), file)
-            if twice := sorted(found.keys() & self._files.keys()):
-                raise UserError(f"{index}: {twice[0]} is in {self._files[twice[0]]} and in {file}; download them again")
-            self._files |= found
+        if (folder / SINGLE).is_file():
+            self._add(SINGLE)
+        else:
+            self._read_index()
+        self.names = set(self._files)
+
+    def _read_index(self) -> None:
+        index = self.folder / INDEX
+        damaged = "is damaged, it maps no tensors to files; download it again"
+        content = read_object(index, damaged)
+        if content is None:
+            raise UserError(f"checkpoint: {self.folder} holds no {SINGLE}; convert the model to safetensors first")
+        weight_map = content.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index} {damaged}")
+        for file in weight_map.values():
+            check_inside(file, index, "checkpoint")
+        for file in dict.fromkeys(weight_map.values()):
+            self._add(file)
         for name, file in weight_map.items():
             if self._files.get(name) != file:
                 raise UserError(f"{index} names {file} for {name}, which that file lacks; download both again")
-        self.names = set(self._files)
+
+    def _add(self, file: str) -> None:
+        """Note the tensors of a file."""
+        with _opened(self.folder / file) as tensors:
+            names = tensors.keys()
+        for name in sorted(names):
+            if name in self._files:
+                raise UserError(
+                    f"{self.folder / INDEX}: {name} is in {self._files[name]} and in {file}; download them again"
+                )
+            self._files[name] = file
 
     def open(self, name: str) -> Any:
         """Return a safetensors slice, which reads only what it is indexed with; part of a stacked tensor is read."""
-        entry, match = self._entry(name), _EXPERT.fullmatch(name)
+        entry = self._entry(name)
+        match = _EXPERT.fullmatch(name)
         if match is None or name in self._files:
             return entry
-        expert, matrix = int(match[2]), match[3]
-        columns = slice(int(matrix == "up"), None, 1 if matrix == "down" else 2)
-        return entry[expert : expert + 1][0, ..., columns].movedim(-1, 0).contiguous()
+        expert = int(match[2])
+        stacked = entry[expert : expert + 1][0]
+        columns = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[match[3]]
+        return stacked[..., columns].movedim(-1, 0).contiguous()
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and the dtype of a tensor, or of the stacked one that contains it.
@@ -150,12 +177,13 @@ class HuggingFaceTensors:
             UserError: it is missing or quantized.
         """
         entry = self._entry(name)
-        if (word := entry.get_dtype()) not in _FLOATS:
+        dtype = entry.get_dtype()
+        if dtype not in _FLOATS:
             raise UserError(
-                f"checkpoint: {name} in {self.folder} has type {word}, needs one of {', '.join(_FLOATS)}; "
+                f"checkpoint: {name} in {self.folder} has type {dtype}, needs one of {', '.join(_FLOATS)}; "
                 "use the model before its quantization"
             )
-        return tuple(entry.get_shape()), _FLOATS[word]
+        return tuple(entry.get_shape()), _FLOATS[dtype]
 
     def _entry(self, name: str) -> Any:
         stored = name if name in self._files else stacked_name(name)
@@ -174,14 +202,8 @@ class HuggingFaceTensors:
             UserError: a tensor is missing, has another shape, or does not belong to this model; the message names it.
         """
         spare = {name for name in self.names if name.endswith("rotary_emb.inv_freq")}
-        if model.multi_latent_attention and (further := read_config(self.folder).get("num_nextn_predict_layers")):
-            layers = tuple(f"model.layers.{model.num_layers + layer}." for layer in range(further))
-            if left_out := {name for name in self.names if name.startswith(layers)}:
-                logger.warning(
-                    "checkpoint: %s has num_nextn_predict_layers %d; these layers, %d tensors, are left out",
-                    self.folder, further, len(left_out),
-                )  # fmt: skip
-                spare |= left_out
+        if model.multi_latent_attention:
+            spare |= self._of_further_layers(model)
         if not model.untie_embeddings_and_output_weights and _OUTPUT in self.names:
             if not torch.equal(self.open(_OUTPUT)[:], self.open(_EMBEDDING)[:]):
                 raise UserError(
@@ -189,13 +211,29 @@ class HuggingFaceTensors:
                     "set it to false in config.json or remove the tensor"
                 )
             spare.add(_OUTPUT)
-        wanted = shapes_in_files(model, vocab_size)
-        found = {name: self.described(name)[0] for name in sorted(self.names - spare)}
-        if unknown := sorted(found.keys() - wanted.keys()):
-            raise UserError(f"checkpoint: {self.folder} has {unknown[0]}, which this model has no place for")
-        for name, needed in wanted.items():
-            if (shape := found.get(name) or self.described(name)[0]) != needed:
-                raise UserError(f"checkpoint: {name} in {self.folder} is {[*shape]}, its config needs {[*needed]}")
+        needed = shapes_in_files(model, vocab_size)
+        shapes = {name: self.described(name)[0] for name in sorted(self.names - spare)}
+        for name in shapes:
+            if name not in needed:
+                raise UserError(f"checkpoint: {self.folder} has {name}, which this model has no place for")
+        for name, needed_shape in needed.items():
+            shape = shapes.get(name) or self.described(name)[0]
+            if shape != needed_shape:
+                raise UserError(
+                    f"checkpoint: {name} in {self.folder} is {[*shape]}, its config needs {[*needed_shape]}"
+                )
+
+    def _of_further_layers(self, model: ModelConfig) -> set[str]:
+        """Return the tensors of layers that predict more than the next token, and warn that they are left out."""
+        further = read_config(self.folder).get("num_nextn_predict_layers") or 0
+        layers = tuple(f"model.layers.{model.num_layers + layer}." for layer in range(further))
+        left_out = {name for name in self.names if name.startswith(layers)}
+        if left_out:
+            logger.warning(
+                "checkpoint: %s has num_nextn_predict_layers %d; these layers, %d tensors, are left out",
+                self.folder, further, len(left_out),
+            )  # fmt: skip
+        return left_out
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -50,7 +50,9 @@ class Parameter:
 
     def in_layer(self, model: ModelConfig, layer: int) -> bool:
         """Return whether a layer, counted from 0, has it, in a model that has it."""
-        return ("dense" if model.has_experts(layer) else "experts") not in self.traits
+        if model.has_experts(layer):
+            return "dense" not in self.traits
+        return "experts" not in self.traits
 
     def checkpoint(self, place: Place) -> str:
         """Return its name in a checkpoint, independent of the run's layer classes; a norm has its fused name."""
@@ -85,11 +87,9 @@ def _row(
     traits: str, cut: Cut, megatron: str, hugging_face: str, prefixes: Sequence[str] = ("", ""), *, trained: bool = True
 ) -> Parameter:
     """Return a row of the table; several traits or names are separated by spaces."""
-    ours, theirs = (
-        tuple(prefix + name for name in names.split())
-        for prefix, names in zip(prefixes, (megatron, hugging_face), strict=True)
-    )
-    return Parameter(frozenset(traits.split()), cut, ours, theirs, trained)
+    megatron_names = tuple(prefixes[0] + name for name in megatron.split())
+    hugging_face_names = tuple(prefixes[1] + name for name in hugging_face.split())
+    return Parameter(frozenset(traits.split()), cut, megatron_names, hugging_face_names, trained)
 
 
 _layer = partial(_row, prefixes=("decoder.layers.{0}.", "model.layers.{0}."))  # a parameter of each layer
@@ -114,8 +114,10 @@ def _experts(
 @cache
 def parameters_of(model: ModelConfig) -> tuple[Parameter, ...]:
     """Return the rows of the table that apply to this model."""
-    block, latent, low_rank = model.traits, model.multi_latent_attention, model.q_lora_rank is not None
-    apart = model.qk_layernorm or model.moe_router_score_function == "sigmoid"
+    block = model.traits
+    latent = model.multi_latent_attention
+    low_rank = model.q_lora_rank is not None
+    as_qwen = model.qk_layernorm or model.moe_router_score_function == "sigmoid"
     traits = {
         **{family if family == model.block else f"not_{family}": True for family in BLOCKS},
         "layer_norm": block.norm == "LayerNorm",
@@ -134,8 +136,8 @@ def parameters_of(model: ModelConfig) -> tuple[Parameter, ...]:
         "output_bias": block.output_bias,
         "dense": model.expert_layers < model.num_layers,
         "experts": model.expert_layers > 0,
-        "as_qwen": apart,
-        "as_mixtral": not (apart or block.stacked_experts),
+        "as_qwen": as_qwen,
+        "as_mixtral": not (as_qwen or block.stacked_experts),
         "router_bias": model.moe_router_enable_expert_bias,
         "shared_experts": model.moe_shared_expert_intermediate_size is not None,
         "untied": model.untie_embeddings_and_output_weights,
@@ -234,8 +236,16 @@ def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert:
 
 def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
     """Return the shape of a Hugging Face parameter of this model."""
-    width, heads, groups, rank = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.q_lora_rank
-    inner, whole = model.ffn_hidden_size, model.traits.qk_norm == "all_heads"
+    width = model.hidden_size
+    heads = model.num_attention_heads
+    query_width = heads * model.head_size
+    key_width = model.num_query_groups * model.head_size
+    rank = model.q_lora_rank or 0
+    query_norm = key_norm = model.head_size
+    if model.traits.qk_norm == "all_heads":
+        query_norm = query_width
+        key_norm = key_width
+    inner = model.ffn_hidden_size
     if ".experts." in hugging_face_name:
         inner = model.expert_width
     elif ".shared_experts." in hugging_face_name:
@@ -243,32 +253,34 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
     shapes = {
         "embed_tokens": (vocab_size, width),
         "lm_head": (vocab_size, width),
-        "q_proj": (heads * model.head_size, width),
-        "k_proj": (groups * model.head_size, width),
-        "v_proj": (groups * model.head_size, width),
-        "q_norm": (model.head_size * (heads if whole else 1),),
-        "k_norm": (model.head_size * (groups if whole else 1),),
+        "q_proj": (query_width, width),
+        "k_proj": (key_width, width),
+        "v_proj": (key_width, width),
+        "q_norm": (query_norm,),
+        "k_norm": (key_norm,),
         "self_attn": (heads,),  # the sinks
-        "q_a_proj": (rank or 0, width),
-        "q_a_layernorm": (rank or 0,),
-        "q_b_proj": (heads * model.head_size, rank or 0),
+        "q_a_proj": (rank, width),
+        "q_a_layernorm": (rank,),
+        "q_b_proj": (query_width, rank),
         "kv_a_proj_with_mqa": (model.kv_lora_rank + model.qk_pos_emb_head_dim, width),
         "kv_a_layernorm": (model.kv_lora_rank,),
         "kv_b_proj": (heads * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank),
         "o_proj": (width, heads * model.value_size),
-        "dense": (width, heads * model.head_size),
+        "dense": (width, query_width),
         "gate": (model.num_experts or 0, width),
         "router": (model.num_experts or 0, width),
         **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3", "fc1"), (inner, width)),
         **dict.fromkeys(("down_proj", "w2", "fc2"), (width, inner)),
     }
-    module, ending = hugging_face_name.split(".")[-2:]
+    module = hugging_face_name.split(".")[-2]
     shape = shapes.get(module, (width,))
-    return shape[:1] if ending.endswith("bias") else shape
+    if hugging_face_name.endswith("bias"):
+        return shape[:1]
+    return shape
 
 
 def _rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[tuple[int, range]]:
-    """Return of what a whole Megatron tensor consists, top to bottom: Hugging Face tensor, by its index, and its rows.
+    """Return the parts of a whole Megatron tensor, top to bottom: the index of a Hugging Face tensor, and its rows.
 
     QKV:      q of group 0 | k of group 0 | v of group 0 | q of group 1 | ...
     GATE_UP:  gate | up
@@ -276,8 +288,11 @@ def _rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[
     if parameter.cut is Cut.QKV:
         head = model.head_size
         sizes = (model.num_attention_heads // model.num_query_groups * head, head, head)
-        groups = range(model.num_query_groups)
-        return [(part, range(group * size, (group + 1) * size)) for group in groups for part, size in enumerate(sizes)]
+        return [
+            (part, range(group * size, (group + 1) * size))
+            for group in range(model.num_query_groups)
+            for part, size in enumerate(sizes)
+        ]
     counts = [full_shape(name, model, vocab_size)[0] for name in parameter.hugging_face]
     return [(part, range(count)) for part, count in enumerate(counts)]
 
@@ -302,21 +317,23 @@ def fuse_into(
     columns = [slice(first, first + size) for first, size in zip(offset[1:], part.shape[1:], strict=True)]
     row = -offset[0]  # where the next rows begin in the part
     for source, rows in _rows_of(parameter, model, vocab_size):
-        first, last = max(row, 0), min(row + len(rows), len(part))
+        first = max(row, 0)
+        last = min(row + len(rows), len(part))
         if first < last:
-            wanted = rows[first - row : last - row]
-            part[first:last].copy_(tensors[source][(slice(wanted.start, wanted.stop), *columns)])
+            source_rows = rows[first - row : last - row]
+            part[first:last].copy_(tensors[source][(slice(source_rows.start, source_rows.stop), *columns)])
         row += len(rows)
     part[max(row, 0) :].zero_()
 
 
 def unfuse(parameter: Parameter, whole: Tensor, model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
     """Return the Hugging Face tensors of which a whole Megatron tensor is assembled, without padding."""
-    runs = _rows_of(parameter, model, vocab_size)
-    counts = [len(rows) for _, rows in runs]
     parts: list[list[Tensor]] = [[] for _ in parameter.hugging_face]
-    for (source, _), part in zip(runs, whole[: sum(counts)].split(counts), strict=True):
-        parts[source].append(part)
+    end = 0
+    for source, rows in _rows_of(parameter, model, vocab_size):
+        start = end
+        end += len(rows)
+        parts[source].append(whole[start:end])
     return tuple(map(torch.cat, parts))
 
 
@@ -331,10 +348,10 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters used per token: with experts, only those of the token's experts."""
+    """Return the number of parameters used per token: with experts, the router and the token's experts."""
     if model.num_experts is None:
         return count_parameters(model, vocab_size)
     router_row = model.hidden_size + int(model.traits.biases)
-    return count_parameters(replace(model, num_experts=model.moe_router_topk), vocab_size) + (
-        (model.num_experts - model.moe_router_topk) * router_row * model.expert_layers  # other router rows
-    )
+    other_router_rows = (model.num_experts - model.moe_router_topk) * model.expert_layers
+    with_chosen_experts = replace(model, num_experts=model.moe_router_topk)
+    return count_parameters(with_chosen_experts, vocab_size) + other_router_rows * router_row

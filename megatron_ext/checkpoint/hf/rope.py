@@ -6,13 +6,14 @@ the length of the rows. So a run with longer rows is exported with the constant 
 
 import math
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.rope import attention_factor, follows_text, mscale, settled
 
 # the entries that transformers reads
@@ -56,17 +57,18 @@ class Angles(_LayerAngles, total=False):
     sliding_attention: _LayerAngles | None
 
 
-def with_rope(model: ModelConfig, entries: dict[str, Any]) -> ModelConfig:
+def with_rope(model: ModelConfig, entries: JsonObject) -> ModelConfig:
     """Return the model with the rotary options of config.json; raise UserError naming one that is not supported."""
-    base = _given({"rope_theta": entries.get("rope_theta")})
-    scaling, parameters = _given(entries.get("rope_scaling")), _given(entries.get("rope_parameters"))
+    base = _without_nulls({"rope_theta": entries.get("rope_theta")})
+    scaling = _without_nulls(entries.get("rope_scaling"))
+    parameters = _without_nulls(entries.get("rope_parameters"))
     if not model.traits.local_angles:
         # if both formats are present, transformers reads the old one
         return _with_angles(model, base | (scaling or parameters), entries)
     # local and global layers differ, and only the latter may be scaled; transformers ignores `type`
-    angles = {"rope_type": "default"} | base | _given(parameters.get("full_attention")) | scaling
+    angles = {"rope_type": "default"} | base | _without_nulls(parameters.get("full_attention")) | scaling
     local = {"rope_type": "default", "rope_theta": entries["rope_local_base_freq"]}
-    local |= _given(parameters.get("sliding_attention"))
+    local |= _without_nulls(parameters.get("sliding_attention"))
     model = _with_angles(model, angles, entries)
     if model.local_window is None or local == angles:
         return model
@@ -75,31 +77,34 @@ def with_rope(model: ModelConfig, entries: dict[str, Any]) -> ModelConfig:
     return replace(model, rotary_base_local=float(local["rope_theta"]))
 
 
-def _given(entries: dict[str, Any] | None) -> dict[str, Any]:
+def _without_nulls(entries: JsonObject | None) -> JsonObject:
     return {name: value for name, value in (entries or {}).items() if value is not None}
 
 
-def _with_angles(model: ModelConfig, rope: dict[str, Any], entries: dict[str, Any]) -> ModelConfig:
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    if unread := next((name for name in rope if name not in _READ[scaling]), None):
-        raise UserError(f"has {unread} {echo(rope[unread])} in its rope_parameters, which {scaling} does not read")
+def _with_angles(model: ModelConfig, rope: JsonObject, entries: JsonObject) -> ModelConfig:
+    scaling: str = rope.get("rope_type") or rope.get("type") or "default"
+    for name, value in rope.items():
+        if name not in _READ[scaling]:
+            raise UserError(f"has {name} {echo(value)} in its rope_parameters, which {scaling} does not read")
     share = rope.get("partial_rotary_factor") or entries.get("partial_rotary_factor")
-    if not (partial := "rotary_percent" in model.traits.options) and share not in (None, 1):
-        raise UserError(f"has partial_rotary_factor {echo(share)}, this model has 1.0 only; use another model")
-    if partial:
+    if "rotary_percent" in model.traits.options:
         model = replace(model, rotary_percent=float(share or 0.5))
+    elif share not in (None, 1):
+        raise UserError(f"has partial_rotary_factor {echo(share)}, this model has 1.0 only; use another model")
     model = replace(model, rotary_base=float(rope.get("rope_theta", 10_000.0)))
     return replace(model, **_scaling(model, scaling, rope, entries))
 
 
-def _scaling(model: ModelConfig, scaling: str, rope: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+def _scaling(model: ModelConfig, scaling: str, rope: JsonObject, entries: JsonObject) -> JsonObject:
     longest = entries.get("max_position_embeddings")
     original = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = longest if scaling == "dynamic" else original or longest
-    factor = rope.get("factor")
-    if factor is None and scaling == "yarn" and original:
+    if scaling == "dynamic" or not original:
+        original = longest
+    factor = 1.0
+    if rope.get("factor") is not None:
+        factor = float(rope["factor"])
+    elif scaling == "yarn" and original:
         factor = (longest or original) / original
-    factor = 1.0 if factor is None else float(factor)
     if scaling == "default" or (scaling == "linear" and factor == 1.0):
         return {}
     options = {"rope_scaling": scaling, "rope_scaling_factor": factor}
@@ -107,15 +112,17 @@ def _scaling(model: ModelConfig, scaling: str, rope: dict[str, Any], entries: di
         return options
     options["rope_original_length"] = original
     if scaling == "llama3":
-        low, high = (float(rope.get(name, 0)) for name in ("low_freq_factor", "high_freq_factor"))
-        options |= {"rope_low_freq_factor": low, "rope_high_freq_factor": high}
+        options["rope_low_freq_factor"] = float(rope.get("low_freq_factor", 0))
+        options["rope_high_freq_factor"] = float(rope.get("high_freq_factor", 0))
     if scaling == "yarn":
         options |= _yarn(model, factor, rope)
     return options
 
 
-def _yarn(model: ModelConfig, factor: float, rope: dict[str, Any]) -> dict[str, Any]:
-    attention, above, below = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+def _yarn(model: ModelConfig, factor: float, rope: JsonObject) -> JsonObject:
+    attention = rope.get("attention_factor")
+    above = rope.get("mscale")
+    below = rope.get("mscale_all_dim")
     if attention is None and above and below:  # as in transformers; otherwise it is 0.1 ln factor + 1
         attention = mscale(factor, above) / mscale(factor, below)
     options = {
@@ -125,18 +132,21 @@ def _yarn(model: ModelConfig, factor: float, rope: dict[str, Any]) -> dict[str, 
     }
     if model.multi_latent_attention and below:  # also of the scores of all dimensions
         options["rope_mscale_all_dim"] = float(below)
-        attention = mscale(factor, 1.0) if attention is None else attention
+        if attention is None:
+            attention = mscale(factor, 1.0)
         if math.isclose(attention, mscale(factor, 1.0) / mscale(factor, below), rel_tol=1e-12):
             attention = None
-    return options | {"rope_attention_factor": None if attention is None else float(attention)}
+    if attention is not None:
+        options["rope_attention_factor"] = float(attention)
+    return options
 
 
-def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
+def rope_entries(model: ModelConfig, row_length: int) -> JsonObject:
     """Return the rotary entries, new and old, of a model that was trained on rows of `row_length` tokens."""
     if not follows_text(model, row_length):
         model = settled(model, row_length)
     scaling = model.rope_scaling
-    entries: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
+    entries: JsonObject = {"rope_type": "default" if scaling == "none" else scaling}
     if scaling != "none":
         entries["factor"] = model.rope_scaling_factor
     if "rotary_percent" in model.traits.options:
@@ -153,21 +163,23 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
             entries |= _mscales(model)
         elif model.rope_attention_factor is not None:
             entries["attention_factor"] = model.rope_attention_factor
-    parameters: dict[str, Any] = entries | {"rope_theta": model.rotary_base}
+    parameters: JsonObject = entries | {"rope_theta": model.rotary_base}
     if model.traits.local_angles:
-        own = {"rope_type": "default", "rope_theta": model.rotary_base_local}
-        local = parameters if model.rotary_base_local is None else own
+        local = parameters
+        if model.rotary_base_local is not None:
+            local = {"rope_type": "default", "rope_theta": model.rotary_base_local}
         parameters = {"full_attention": parameters, "sliding_attention": local}
-    return {
-        "max_position_embeddings": model.rope_original_length if scaling == "dynamic" else row_length,
-        "rope_theta": model.rotary_base,
-        **({"rope_scaling": entries} if scaling != "none" else {}),
-        "rope_parameters": parameters,
-    }
+    rope: JsonObject = {"max_position_embeddings": row_length, "rope_theta": model.rotary_base}
+    if scaling == "dynamic":
+        rope["max_position_embeddings"] = model.rope_original_length
+    if scaling != "none":
+        rope["rope_scaling"] = entries
+    return rope | {"rope_parameters": parameters}
 
 
 def _mscales(model: ModelConfig) -> dict[str, float]:
-    factor, all_dim = model.rope_scaling_factor, model.rope_mscale_all_dim
+    factor = model.rope_scaling_factor
+    all_dim = model.rope_mscale_all_dim
     above = round((attention_factor(model) * mscale(factor, all_dim) - 1.0) / (0.1 * math.log(factor)), 12)
     if above > 0:
         return {"mscale": above, "mscale_all_dim": all_dim}

@@ -32,25 +32,27 @@ def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
         open_bins[space] += added
 
     placed = opened = 0
-    for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        rest = count
-        while rest:
+    by_size = zip(distinct.tolist(), counts.tolist(), strict=True)
+    for size, count in reversed(list(by_size)):
+        unplaced = count
+        while unplaced:
             fullest = bisect_left(spaces, size)
             if fullest == len(spaces):
-                needed = -(-rest // (capacity // size))
+                needed = -(-unplaced // (capacity // size))
                 put(list(range(opened, opened + needed)), capacity)
                 opened += needed
             space = spaces[fullest]
-            each = min(space // size, rest)
-            waiting = open_bins[space]
-            taken = waiting[-(rest // each) :]
-            del waiting[-(rest // each) :]
-            if not waiting:
+            items_per_bin = min(space // size, unplaced)
+            candidates = open_bins[space]
+            filled = candidates[-(unplaced // items_per_bin) :]
+            del candidates[-len(filled) :]
+            if not candidates:
                 del open_bins[space], spaces[fullest]
-            put(taken, space - each * size)
-            bins[placed : placed + each * len(taken)] = np.repeat(taken, each)
-            placed += each * len(taken)
-            rest -= each * len(taken)
+            put(filled, space - items_per_bin * size)
+            items = np.repeat(filled, items_per_bin)
+            bins[placed : placed + len(items)] = items
+            placed += len(items)
+            unplaced -= len(items)
     result = np.empty_like(bins)
     result[order] = bins
     return result

@@ -25,7 +25,8 @@ def decompose(lengths: Int64, shortest: int, longest: int) -> list[Int64]:
     while size < longest:
         documents = np.flatnonzero(lengths & size)
         # A document's piece of this size follows the larger ones, the higher digits of its length.
-        buckets.append(_pieces(documents, lengths[documents] // (2 * size) * (2 * size), size))
+        starts = lengths[documents] // (2 * size) * (2 * size)
+        buckets.append(_pieces(documents, starts, size))
         size *= 2
     return [*buckets, full_pieces(lengths, longest)]
 
@@ -53,26 +54,30 @@ def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float
     `counts` are the batches of each bucket, shortest pieces first, and `draws` their float64 [batches], uniform in [0,
     1). Returns int64 [sum(counts)], bucket indices.
     """
-    buckets, numbers, times = [], [], []
+    buckets = []
+    numbers = []  # of the cycles
+    times = []
     for bucket, (count, uniform) in enumerate(zip(counts, draws, strict=True)):
         borders = np.arange(cycles + 1) * count // cycles
-        waits = np.cumsum(-np.log1p(-uniform))
-        before = np.concatenate([[0.0], waits])[borders[:-1]]
-        sizes = np.diff(borders)
-        rates = np.repeat(growth**-bucket * sizes, sizes)
+        cycle_of_batch = np.repeat(np.arange(cycles), np.diff(borders))
+        waits = np.append(0.0, np.cumsum(-np.log1p(-uniform)))
+        waits_of_cycle = waits[1:] - waits[borders[cycle_of_batch]]
+        rates = growth**-bucket * np.diff(borders)
         buckets.append(np.full(count, bucket))
-        numbers.append(np.repeat(np.arange(cycles), sizes))
-        times.append((waits - np.repeat(before, sizes)) / rates)
+        numbers.append(cycle_of_batch)
+        times.append(waits_of_cycle / rates[cycle_of_batch])
     order = np.lexsort((np.concatenate(times), np.concatenate(numbers)))
     return np.concatenate(buckets)[order]
 
 
-def even_share(counts: Sequence[int], wanted: int) -> list[int]:
-    """Reduce counts to a sum of at most `wanted`, as proportionally as integers allow."""
+def even_share(counts: Sequence[int], limit: int) -> list[int]:
+    """Reduce counts to a sum of at most `limit`, as proportionally as integers allow."""
     total = sum(counts)
-    if total <= wanted:
+    if total <= limit:
         return list(counts)
-    shares = [divmod(count * wanted, total) for count in counts]
-    missing = wanted - sum(whole for whole, _ in shares)
-    largest = sorted(range(len(counts)), key=lambda number: -shares[number][1])[:missing]  # by remainder
-    return [whole + (number in largest) for number, (whole, _) in enumerate(shares)]
+    shares = [count * limit // total for count in counts]
+    remainders = [count * limit % total for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda number: -remainders[number])
+    for number in by_remainder[: limit - sum(shares)]:
+        shares[number] += 1
+    return shares

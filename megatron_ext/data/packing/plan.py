@@ -28,7 +28,9 @@ from megatron_ext.data.kept import LARGE, kept_arrays
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_folder
 
-PLAN, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
+PLAN = "plan.json"
+OFFSETS = "row_offsets.npy"
+PIECES = "pieces.npy"
 
 
 @dataclass(frozen=True)
@@ -78,25 +80,23 @@ class PackingPlan:
 def fingerprint(source: IndexedSource, documents: Documents, cache: Path | None = None) -> str:
     """Return the SHA-256 of the documents of a split, and of all documents' lengths and sources (if known).
 
-    That of a large data set is kept in `cache`, unless it is None.
+    The hash of a large data set is kept in `cache`, unless it is None.
     """
     if cache is None or not isinstance(documents, range) or len(documents) < LARGE:
-        return _hash_documents(source, documents).hexdigest()
+        return _hash_documents(source, documents).hex()
     key = {"index": source.index_fingerprint, "first_document": documents.start, "documents": len(documents)}
-    digest = kept_arrays(
-        cache, key, lambda: {"sha256": np.frombuffer(_hash_documents(source, documents).digest(), np.uint8)}
-    )
-    return digest["sha256"].tobytes().hex()
+    kept = kept_arrays(cache, key, lambda: {"sha256": np.frombuffer(_hash_documents(source, documents), np.uint8)})
+    return kept["sha256"].tobytes().hex()
 
 
-def _hash_documents(source: IndexedSource, documents: Documents) -> "hashlib._Hash":
+def _hash_documents(source: IndexedSource, documents: Documents) -> bytes:
     digest = hashlib.sha256()
     for numbers in (source.document_lengths, documents, source.document_sources):
         if numbers is not None:
             values = np.ascontiguousarray(numbers, dtype="<i8")
             digest.update(len(values).to_bytes(8, "little"))
             digest.update(values.data)
-    return digest
+    return digest.digest()
 
 
 def plan_folder(prefix: str | Path, key: PlanKey) -> Path:
@@ -122,7 +122,7 @@ def load_plan(prefix: str | Path, key: PlanKey) -> PackingPlan:
         offsets = np.load(folder / OFFSETS, mmap_mode="r")
         pieces = np.load(folder / PIECES, mmap_mode="r")
         about = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        tokens = int(about["tokens"] if "tokens" in about else pieces[:, 2].sum())  # older plans do not have it
+        tokens = int(about["tokens"])
     except FileNotFoundError:
         raise UserError(
             f"packing: {prefix} has no {key.policy} plan for seq_length {key.row_length} and seed "

@@ -51,8 +51,9 @@ class Corpus:
 
     def sources(self) -> Int64 | None:
         """Return the source of each document, numbered from 0, int64 [n]; None if the data set has no sources."""
-        numbers = self.source.document_sources
-        return None if numbers is None else np.unique(np.asarray(numbers)[self.documents], return_inverse=True)[1]
+        if self.source.document_sources is None:
+            return None
+        return np.unique(self.source.document_sources[self.documents], return_inverse=True)[1]
 
     def shuffled(self, count: int, draw: int = 0) -> Int64:
         """Return a permutation int64 [count], a function of (seed, draw)."""
@@ -60,8 +61,9 @@ class Corpus:
 
     def uniform(self, count: int, draw: int) -> np.ndarray:
         """Return float64 [count], uniform in [0, 1), a function of (seed, draw)."""
+        words = random_words(count, self.seed, draw, Purpose.ROWS)
         # the upper 53 bits, the precision of float64, so that every value is exact and below 1
-        return (random_words(count, self.seed, draw, Purpose.ROWS) >> np.uint64(11)) * 2.0**-53
+        return (words >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,17 @@ def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packe
     row_ends = np.minimum(starts + corpus.row_length, ends[-1])
     borders = np.sort(np.concatenate([starts, ends]), kind="stable")  # two sorted runs: union1d takes far longer
     borders = borders[np.diff(borders, prepend=-1) > 0]
-    row_of = np.searchsorted(starts, borders, side="right") - 1
-    borders, row_of = borders[row_of >= 0], row_of[row_of >= 0]
-    inside_row = borders < row_ends[row_of]
-    piece_starts, row_of = borders[inside_row], row_of[inside_row]
-    piece_ends = np.minimum(np.append(piece_starts[1:], ends[-1]), row_ends[row_of])
-    inside = np.searchsorted(ends, piece_starts, side="right")  # index in `order` of each piece's document
-    documents = order[inside]
-    offsets = piece_starts - (ends[inside] - corpus.lengths[documents])
-    row_offsets = np.searchsorted(row_of, np.arange(len(starts) + 1))
+    row_of_border = np.searchsorted(starts, borders, side="right") - 1
+    borders = borders[row_of_border >= 0]
+    row_of_border = row_of_border[row_of_border >= 0]
+    inside_row = borders < row_ends[row_of_border]
+    piece_starts = borders[inside_row]
+    row_of_piece = row_of_border[inside_row]
+    piece_ends = np.minimum(np.append(piece_starts[1:], ends[-1]), row_ends[row_of_piece])
+    places = np.searchsorted(ends, piece_starts, side="right")  # in `order`, of each piece's document
+    documents = order[places]
+    offsets = piece_starts - (ends[places] - corpus.lengths[documents])
+    row_offsets = np.searchsorted(row_of_piece, np.arange(len(starts) + 1))
     return row_offsets, np.stack([documents, offsets, piece_ends - piece_starts], axis=1)
 
 
@@ -112,9 +116,9 @@ class Random(Policy):
 
     def pack(self, corpus: Corpus) -> Packed:
         total = int(corpus.lengths.sum())
-        wanted = -(-total // corpus.row_length) * corpus.row_length  # tokens up to the end of the epoch's last row
-        orders = [corpus.shuffled(len(corpus.documents), epoch) for epoch in range(-(-wanted // total))]
-        return cut_rows(corpus, np.concatenate(orders), np.arange(0, wanted, corpus.row_length))
+        end = -(-total // corpus.row_length) * corpus.row_length  # of the epoch's last row, in tokens
+        orders = [corpus.shuffled(len(corpus.documents), epoch) for epoch in range(-(-end // total))]
+        return cut_rows(corpus, np.concatenate(orders), np.arange(0, end, corpus.row_length))
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class WholeDocument(Policy):
 
         L = 4, below 12     a a a|  b b b b|b b b b|b|  c c c c|  d (12 tokens)      rows: bbbb bbbb cccc
 
-    `below` separates the parts of a mixture, for example documents of 64K from those of 512K. Only the first
+    `below` separates the parts of a mixture, for example documents of 64K from documents of 512K. Only the first
     `rows_per_document` rows of each document are used; with 1, only its first L tokens. `join_sources` joins the
     documents of each source, in the data set's order, into one document (ProLong's textbooks, the books of a subject):
 
@@ -165,22 +169,22 @@ class WholeDocument(Policy):
             raise UserError(f"packing: below is {self.below}; needs more than the {row_length} tokens of a sequence")
 
     def pack(self, corpus: Corpus) -> Packed:
+        order = np.arange(len(corpus.lengths))
+        lengths = corpus.lengths
         if self.join_sources:
-            own = corpus.sources()
-            if own is None:
+            sources = corpus.sources()
+            if sources is None:
                 raise UserError(
                     "packing: join_sources joins the documents of a source, but the dataset names no sources; make it "
                     f"with {program('preprocess')} --source-field FIELD"
                 )
-            order = np.argsort(own, kind="stable")
-            lengths = np.bincount(own, weights=corpus.lengths).astype(np.int64)
-        else:
-            order, lengths = np.arange(len(corpus.lengths)), corpus.lengths
-        chosen = np.flatnonzero((lengths >= corpus.row_length) & (lengths < self.below))
-        texts, starts, _ = full_pieces(lengths[chosen], corpus.row_length).T
-        taken = starts // corpus.row_length < self.rows_per_document
-        begins = np.cumsum(lengths) - lengths
-        return cut_rows(corpus, order, begins[chosen[texts[taken]]] + starts[taken])
+            order = np.argsort(sources, kind="stable")
+            lengths = np.bincount(sources, weights=corpus.lengths).astype(np.int64)
+        text_starts = np.cumsum(lengths) - lengths
+        is_chosen = (lengths >= corpus.row_length) & (lengths < self.below)
+        texts, starts, _ = full_pieces(np.where(is_chosen, lengths, 0), corpus.row_length).T
+        is_used = starts // corpus.row_length < self.rows_per_document
+        return cut_rows(corpus, order, (text_starts[texts] + starts)[is_used])
 
 
 @dataclass(frozen=True)
@@ -202,17 +206,17 @@ class BestFit(Policy):
     """
 
     def pack(self, corpus: Corpus) -> Packed:
-        length = corpus.row_length
-        full = full_pieces(corpus.lengths, length)
-        rests = corpus.lengths % length
-        order = corpus.shuffled(len(rests))
-        order = order[rests[order] > 0]
-        bins = best_fit_decreasing(rests[order], length)
-        rest_pieces = np.stack([order, corpus.lengths[order] - rests[order], rests[order]], axis=1)
-        pieces = np.concatenate([full, rest_pieces])
+        full = full_pieces(corpus.lengths, corpus.row_length)
+        order = corpus.shuffled(len(corpus.lengths))
+        remainders = corpus.lengths[order] % corpus.row_length
+        order = order[remainders > 0]
+        remainders = remainders[remainders > 0]
+        bins = best_fit_decreasing(remainders, corpus.row_length)
+        remaining = np.stack([order, corpus.lengths[order] - remainders, remainders], axis=1)
+        pieces = np.concatenate([full, remaining])
         rows = np.concatenate([np.arange(len(full)), len(full) + bins])
         by_row = np.lexsort((corpus.shuffled(len(rows), draw=1), rows))
-        row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+        row_offsets = np.append(0, np.cumsum(np.bincount(rows)))
         return row_offsets, pieces[by_row]
 
 
@@ -221,9 +225,9 @@ class UpsampleLong(Policy):
     """Repeats documents longer than `threshold` tokens in an epoch, in random order (LCDE).
 
     Within each source, long documents occur `factor` times, or as often as needed for a share of `long_share` of the
-    source's tokens (but at least once). The sources keep their shares of all tokens: those that grew less are repeated
-    as a whole. A data set without sources counts as one source. With long_share 0.7 and sources of 30 long and 70 short
-    tokens, and of 50 and 50:
+    source's tokens (but at least once). The sources keep their shares of all tokens: a source that grew less is
+    repeated as a whole. A data set without sources counts as one source. With long_share 0.7, one source of 30 long and
+    70 short tokens, and one of 50 and 50:
 
         source   factor                      tokens with it          repetition           tokens
         1        0.7 * 70 / (0.3 * 30) 5.44  163.3 + 70 = 233.3      1                    233.3
@@ -238,26 +242,36 @@ class UpsampleLong(Policy):
 
     def pack(self, corpus: Corpus) -> Packed:
         sources = corpus.sources()
-        own = np.zeros(len(corpus.documents), np.int64) if sources is None else sources
-        above = corpus.lengths > self.threshold
+        if sources is None:
+            sources = np.zeros(len(corpus.documents), np.int64)
+        is_long = corpus.lengths > self.threshold
         groups = []  # long documents of a source, or short ones, their factor, the growth of the source
-        for number in range(own.max() + 1):
-            long, short = np.flatnonzero((own == number) & above), np.flatnonzero((own == number) & ~above)
-            longs, shorts = int(corpus.lengths[long].sum()), int(corpus.lengths[short].sum())
-            by = self.factor
-            if self.long_share:
-                by = max(self.long_share * shorts / ((1 - self.long_share) * longs), 1.0) if longs else 1.0
-            growth = (longs * by + shorts) / (longs + shorts)
-            groups += [(long, by, growth), (short, 1.0, growth)]
-        most = max(growth for *_, growth in groups)
+        for source in range(sources.max() + 1):
+            long = np.flatnonzero((sources == source) & is_long)
+            short = np.flatnonzero((sources == source) & ~is_long)
+            long_tokens = int(corpus.lengths[long].sum())
+            short_tokens = int(corpus.lengths[short].sum())
+            factor = self._factor(long_tokens, short_tokens)
+            growth = (long_tokens * factor + short_tokens) / (long_tokens + short_tokens)
+            groups += [(long, factor, growth), (short, 1.0, growth)]
+        largest_growth = max(growth for *_, growth in groups)
         copies = np.empty(len(corpus.lengths), dtype=np.int64)
-        for draw, (documents, by, growth) in enumerate(groups, start=1):
-            whole, fraction = divmod(by * (most / growth), 1)
+        for draw, (documents, factor, growth) in enumerate(groups, start=1):
+            whole, fraction = divmod(factor * (largest_growth / growth), 1)
             # Factor 2.25: two copies of each document, and a third copy of a quarter of them.
             copies[documents] = int(whole)
-            copies[documents[corpus.shuffled(len(documents), draw)[: round(fraction * len(documents))]]] += 1
+            shuffled = documents[corpus.shuffled(len(documents), draw)]
+            copies[shuffled[: round(fraction * len(documents))]] += 1
         documents = np.repeat(np.arange(len(copies)), copies)
         return cut_rows(corpus, documents[corpus.shuffled(len(documents))])
+
+    def _factor(self, long_tokens: int, short_tokens: int) -> float:
+        """Return how often the long documents of a source occur before it is repeated as a whole."""
+        if not self.long_share:
+            return self.factor
+        if not long_tokens:
+            return 1.0
+        return max(self.long_share * short_tokens / ((1 - self.long_share) * long_tokens), 1.0)
 
 
 @dataclass(frozen=True)
@@ -342,22 +356,24 @@ class Decomposition(Policy):
             raise UserError(f"packing: shortest is {self.shortest}; needs at most the {row_length} tokens of a row")
 
     def pack(self, corpus: Corpus) -> Packed:
-        length, batch = corpus.row_length, self.batch_rows
-        buckets = decompose(corpus.lengths, self.shortest, length)
-        sizes = [length >> power for power in reversed(range(len(buckets)))]
-        whole = [len(pieces) * size // (length * batch) for pieces, size in zip(buckets, sizes, strict=True)]
-        batches = even_share(whole, self.rows // batch)
+        buckets = decompose(corpus.lengths, self.shortest, corpus.row_length)
+        pieces_per_row = [1 << power for power in reversed(range(len(buckets)))]
+        batches = [
+            len(pieces) // (per_row * self.batch_rows) for pieces, per_row in zip(buckets, pieces_per_row, strict=True)
+        ]
+        batches = even_share(batches, self.rows // self.batch_rows)
         draws = [corpus.uniform(count, draw) for draw, count in enumerate(batches)]
-        order = np.repeat(curriculum(batches, draws, self.growth, self.cycles), batch)
-        chosen, rows = [], []
-        for number, (pieces, size) in enumerate(zip(buckets, sizes, strict=True)):
-            of_size = np.flatnonzero(order == number)
-            kept = corpus.shuffled(len(pieces), number)[: len(of_size) * (length // size)]
-            chosen.append(pieces[kept])
-            rows.append(np.repeat(of_size, length // size))
-        row_of = np.concatenate(rows)
-        row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=len(order)))])
-        return row_offsets, np.concatenate(chosen)[np.argsort(row_of, kind="stable")]
+        bucket_of_row = np.repeat(curriculum(batches, draws, self.growth, self.cycles), self.batch_rows)
+        chosen = []
+        rows = []
+        for number, (pieces, per_row) in enumerate(zip(buckets, pieces_per_row, strict=True)):
+            rows_of_bucket = np.repeat(np.flatnonzero(bucket_of_row == number), per_row)
+            shuffled = pieces[corpus.shuffled(len(pieces), number)]
+            chosen.append(shuffled[: len(rows_of_bucket)])
+            rows.append(rows_of_bucket)
+        row_of_piece = np.concatenate(rows)
+        row_offsets = np.append(0, np.cumsum(np.bincount(row_of_piece, minlength=len(bucket_of_row))))
+        return row_offsets, np.concatenate(chosen)[np.argsort(row_of_piece, kind="stable")]
 
 
 POLICIES: Mapping[str, type[Policy]] = {
@@ -382,9 +398,12 @@ def check_options(policy: str, options: Options, row_length: int) -> Policy:
     if policy not in POLICIES:
         raise UserError(f"packing: there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
     kind = POLICIES[policy]
-    known = [option.name for option in fields(kind) if kind is not Random]  # which reads no plan to filter
-    if unknown := [name for name in options if name not in known]:
-        raise UserError(f"packing: {policy} has no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
+    names = [option.name for option in fields(kind)]
+    if kind is Random:  # reads no plan to filter
+        names = []
+    for name in options:
+        if name not in names:
+            raise UserError(f"packing: {policy} has no option {name!r}; it takes {', '.join(names) or 'none'}")
     chosen = typed(dict(options), kind, "packing")
     if options.get("long_share") and "factor" in options:
         raise UserError("packing: factor beside long_share, which gives each source its own; leave one of them out")
@@ -403,7 +422,7 @@ def plan_key(
 ) -> PlanKey:
     """Return the key of the plan that `build_plan` creates from the same arguments; raises as `check_options`.
 
-    `cache` is that of `fingerprint`.
+    `cache` is passed to `fingerprint`.
     """
     chosen = check_options(policy, options or {}, row_length)
     return PlanKey(policy, row_length, seed, chosen.options, fingerprint(source, documents, cache))
@@ -425,5 +444,5 @@ def build_plan(
             f"packing: {policy} makes no row of {row_length} tokens of these {len(chosen)} documents, the longest of "
             f"which has {lengths.max()}; use a smaller row length, longer documents, or another policy"
         )
-    pieces[:, 0] = chosen[pieces[:, 0]]  # policies index the non-empty documents, plans those of the data set
+    pieces[:, 0] = chosen[pieces[:, 0]]  # policies index the non-empty documents, plans index all of them
     return PackingPlan(key, row_offsets, pieces, int(pieces[:, 2].sum()))

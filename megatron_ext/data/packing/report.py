@@ -32,44 +32,50 @@ class PackingReport:
 def report(plan: PackingPlan, source: IndexedSource, documents: Documents) -> PackingReport:
     """Return the report of a plan for the documents of the split."""
     chosen, lengths = nonempty(source, np.unique(np.asarray(documents, dtype=np.int64)))
-    pieces, every_length = np.asarray(plan.pieces), np.asarray(source.document_lengths)
-    row_tokens, placed = plan.rows * plan.row_length, plan.tokens
-    whole = pieces[:, 2] == every_length[pieces[:, 0]]
+    document_lengths = np.asarray(source.document_lengths)
+    document, first, tokens = np.asarray(plan.pieces).T
+    is_cut = tokens != document_lengths[document]
 
     # kept tokens: the union of the pieces, as intervals in the concatenation of all documents
-    starts = (np.cumsum(every_length) - every_length)[pieces[:, 0]] + pieces[:, 1]
+    starts = (np.cumsum(document_lengths) - document_lengths)[document] + first
     order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], (starts + pieces[:, 2])[order]
+    starts = starts[order]
+    ends = starts + tokens[order]
     covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # end of the part covered by earlier pieces
     kept = int(np.maximum(ends - np.maximum(starts, covered), 0).sum())
 
     # the tokens of a text of n see 1 .. n keys
-    texts = np.add.reduceat(pieces[:, 2], plan.row_offsets[:-1]) if plan.joined else pieces[:, 2]
+    texts = tokens
+    if plan.joined:
+        texts = np.add.reduceat(tokens, plan.row_offsets[:-1])
     sizes, counts = np.unique(texts, return_counts=True)
+    row_tokens = plan.rows * plan.row_length
     return PackingReport(
         documents=len(chosen),
         tokens=int(lengths.sum()),
         rows=plan.rows,
         row_tokens=row_tokens,
         kept_tokens=kept,
-        repeated_tokens=placed - kept,
-        dropped_documents=len(chosen) - len(np.unique(pieces[:, 0])),
-        truncated_documents=len(np.unique(pieces[~whole, 0])),
-        padding_tokens=row_tokens - placed,
-        mean_context=float((segment_pairs(sizes) * counts).sum() / placed),
+        repeated_tokens=plan.tokens - kept,
+        dropped_documents=len(chosen) - len(np.unique(document)),
+        truncated_documents=len(np.unique(document[is_cut])),
+        padding_tokens=row_tokens - plan.tokens,
+        mean_context=float((segment_pairs(sizes) * counts).sum() / plan.tokens),
     )
 
 
 def describe(reports: Mapping[str, PackingReport]) -> str:
     """Return a table with a line for each named report."""
-    lines = [
-        f"{'':<15} {'kept':>7} {'repeated':>9} {'truncated':>10} {'dropped':>8} {'padding':>8} {'mean keys':>10} rows"
-    ]
-    for name, made in reports.items():
+    lines = ["                   kept  repeated  truncated  dropped  padding  mean keys rows"]
+    for name, counts in reports.items():
+        kept = counts.kept_tokens / counts.tokens
+        repeated = counts.repeated_tokens / counts.tokens
+        truncated = counts.truncated_documents / counts.documents
+        dropped = counts.dropped_documents / counts.documents
+        padding = counts.padding_tokens / counts.row_tokens
         lines.append(
-            f"{name:<15} {made.kept_tokens / made.tokens:>7.1%} {made.repeated_tokens / made.tokens:>9.1%} "
-            f"{made.truncated_documents / made.documents:>10.1%} {made.dropped_documents / made.documents:>8.1%} "
-            f"{made.padding_tokens / made.row_tokens:>8.2%} {made.mean_context:>10,.0f} {made.rows:,}"
+            f"{name:<15} {kept:>7.1%} {repeated:>9.1%} {truncated:>10.1%} {dropped:>8.1%} {padding:>8.2%} "
+            f"{counts.mean_context:>10,.0f} {counts.rows:,}"
         )
     lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
     return "\n".join(lines)

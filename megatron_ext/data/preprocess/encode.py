@@ -27,8 +27,10 @@ from megatron_ext.data.text.fast import PACKAGE
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError, optional_module
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.files.reading import JsonObject
 
 logger = logging.getLogger(__name__)
+Ids = NDArray[np.uint32]
 PROBLEMS_KEPT = 10
 COMPARED = 512  # characters of a document that both encoders encode
 COMPARED_DOCUMENTS = {8**k for k in range(12)}  # of each part, from 1
@@ -78,9 +80,10 @@ def usable(part: Path, limit: int, skip: bool) -> bool:
     """Return whether the part is finished and would be the same with these options for bad documents."""
     if not part.with_suffix(".npz").is_file():
         return False
-    report, made_with = read_report(part)
-    # a document that was omitted as too long may be accepted with another limit
-    return skip and limit == made_with if report.skipped else limit >= made_with
+    report, limit_of_part = read_report(part)
+    if report.skipped:  # a document that was omitted as too long may be accepted with another limit
+        return skip and limit == limit_of_part
+    return limit >= limit_of_part
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,15 @@ class Encoder:
 
     def __init__(self, options: PreprocessOptions) -> None:
         self.options = options
-        encoder = options.encoder if options.messages_field is None else "tokenizers"  # which gives the offsets
+        self.fields = options.fields
+        encoder = options.encoder
+        append_eod = options.append_eod
+        if options.messages_field is None:
+            append_eod = append_eod is not False
+        else:
+            encoder = "tokenizers"  # which gives the offsets
+            self.fields = replace(self.fields, chat=ChatTemplate.of(options.tokenizer))
         self.tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token, encoder)
-        chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
-        self.fields = replace(options.fields, chat=chat)
-        append_eod = chat is None if options.append_eod is None else options.append_eod
         self.eod_id = self.tokenizer.eod_id if append_eod else None
         self.bos_id = self.tokenizer.bos_id if options.prepend_bos else None
         self.dtype = dtype_of(self.tokenizer.vocab_size)
@@ -154,7 +161,8 @@ class Encoder:
         if self.fields.chat is None:
             return None
         with suppress(ChatError):  # the template needs more than a question and an answer
-            if end := self.fields.chat.turn_end:
+            end = self.fields.chat.turn_end
+            if end:
                 return self.tokenizer.encode_spelled(end)[0][-1]
         logger.warning(
             "messages_field: the chat template of %s trains no special token at the end of the assistant's turns, so a "
@@ -162,7 +170,7 @@ class Encoder:
         )  # fmt: skip
         return None
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return all that determines the content of a data set, apart from its inputs and the limit of a document."""
         options, chat = self.options, self.fields.chat
         return {
@@ -181,62 +189,87 @@ class Encoder:
 
     def write_tokens(self, documents: Iterator[Document], file: BinaryIO, report: Report) -> dict[str, np.ndarray]:
         """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
-        least, most = self.options.min_tokens, self.options.max_tokens
-        lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
+        # 4 bytes per number; a list needs 36
+        lengths = array("i")
+        counts = array("i")
+        sources = array("i")
+        source_names: dict[str, int] = {}  # numbered in order of appearance
         masks = [np.zeros(0, np.uint8)]
-        names: dict[str, int] = {}  # of sources, numbered in order of appearance
-        bos, end = ([] if one is None else [np.array([one], np.uint32)] for one in (self.bos_id, self.eod_id))
         for number, document in enumerate(documents, start=1):
             if self.tokenizer.fast is not None and number in COMPARED_DOCUMENTS:
                 self._compare(document, number)
             report.json_in_json += document.json_in_json
             sequences, mask = self._encode(document)
-            if not sequences:
-                report.empty += 1
+            if not self._accept(sequences, mask, report):
                 continue
-            if mask is not None and not mask.any():
-                report.unanswered += 1
-                continue
-            begin = bos if sequences[0][0] != self.bos_id else []  # a template may add it
-            ids = np.concatenate([*begin, *sequences, *end])
-            if len(ids) < least:
-                report.too_short += 1
-                continue
-            if most is not None and len(ids) > most:
-                report.too_long += 1
-                continue
+            ids = np.concatenate(sequences)
             assert ids.max() < self.tokenizer.vocab_size
             file.write(ids.astype(self.dtype).data)
+            report.tokens += len(ids)
             lengths.extend(map(len, sequences))
-            lengths[-len(sequences)] += len(begin)
-            lengths[-1] += len(end)
             counts.append(len(sequences))
             if document.source_name is not None:
-                sources.append(names.setdefault(document.source_name, len(names)))
-            report.tokens += len(ids)
+                sources.append(source_names.setdefault(document.source_name, len(source_names)))
             if mask is not None:
-                masks.append(np.pad(mask, (len(begin), len(end))))
                 report.trained += int(mask.sum())
-        report.documents, report.sequences = len(counts), len(lengths)
-        numbers = {"lengths": lengths, "counts": counts, "sources": sources}
-        arrays = {name: np.array(values, np.int32) for name, values in numbers.items()}
-        return arrays | {"mask": np.concatenate(masks), "source_names": np.array(list(names), np.str_)}
+                masks.append(mask)
+        report.documents = len(counts)
+        report.sequences = len(lengths)
+        return {
+            "lengths": np.array(lengths, np.int32),
+            "counts": np.array(counts, np.int32),
+            "sources": np.array(sources, np.int32),
+            "mask": np.concatenate(masks),
+            "source_names": np.array(list(source_names), np.str_),
+        }
+
+    def _accept(self, sequences: list[Ids], mask: np.ndarray | None, report: Report) -> bool:
+        """Return whether a document is written; if not, count why."""
+        length = sum(map(len, sequences))
+        most = self.options.max_tokens
+        if not length:
+            report.empty += 1
+        elif mask is not None and not mask.any():
+            report.unanswered += 1
+        elif length < self.options.min_tokens:
+            report.too_short += 1
+        elif most is not None and length > most:
+            report.too_long += 1
+        else:
+            return True
+        return False
 
     def _compare(self, document: Document, number: int) -> None:
         """Raise UserError if gigatoken and tokenizers give other ids for a part of a document."""
         start = number * 7919 % max(len(document.text) - COMPARED, 1)
-        if difference := self.tokenizer.compare(document.text[start : start + COMPARED]):
+        difference = self.tokenizer.compare(document.text[start : start + COMPARED])
+        if difference is not None:
             raise UserError(f"encoder: {difference}, in {document.source}; pass --encoder tokenizers")
 
-    def _encode(self, document: Document) -> tuple[list[NDArray[np.uint32]], np.ndarray | None]:
-        """Return the ids of each sequence and, for a conversation, uint8 [tokens], 1 for the assistant's tokens."""
+    def _encode(self, document: Document) -> tuple[list[Ids], np.ndarray | None]:
+        """Encode a document, and add BOS and EOD to it, unless it is empty.
+
+        Returns the ids of each sequence and, for a conversation, uint8 [tokens], 1 for the assistant's tokens.
+        """
+        mask = None
         if self.fields.chat is not None:
-            spelled, offsets = self.tokenizer.encode_spelled(document.text)
+            ids, offsets = self.tokenizer.encode_spelled(document.text)
             mask = assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
-            return [np.array(spelled, np.uint32)] if spelled else [], mask
-        text, options = document.text, self.options
-        sentences = split_sentences(text, options.language) if options.split_sentences else [text]
-        return [ids for sentence in sentences if len(ids := self.tokenizer.encode_array(sentence))], None
+            sequences = [np.array(ids, np.uint32)]
+        elif self.options.split_sentences:
+            sequences = [*map(self.tokenizer.encode_array, split_sentences(document.text, self.options.language))]
+        else:
+            sequences = [self.tokenizer.encode_array(document.text)]
+        sequences = [ids for ids in sequences if len(ids)]
+        if not sequences:
+            return [], mask
+        if self.bos_id not in (None, sequences[0][0]):  # a template may add it
+            sequences[0] = np.append(np.uint32(self.bos_id), sequences[0])
+            mask = None if mask is None else np.append(np.uint8(0), mask)
+        if self.eod_id is not None:
+            sequences[-1] = np.append(sequences[-1], np.uint32(self.eod_id))
+            mask = None if mask is None else np.append(mask, np.uint8(0))
+        return sequences, mask
 
 
 encoder = lru_cache(maxsize=1)(Encoder)  # once per process
@@ -253,8 +286,8 @@ def make_part(part: Path, options: PreprocessOptions, shard: Shard) -> None:
         if options.concat_by is not None and isinstance(shard, FileShard):
             arrays, report.empty = write_texts(shard.read(options.fields, refuse), file)
         else:
-            own = encoder(options)
-            arrays = own.write_tokens(shard.read(own.fields, refuse), file, report)
+            worker_encoder = encoder(options)
+            arrays = worker_encoder.write_tokens(shard.read(worker_encoder.fields, refuse), file, report)
     finish_part(part, arrays, report, options.max_document_bytes)
 
 

@@ -27,7 +27,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -47,6 +47,7 @@ from megatron_ext.data.preprocess.shards import Shard, cut, group
 from megatron_ext.data.text.documents import FileRange, find_files
 from megatron_ext.errors import DISK_FULL, UserError
 from megatron_ext.files.lock import LOCK_FILE, lock
+from megatron_ext.files.reading import JsonObject
 
 logger = logging.getLogger(__name__)
 EDGES = np.concatenate([[0], 1 << np.arange(10, 20)])  # of the table of lengths: 0, 1K, 2K ... 512K tokens
@@ -64,36 +65,47 @@ def preprocess(options: PreprocessOptions) -> Report:
     prefix = options.output_prefix
     encoder = Encoder(options)
     files = [FileRange.of(path) for path in find_files(options.inputs)]
-    for file in files if options.messages_field is not None else []:
-        if file.ending == ".txt":
-            raise UserError(f"input: {file.path} holds no messages; messages_field needs lines of JSON, or .parquet")
+    if options.messages_field is not None:
+        for file in files:
+            if file.ending == ".txt":
+                raise UserError(
+                    f"input: {file.path} holds no messages; messages_field needs lines of JSON, or .parquet"
+                )
     sources = [{"path": str(file.path), "bytes": file.size, "mtime_ns": file.mtime_ns} for file in files]
-    made_of = {**encoder.settings(), "max_document_bytes": options.max_document_bytes, "sources": sources}
+    inputs = {**encoder.settings(), "max_document_bytes": options.max_document_bytes, "sources": sources}
     state = "exists"
-    if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(made_of)):
+    if options.resume and all(Path(prefix + suffix).is_file() for suffix in suffixes(inputs)):
         earlier = read_metadata(prefix)
-        changed = [name for name, value in made_of.items() if earlier.get(name) != value]
+        changed = [name for name, value in inputs.items() if earlier.get(name) != value]
         if not changed:  # a job restarted after completion must not repeat the work
             return Report(**{name: earlier[name] for name in asdict(Report()) if name in earlier})
         state = f"is complete, and was made with other {', '.join(changed)}"
-    for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
-        if (path := Path(prefix + suffix)).exists():
-            raise UserError(f"output_prefix: {path} {state}; pass --overwrite or another --output-prefix")
+    if not options.overwrite:
+        for suffix in (".bin", ".idx", ".json", MASK, SOURCES):
+            path = Path(prefix + suffix)
+            if path.exists():
+                raise UserError(f"output_prefix: {path} {state}; pass --overwrite or another --output-prefix")
     with work_folder(prefix, resume=options.resume, overwrite=options.overwrite) as folder:
-        return _make(options, encoder, files, folder, made_of)
+        return _make(options, encoder, files, folder, inputs)
 
 
 def _make(
-    options: PreprocessOptions, encoder: Encoder, files: list[FileRange], folder: Path, made_of: dict[str, Any]
+    options: PreprocessOptions, encoder: Encoder, files: list[FileRange], folder: Path, inputs: JsonObject
 ) -> Report:
     """Cut, (group,) encode, join and publish; the options have been checked."""
-    report, settings, turn_end = Report(), encoder.settings(), encoder.turn_end()
+    report = Report()
+    settings = encoder.settings()
+    turn_end = encoder.turn_end()
 
     def make_parts(shards: Sequence[Shard], what: str) -> list[Path]:
         """Make the parts of the shards that have no finished ones, and return all, in order."""
-        parts = {folder / hashlib.sha256(repr((settings, shard)).encode()).hexdigest()[:32]: shard for shard in shards}
-        limit, skip = options.max_document_bytes, options.skip_bad_lines
-        missing = {part: shard for part, shard in parts.items() if not usable(part, limit, skip)}
+        parts: dict[Path, Shard] = {}
+        missing: dict[Path, Shard] = {}
+        for shard in shards:
+            part = folder / hashlib.sha256(repr((settings, shard)).encode()).hexdigest()[:32]
+            parts[part] = shard
+            if not usable(part, options.max_document_bytes, options.skip_bad_lines):
+                missing[part] = shard
         report.reused += len(parts) - len(missing)
         make_in_processes(missing, options, what)
         for part in parts:
@@ -119,9 +131,9 @@ def _make(
             "of %s writes as JSON once more; make them objects", report.json_in_json, options.tokenizer,
         )  # fmt: skip
     arrays, source_names = join_arrays(parts)
-    metadata: dict[str, Any] = {
+    metadata: JsonObject = {
         "tokenizer": options.tokenizer,
-        **made_of,
+        **inputs,
         **{name: count for name, count in asdict(report).items() if name != "reused"},
         "lengths": length_table(document_lengths(arrays["lengths"], arrays["counts"])),
         "document_sources": source_names,
@@ -144,8 +156,8 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
             raise UserError(
                 f"{folder} holds an unfinished run; pass --resume to continue it, or --overwrite to start again"
             )
-        for path in [] if resume else folder.iterdir():
-            if path.name != LOCK_FILE:
+        for path in folder.iterdir():
+            if path.name != LOCK_FILE and not resume:
                 path.unlink()
         try:
             yield folder
@@ -163,20 +175,21 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool) -> Iterator[Path]
         shutil.rmtree(folder)
 
 
-def length_table(lengths: Int64) -> list[dict[str, Any]]:
+def length_table(lengths: Int64) -> list[JsonObject]:
     """Count documents and tokens by bins of length, as in ProLong's Table 14, with shares of all."""
     bins = np.searchsorted(EDGES, lengths, side="right") - 1
-    documents = np.bincount(bins, minlength=len(EDGES))
-    tokens = np.bincount(bins, weights=lengths, minlength=len(EDGES)).astype(np.int64)
+    document_counts = np.bincount(bins, minlength=len(EDGES)).tolist()
+    token_counts = np.bincount(bins, weights=lengths, minlength=len(EDGES)).astype(np.int64).tolist()
+    all_tokens = max(sum(token_counts), 1)
     return [
         {
             "length": name,
-            "documents": d,
-            "share_of_documents": round(d / max(int(documents.sum()), 1), 6),
-            "tokens": t,
-            "share_of_tokens": round(t / max(int(tokens.sum()), 1), 6),
+            "documents": documents,
+            "share_of_documents": round(documents / max(len(lengths), 1), 6),
+            "tokens": tokens,
+            "share_of_tokens": round(tokens / all_tokens, 6),
         }
-        for name, d, t in zip(LENGTHS, documents.tolist(), tokens.tolist(), strict=True)
+        for name, documents, tokens in zip(LENGTHS, document_counts, token_counts, strict=True)
     ]
 
 

@@ -53,22 +53,27 @@ class GroupShard:
     size: int
 
     def read(self, fields: Fields, refuse: Refuse) -> Iterator[Document]:
-        of_parts = []
+        by_part = []
         for part in self.parts:
             with np.load(part.with_suffix(".npz")) as arrays:
                 rows = arrays["rows"]
             start, end = np.searchsorted(rows["bucket"], (self.first, self.last))
-            of_parts.append(rows[start:end].copy())
-        rows = np.concatenate(of_parts)
-        files = np.repeat(np.arange(len(of_parts)), [len(part) for part in of_parts])
+            by_part.append(rows[start:end].copy())
+        rows = np.concatenate(by_part)
+        if not len(rows):
+            return
+        files = np.repeat(np.arange(len(by_part)), list(map(len, by_part)))
         order = np.argsort(rows["hash"], kind="stable")
-        hashes, offsets, files = rows["hash"][order], rows["offset"][order], files[order]
-        borders = np.flatnonzero(hashes[1:] != hashes[:-1]) + 1
-        for start, end in pairwise([0, *borders.tolist(), len(rows)] if len(rows) else []):
-            yield from self._group(files[start:end].tolist(), offsets[start:end].tolist(), fields, refuse)
+        rows = rows[order]
+        files = files[order]
+        borders = np.flatnonzero(rows["hash"][1:] != rows["hash"][:-1]) + 1
+        for start, end in pairwise([0, *borders.tolist(), len(rows)]):
+            yield from self._group(files[start:end].tolist(), rows["offset"][start:end].tolist(), fields, refuse)
 
     def _group(self, files: list[int], offsets: list[int], fields: Fields, refuse: Refuse) -> Iterator[Document]:
-        texts, sources, size = list[str](), set[str | None](), -1
+        texts: list[str] = []
+        sources: set[str | None] = set()
+        size = -1
         for number, offset in zip(files, offsets, strict=True):
             with self.parts[number].with_suffix(".bin").open("rb") as file:
                 file.seek(offset)
@@ -82,8 +87,8 @@ class GroupShard:
         if size > fields.limit:
             refuse(f"{place}: {too_long(fields.limit)}")
         elif len(sources) > 1:
-            one, other, *_ = sorted(map(str, sources))
-            refuse(f"{place}: are of sources {one!r} and {other!r}, needs one source for each {fields.key}")
+            first, second, *_ = sorted(map(str, sources))
+            refuse(f"{place}: are of sources {first!r} and {second!r}, needs one source for each {fields.key}")
         else:
             yield Document("\n".join(texts), self.parts[0].parent, key, source)
 
@@ -94,16 +99,19 @@ Shard = FileShard | GroupShard
 def cut(files: Sequence[FileRange], fields: Fields, shard_bytes: int) -> list[Shard]:
     """Cut files into shards of about `shard_bytes`, in order; small files are grouped, large ones are split."""
     shards: list[Shard] = []
-    taken: list[FileRange] = []
+    waiting: list[FileRange] = []
     size = 0
     for file in files:
         for part, part_size in _parts(file, fields, shard_bytes):
-            taken.append(part)
+            waiting.append(part)
             size += part_size
             if size >= shard_bytes:
-                shards.append(FileShard(tuple(taken), size))
-                taken, size = [], 0
-    return [*shards, FileShard(tuple(taken), size)] if taken else shards
+                shards.append(FileShard(tuple(waiting), size))
+                waiting = []
+                size = 0
+    if waiting:
+        shards.append(FileShard(tuple(waiting), size))
+    return shards
 
 
 def _parts(file: FileRange, fields: Fields, shard_bytes: int) -> Iterator[tuple[FileRange, int]]:
@@ -114,7 +122,8 @@ def _parts(file: FileRange, fields: Fields, shard_bytes: int) -> Iterator[tuple[
             size += added
             if size >= shard_bytes or end == len(sizes):
                 yield replace(file, start=start, end=end), size
-                start, size = end, 0
+                start = end
+                size = 0
     elif file.ending == ".jsonl":
         for start in range(0, file.size or 1, shard_bytes):
             end = min(start + shard_bytes, file.size)
@@ -125,18 +134,19 @@ def _parts(file: FileRange, fields: Fields, shard_bytes: int) -> Iterator[tuple[
 
 def write_texts(documents: Iterator[Document], file: BinaryIO) -> tuple[dict[str, np.ndarray], int]:
     """Write the texts that are not empty, one a line; return a list, ROW [n], by hash, and the number of empty ones."""
-    listed, empty = [], 0
+    rows = []
+    empty = 0
     for document in documents:
         if not document.text:
             empty += 1
             continue
         assert document.key is not None
         digest = hashlib.sha256(document.key.encode()).digest()
-        listed.append((int.from_bytes(digest[:2], "big"), digest[:16], file.tell()))
+        rows.append((int.from_bytes(digest[:2], "big"), digest[:16], file.tell()))
         file.write(json.dumps([document.key, document.source_name, document.text]).encode() + b"\n")
-    rows = np.array(listed, ROW)
-    rows = rows[np.argsort(rows["hash"], kind="stable")]  # stable: a group keeps the order of the input
-    return {"rows": rows}, empty
+    table = np.array(rows, ROW)
+    table = table[np.argsort(table["hash"], kind="stable")]  # stable: a group keeps the order of the input
+    return {"rows": table}, empty
 
 
 def group(parts: Sequence[Path], shard_bytes: int) -> list[Shard]:

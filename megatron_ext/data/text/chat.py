@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside
 from megatron_ext.errors import UserError, first_line, optional_module
+from megatron_ext.files.reading import JsonObject
 
 TEMPLATE_FILE = "chat_template.jinja"
 ADDITIONAL = "additional_chat_templates"
@@ -30,7 +31,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 INSTEAD_OF_CONTENT = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 JSON_ARGUMENTS = re.compile(r'"arguments": ("\{(?:[^"\\]|\\.)*")')  # in JSON: a string that holds an object
-Messages = list[dict[str, Any]]
+Messages = list[JsonObject]
 Spans = tuple[tuple[int, int], ...]  # the characters [start, end) of each of the assistant's messages
 
 
@@ -74,15 +75,20 @@ class ChatTemplate:
                 "dataset would depend on the day; write a fixed date into the template"
             )
         _templates()  # fail here rather than in the first worker if transformers is missing
-        variables, special = tuple(sorted(opened.named.items())), tuple(sorted(opened.special.values()))
-        return cls(sources["default"], variables, special, sources.get(TOOL_USE))
+        return cls(
+            source=sources["default"],
+            variables=tuple(sorted(opened.named.items())),
+            special=tuple(sorted(opened.special.values())),
+            tool_source=sources.get(TOOL_USE),
+        )
 
     @property
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 of everything that determines the text."""
-        return hashlib.sha256(json.dumps([self.source, self.variables, self.tool_source]).encode()).hexdigest()
+        content = json.dumps([self.source, self.variables, self.tool_source])
+        return hashlib.sha256(content.encode()).hexdigest()
 
-    def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> tuple[str, Spans]:
+    def render(self, messages: Messages, tools: list[JsonObject] | None = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the spans of the assistant's messages in it.
 
         Raises ChatError for invalid messages or tools, if the template rejects them, or if the spans cannot be found.
@@ -98,7 +104,7 @@ class ChatTemplate:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
         return text, marked
 
-    def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
+    def prompt(self, messages: Messages, tools: list[JsonObject] | None = None) -> str:
         """Render a conversation up to the assistant's next turn, with the generation prompt; errors as `render`."""
         return self._render(self._prepare(messages, tools), tools, prompt=True)[0]
 
@@ -126,9 +132,9 @@ class ChatTemplate:
         return present
 
     def _spells_parts(self, messages: Messages, tools: Any) -> bool:
-        """Return whether the template spells the texts of all parts, by rendering others in their place.
+        """Return whether the template spells the texts of all parts, by rendering probes in their place.
 
-        These are characters that Python's repr of a list, which `{{ message.content }}` writes, spells otherwise.
+        A probe has characters that Python's repr of a list, which `{{ message.content }}` writes, spells otherwise.
         """
         probed: Messages = []
         probes: list[str] = []
@@ -159,9 +165,9 @@ class ChatTemplate:
                 **dict(self.variables),
             )
         except Exception as error:  # a template may raise any exception
-            cause = first_line(error)
-            raise ChatError(f"the chat template does not take these messages ({cause})") from None
-        return texts[0], tuple((int(start), int(end)) for start, end in indices[0]) if indices else ()
+            raise ChatError(f"the chat template does not take these messages ({first_line(error)})") from None
+        spans = indices[0] if indices else ()
+        return texts[0], tuple((int(start), int(end)) for start, end in spans)
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
         """Return the span of the assistant's message `turn`, by rendering the conversation up to it and before it."""
@@ -183,7 +189,9 @@ class ChatTemplate:
                 )
         end_token = "|".join(map(re.escape, self.special)) or "(?!)"
         blank = re.compile(rf"(?:{end_token})(\s+)$").search(up_to_it, start)
-        return start, blank.start(1) if blank else len(up_to_it)
+        if blank is not None:
+            return start, blank.start(1)
+        return start, len(up_to_it)
 
     def _before(self, messages: Messages, tools: Any) -> tuple[str, bool]:
         """Render what precedes an assistant's turn, and return whether it ends with a generation prompt."""
@@ -217,13 +225,15 @@ def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
     _check_spelled("tools spell", tools, special)
 
 
-def _check_content(number: int, message: dict[str, Any]) -> None:
+def _check_content(number: int, message: JsonObject) -> None:
     content = message.get("content")
     if content == [] or (content is None and not any(message.get(name) for name in INSTEAD_OF_CONTENT)):
         raise ChatError(f"message {number} has no text as content")
     if not isinstance(content, str | list | None):
         raise ChatError(f"message {number} has a {type(content).__name__} as content, needs a text or a list of parts")
-    for part in content if isinstance(content, list) else ():
+    if not isinstance(content, list):
+        return
+    for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text":
             raise ChatError(f"message {number} has a part of type {kind!r}, needs parts of type 'text'")
@@ -231,7 +241,7 @@ def _check_content(number: int, message: dict[str, Any]) -> None:
             raise ChatError(f"message {number} has a part of type 'text' without a text")
 
 
-def _texts(message: dict[str, Any]) -> list[str]:
+def _texts(message: JsonObject) -> list[str]:
     content = message.get("content") or ""
     if isinstance(content, str):
         return [content]
@@ -259,10 +269,10 @@ def _read_sources(file: Path) -> dict[str, str]:
 
 
 def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
-    whole = json.dumps(value, ensure_ascii=False, default=str)  # a table may hold dates
-    spelled = next((token for token in special if token in whole), None)
-    if spelled is not None:
-        raise ChatError(f"{who} the special token {spelled!r}")
+    text = json.dumps(value, ensure_ascii=False, default=str)  # a table may hold dates
+    for token in special:
+        if token in text:
+            raise ChatError(f"{who} the special token {token!r}")
 
 
 def _templates() -> Any:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans, has_json_in_json
 from megatron_ext.errors import UserError, first_line, optional_module
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.launch import is_first
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ Refuse = Callable[[str], object]
 
 @dataclass(frozen=True)
 class FileRange:
-    """A file in its state at the start of the work, or a part of it; `size` is that of the whole file, in bytes.
+    """A file in its state at the start of the work, or a part of it; `size` is the whole file's, in bytes.
 
     `start` and `end` are for a .jsonl file the byte range in which the part's lines begin, for a .parquet file the
     range of row groups; a .txt file or a stream is always complete.
@@ -54,7 +55,7 @@ class FileRange:
 
     @property
     def ending(self) -> str:
-        """The suffix; that of .jsonl for lines in a file named .json."""
+        """The suffix; .jsonl (.jsonl.gz, ...) also for lines in a file named .json."""
         suffix = next(suffix for suffix in SUFFIXES if self.path.name.endswith(suffix))
         return LINES.get(suffix, suffix)
 
@@ -72,27 +73,38 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     value. A warning names files that are omitted. Raises UserError for no such file, or a path given twice.
     """
     resolved = [Path(path).resolve() for path in paths]
-    if twice := next((path for path in resolved if resolved.count(path) > 1), None):
-        raise UserError(f"input: got {twice} twice, whose documents would be read once; leave one of them out")
+    for path in resolved:
+        if resolved.count(path) > 1:
+            raise UserError(f"input: got {path} twice, whose documents would be read once; leave one of them out")
     files: dict[Path, Path] = {}  # by resolved path, because several paths and links may lead to a file
     omitted: list[Path] = []
-    for given in [os.fspath(path) for path in paths]:
-        path = Path(given)
-        matches = [path] if path.exists() else [Path(match) for match in glob.glob(given, recursive=True)]
-        found = {file for match in matches for file in (_inside(match) if match.is_dir() else [match])}
-        known = set(filter(_holds_documents, found))
-        if not known and not path.exists() and not glob.has_magic(given):
-            raise UserError(f"input: {path} does not exist; check the path")
-        if not known:
+    for pattern in [os.fspath(path) for path in paths]:
+        candidates = _matches(pattern)
+        readable = set(filter(_holds_documents, candidates))
+        if not readable:
+            if not candidates and not os.path.exists(pattern) and not glob.has_magic(pattern):
+                raise UserError(f"input: {pattern} does not exist; check the path")
             needed = f"a {', '.join(SUFFIXES)} file (.json with an object a line; jq -c '.[]' makes them of a list)"
-            raise UserError(f"input: got {given}, needs {needed}, or a folder or pattern of them")
-        omitted += sorted(found - known)
-        for file in sorted(known, key=lambda file: file.parts):
+            raise UserError(f"input: got {pattern}, needs {needed}, or a folder or pattern of them")
+        omitted += sorted(candidates - readable)
+        for file in sorted(readable, key=lambda file: file.parts):
             files.setdefault(file.resolve(), file)
     if omitted and is_first():
         names = ", ".join(file.name for file in omitted[:3])
         logger.warning("input: files of other kinds are not read: %d (%s)", len(omitted), names)
     return list(files.values())
+
+
+def _matches(pattern: str) -> set[Path]:
+    """Return the files that a path or pattern stands for, of any kind, with the files in folders."""
+    paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+    files: set[Path] = set()
+    for path in map(Path, paths):
+        if path.is_dir():
+            files |= set(_inside(path))
+        else:
+            files.add(path)
+    return files
 
 
 def _holds_documents(file: Path) -> bool:
@@ -109,16 +121,17 @@ def _inside(folder: Path) -> list[Path]:
     def fail(error: OSError) -> None:  # os.walk ignores errors by default
         raise error
 
-    found: list[Path] = []
+    inside: list[Path] = []
     entered = set()
     for name, folders, files in os.walk(folder, followlinks=True, onerror=fail):
-        if (real := Path(name).resolve()) in entered:
+        resolved = Path(name).resolve()
+        if resolved in entered:
             folders.clear()  # a link to a folder that was entered already, perhaps a loop
             continue
-        entered.add(real)
+        entered.add(resolved)
         folders.sort()
-        found += [Path(name, file) for file in files]
-    return found
+        inside += [Path(name, file) for file in files]
+    return inside
 
 
 @contextmanager
@@ -152,7 +165,10 @@ def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[byt
     if start:
         file.seek(start - 1)  # include the newline before a line that begins at `start`
         position = start - 1 + _skip_line(file, end - start + 1)
-    while position < end and (line := file.readline(limit + 1)):
+    while position < end:
+        line = file.readline(limit + 1)
+        if not line:
+            break
         position += len(line)
         if not line.endswith(b"\n"):
             position += _skip_line(file, end - position)
@@ -165,9 +181,10 @@ def _skip_line(file: BinaryIO, at_most: int) -> int:
     If a line spans many shards, each of them reads only its own bytes of it.
     """
     length = 0
-    while length < at_most and (part := file.readline(BLOCK)):
+    while length < at_most:
+        part = file.readline(BLOCK)
         length += len(part)
-        if part.endswith(b"\n"):
+        if not part or part.endswith(b"\n"):
             break
     return length
 
@@ -177,11 +194,10 @@ def count_lines(path: Path, end: int) -> int:
     """Return the number of lines of a file that begin before byte `end`."""
     if not end:
         return 0
-    newlines, left = 0, end - 1  # a newline at end - 1 begins a line at `end`
+    newlines = 0
     with path.open("rb") as file:
-        while left and (block := file.read(min(left, BLOCK))):
-            newlines += block.count(b"\n")
-            left -= len(block)
+        for start in range(0, end - 1, BLOCK):  # a newline at end - 1 begins a line at `end`
+            newlines += file.read(min(end - 1 - start, BLOCK)).count(b"\n")
     return newlines + 1
 
 
@@ -196,7 +212,7 @@ def row_group_sizes(file: FileRange, columns: Sequence[str]) -> list[int]:
 
 def read_rows(
     file: FileRange, columns: Sequence[str], optional: Sequence[str] = ()
-) -> Iterator[tuple[int, dict[str, Any] | Exception]]:
+) -> Iterator[tuple[int, JsonObject | Exception]]:
     """Yield (1-based row of the .parquet file, its values by column) of the range's row groups; raises as above.
 
     `optional` are columns that may be missing. A row that Python cannot represent, such as one with text that is no
@@ -223,7 +239,8 @@ def _rows(batch: Any) -> list[Any]:
 
 @contextmanager
 def _open_table(file: FileRange, columns: Sequence[str]) -> Iterator[Any]:
-    pyarrow, parquet = (optional_module(str(file.path), name) for name in ("pyarrow", "pyarrow.parquet"))
+    pyarrow = optional_module(str(file.path), "pyarrow")
+    parquet = optional_module(str(file.path), "pyarrow.parquet")
     try:
         with parquet.ParquetFile(file.path, buffer_size=BLOCK, pre_buffer=False) as table:
             names = table.schema_arrow.names
@@ -264,7 +281,9 @@ class Fields:
 
     @property
     def optional_columns(self) -> list[str]:
-        return [] if self.chat is None else [TOOLS]
+        if self.chat is None:
+            return []
+        return [TOOLS]
 
 
 class _BadDocumentError(Exception):
@@ -290,7 +309,8 @@ def stop(problem: str) -> None:
 
 def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Document]:
     """Yield the documents of a file or a part of it, in order; call `refuse` with a line of text for each bad one."""
-    number, is_text = 0, file.ending == ".txt"
+    is_text = file.ending == ".txt"
+    number = 0
     for number, raw in _items(file, fields):
         try:
             if isinstance(raw, Exception):
@@ -300,14 +320,15 @@ def read_range(file: FileRange, fields: Fields, refuse: Refuse) -> Iterator[Docu
             elif is_text or raw.strip():  # a blank line is no document
                 yield _document(_record(raw, is_text, fields), file.path, fields)
         except (_BadDocumentError, ChatError) as bad:
-            # Counting the lines before a range means reading the file up to it, so it is done only for a bad line.
-            before = count_lines(file.path, file.start) if file.ending == ".jsonl" else 0
-            refuse(f"{file.path}{'' if is_text else f':{before + number}'}: {bad}")
+            place = "" if is_text else f":{number}"
+            if file.ending == ".jsonl":  # this reads the file up to the range, so it is done only for a bad line
+                place = f":{count_lines(file.path, file.start) + number}"
+            refuse(f"{file.path}{place}: {bad}")
     if not number and not file.start:
         refuse(f"{file.path}: the file is empty")
 
 
-def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[str, Any] | Exception]]:
+def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | JsonObject | Exception]]:
     """Yield the numbers and contents of a .txt file, of lines counted from the start of the range, or of rows."""
     if file.ending == ".parquet":
         for number, row in read_rows(file, fields.columns, fields.optional_columns):
@@ -320,10 +341,12 @@ def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | dict[
     else:
         with open_lines(file) as lines:
             for number, line in enumerate(read_lines(lines, file.start, file.end, fields.limit), start=1):
-                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 and not file.start else line
+                if number == 1 and not file.start:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                yield number, line
 
 
-def _record(raw: bytes, is_text: bool, fields: Fields) -> dict[str, Any]:
+def _record(raw: bytes, is_text: bool, fields: Fields) -> JsonObject:
     """Return the JSON object of a line, or of a text the object that has it."""
     if len(raw) > fields.limit:
         raise _BadDocumentError(too_long(fields.limit))
@@ -347,21 +370,26 @@ def _undecodable(error: Exception) -> _BadDocumentError:
     return _BadDocumentError(f"invalid UTF-8 (0x{error.object[error.start]:02x}) at byte {error.start + 1}")
 
 
-def _document(record: dict[str, Any], path: Path, fields: Fields) -> Document:
+def _document(record: JsonObject, path: Path, fields: Fields) -> Document:
+    text = ""
     spans: Spans = ()
     json_in_json = False
     if fields.chat is None:
         text = _field(record, fields.text, str, "a string")
     else:
         messages = _field(record, fields.text, list, "a list of messages")
-        text, spans = fields.chat.render(messages, record.get(TOOLS)) if messages else ("", ())
-        json_in_json = has_json_in_json(messages, text)
-    key, source = (
-        None if name is None else str(_field(record, name, (str, int), "a string"))
-        for name in (fields.key, fields.source)
-    )
+        if messages:
+            text, spans = fields.chat.render(messages, record.get(TOOLS))
+            json_in_json = has_json_in_json(messages, text)
+    key = None
+    if fields.key is not None:
+        key = str(_field(record, fields.key, (str, int), "a string"))
+    source = None
+    if fields.source is not None:
+        source = str(_field(record, fields.source, (str, int), "a string"))
     try:
-        size, _ = len(text.encode()), f"{key}{source}".encode()
+        size = len(text.encode())
+        f"{key}{source}".encode()
     except UnicodeEncodeError:  # such as JSON's \ud83d
         raise _BadDocumentError("holds half a surrogate pair, which is no character") from None
     if size > fields.limit:  # a text of a .parquet file, or one that a chat template made longer
@@ -378,7 +406,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...], needed: str) -> Any:
+def _field(record: JsonObject, name: str, types: type | tuple[type, ...], needed: str) -> Any:
     if name not in record:
         have = ", ".join(map(repr, list(record)[:8])) or "none"
         flag = "--messages-field" if types is list else "--json-key"

@@ -9,9 +9,8 @@ word that it has encoded, so it is loaded anew when the process has grown by MEM
 import json
 import re
 import unicodedata
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import psutil
@@ -20,6 +19,7 @@ from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_ext.errors import installed_version, library_errors
+from megatron_ext.files.reading import JsonObject
 
 PACKAGE = "gigatoken"
 MEMORY = 128 << 20  # bytes
@@ -40,18 +40,20 @@ class FastEncoder:
     Raises UnservedError if gigatoken is not installed, or may give other ids.
     """
 
-    def __init__(self, about: dict[str, Any]) -> None:
+    def __init__(self, description: JsonObject) -> None:
         version = installed_version(PACKAGE)
         if version is None:
             raise UnservedError(f"it is not installed; pip install {PACKAGE}")
-        if about["normalizer"] == NO_NORMALIZER:
-            about = {**about, "normalizer": None}
-        other = _unserved(about)
-        if other is not None:
-            raise UnservedError(f"it does not do {other}")
-        about = {**about, "added_tokens": [token for token in about["added_tokens"] if not token["special"]]}
+        description = dict(description)
+        if description["normalizer"] == NO_NORMALIZER:
+            description["normalizer"] = None
+        unserved = _unserved(description)
+        if unserved is not None:
+            raise UnservedError(f"it does not do {unserved}")
+        description["added_tokens"] = [token for token in description["added_tokens"] if not token["special"]]
         self.name = f"{PACKAGE} {version}"
-        self._json, self._nfc = json.dumps(about), about["normalizer"] == {"type": "NFC"}
+        self._nfc = description["normalizer"] == {"type": "NFC"}
+        self._json = json.dumps(description)
         self._load()
 
     def _load(self) -> None:
@@ -59,11 +61,15 @@ class FastEncoder:
             from gigatoken.gigatoken_rs import load_hf_json
 
             self._loaded = load_hf_json(self._json)
-        self._characters, self._most = 0, psutil.Process().memory_info().rss + MEMORY
+        self._characters = 0
+        self._most = psutil.Process().memory_info().rss + MEMORY
 
     def serves(self, text: str) -> bool:
         """Return whether both libraries know all code points of a text."""
-        return text.isascii() or _unknown(self._nfc).search(text.encode().translate(None, ASCII).decode()) is None
+        if text.isascii():
+            return True
+        other_characters = text.encode().translate(None, ASCII).decode()
+        return _unknown(self._nfc).search(other_characters) is None
 
     def __call__(self, text: str) -> NDArray[np.uint32]:
         """Return the token ids of a text, uint32 [n]; raise UnservedError if gigatoken fails."""
@@ -77,31 +83,53 @@ class FastEncoder:
         return ids
 
 
-def _unserved(about: dict[str, Any]) -> str | None:
+def _unserved(description: JsonObject) -> str | None:
     """Return what of a tokenizer.json the libraries may do differently if no text gives special tokens."""
-    model, normalizer, splits = about["model"], about["normalizer"], about["pre_tokenizer"]
+    model = description["model"]
+    normalizer = description["normalizer"]
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return "models other than BPE, or prefixes and suffixes of tokens"
-    flags = ("single_word", "lstrip", "rstrip", *(["normalized"] if normalizer else []))
-    if any(token[flag] for token in about["added_tokens"] for flag in flags if not token["special"]):
+    flags = ["single_word", "lstrip", "rstrip"]
+    if normalizer:
+        flags.append("normalized")
+    if any(token[flag] for token in description["added_tokens"] for flag in flags if not token["special"]):
         return "added tokens that are looked for otherwise than as they are spelled"
-    if _found_otherwise(about["added_tokens"]):
+    if _found_otherwise(description["added_tokens"]):
         return "added tokens of which one may overlap another"
-    needed = {f"<0x{byte:02X}>" for byte in range(256)} if model["byte_fallback"] else set(ByteLevel.alphabet())
-    if not needed <= model["vocab"].keys():
-        return "vocabularies without some bytes"
     if model["byte_fallback"]:
-        steps = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
-        alike = all(step is None or step["type"] in ("Prepend", "Replace") for step in steps)
+        byte_tokens = {f"<0x{byte:02X}>" for byte in range(256)}
+        is_served = all(step["type"] in ("Prepend", "Replace") for step in _steps(normalizer, "normalizers"))
     else:
-        *splits, last = splits["pretokenizers"] if splits and splits["type"] == "Sequence" else [splits]
-        alike = normalizer in (None, {"type": "NFC"}) and all(map(_is_pattern, splits))
-        wanted = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not splits}
-        alike = alike and last is not None and wanted.items() <= last.items()
-    return None if alike else "its normalizer or pre_tokenizer"
+        byte_tokens = set(ByteLevel.alphabet())
+        is_served = normalizer in (None, {"type": "NFC"}) and _splits_alike(description["pre_tokenizer"])
+    if not byte_tokens <= model["vocab"].keys():
+        return "vocabularies without some bytes"
+    if not is_served:
+        return "its normalizer or pre_tokenizer"
+    return None
 
 
-def _found_otherwise(added_tokens: list[dict[str, Any]]) -> bool:
+def _steps(part: JsonObject | None, name: str) -> list[JsonObject]:
+    """Return the steps of a normalizer or pre_tokenizer; `name` is the key of a sequence of them."""
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        steps: list[JsonObject] = part[name]
+        return steps
+    return [part]
+
+
+def _splits_alike(pre_tokenizer: JsonObject | None) -> bool:
+    """Return whether both libraries split a text alike: by patterns, if any, then by ByteLevel."""
+    steps = _steps(pre_tokenizer, "pretokenizers")
+    if not steps:
+        return False
+    *patterns, last = steps
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not patterns}
+    return all(map(_is_pattern, patterns)) and byte_level.items() <= last.items()
+
+
+def _found_otherwise(added_tokens: list[JsonObject]) -> bool:
     """Return whether the libraries may find other added tokens in a text, because some overlap.
 
     gigatoken looks for all ordinary tokens at once. tokenizers looks for those that are not `normalized` first, and for
@@ -113,23 +141,22 @@ def _found_otherwise(added_tokens: list[dict[str, Any]]) -> bool:
     So no token may begin before one that it overlaps, or contain it, if only tokenizers tells the two apart.
     """
     for normalized in (False, True):
-        tokens, others = list[str](), list[str]()
+        tokens: list[str] = []
+        rivals: list[str] = []  # the tokens that only tokenizers tells from `tokens`
         for token in added_tokens:
-            if token["special"] and token["normalized"] == normalized:
-                others.append(token["content"])
-            elif not token["special"] and token["normalized"] == normalized:
-                tokens.append(token["content"])
+            if token["normalized"] == normalized:
+                (rivals if token["special"] else tokens).append(token["content"])
             elif not token["special"] and not normalized:
-                others.append(token["content"])
+                rivals.append(token["content"])
         starts = {text[:end] for text in tokens for end in range(1, len(text) + 1)}
-        for other in others:
-            overlaps = any(other[cut:] in starts for cut in range(1, len(other)))
-            if overlaps or any(text in other for text in tokens):
+        for rival in rivals:
+            overlaps = any(rival[cut:] in starts for cut in range(1, len(rival)))
+            if overlaps or any(text in rival for text in tokens):
                 return True
     return False
 
 
-def _is_pattern(step: dict[str, Any]) -> bool:
+def _is_pattern(step: JsonObject) -> bool:
     isolated = (step["type"], step.get("behavior"), step.get("invert")) == ("Split", "Isolated", False)
     return isolated and MISREAD.search(step["pattern"].get("Regex", "{1}+")) is None
 
@@ -141,14 +168,15 @@ def _unknown(nfc: bool) -> re.Pattern[str]:
     These are what Python's Unicode does not know, the sparse last planes and, with NFC, what tokenizers composes or
     orders otherwise than Python, because its table for that is of an early version.
     """
-    known = [unicodedata.category(chr(number)) != "Cn" for number in range(LAST_PLANES)]
-    compose, correct = NFC().normalize_str, partial(unicodedata.normalize, "NFC")
-    for one in map(chr, range(LAST_PLANES) if nfc else ()):
-        if unicodedata.combining(one) or unicodedata.decomposition(one):
-            apart = unicodedata.normalize("NFD", one)
-            if any(compose(text) != correct(text) for text in (apart, one + "\u0334", "\u0345" + one)):
-                for part in apart:
-                    known[ord(part)] = False
-    runs = [list(run) for is_known, run in groupby(range(LAST_PLANES), known.__getitem__) if is_known]
+    is_known = [unicodedata.category(chr(number)) != "Cn" for number in range(LAST_PLANES)]
+    if nfc:
+        for character in map(chr, range(LAST_PLANES)):
+            if unicodedata.combining(character) or unicodedata.decomposition(character):
+                decomposed = unicodedata.normalize("NFD", character)
+                texts = (decomposed, character + "\u0334", "\u0345" + character)
+                if any(NFC().normalize_str(text) != unicodedata.normalize("NFC", text) for text in texts):
+                    for part in decomposed:
+                        is_known[ord(part)] = False
+    runs = [list(run) for known, run in groupby(range(LAST_PLANES), is_known.__getitem__) if known]
     longest_first = sorted(runs, key=len, reverse=True)  # most characters outside plane 0 are found at once
     return re.compile("[^" + "".join(f"\\U{run[0]:08x}-\\U{run[-1]:08x}" for run in longest_first) + "]")

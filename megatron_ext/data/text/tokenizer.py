@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from megatron_ext.cli import program
 from megatron_ext.data.text.fast import PACKAGE, FastEncoder, UnservedError
 from megatron_ext.errors import UserError, first_line, library_errors
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.files.reading import read_object
+from megatron_ext.files.reading import JsonObject, read_object
 
 logger = logging.getLogger(__name__)
 HF_FILE = "tokenizer.json"
@@ -41,7 +41,8 @@ BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 KNOWN_BOS_TOKENS = ("<|begin_of_text|>", "<s>")
-BYTES_AND_EOD = 257
+BYTE_TOKENS = (*(bytes([byte]) for byte in range(256)), END_OF_TEXT.encode())
+BYTES_AND_EOD = len(BYTE_TOKENS)
 ENCODERS = ("auto", PACKAGE, "tokenizers")
 SLOW_ENCODER = f"tokenizers {tokenizers.__version__}"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -75,63 +76,91 @@ class Tokenizer:
         bos_token: str | None = None,
         encoder: str = "tokenizers",
     ) -> None:
-        name = os.fspath(path)
-        self._library: tokenizers.Tokenizer | None = None  # None for "bytes"
+        self._eod_token = eod_token
+        self._bos_token = bos_token
+        self._only_gigatoken = encoder == PACKAGE
         self.encoder = SLOW_ENCODER
         self.fast: FastEncoder | None = None
-        self._only_gigatoken = encoder == PACKAGE
-        self._eod_token, self._bos_token = eod_token, bos_token
-        self.file, content, self.vocab_size = Path(name), BYTES.encode(), BYTES_AND_EOD
-        self.named, self.special, self.byte_ids = dict[str, str](), dict[int, str](), frozenset[int]()
-        if name != BYTES:
-            if self.file.is_dir():
-                self.file /= HF_FILE
-            other_format = self.file.suffix in (".model", ".tiktoken") or self.file.name == "tekken.json"
-            if other_format or not self.file.is_file():
+        self.named: dict[str, str] = {}
+        self.special: dict[int, str] = {}
+        self.byte_ids: frozenset[int] = frozenset()
+        self._library: tokenizers.Tokenizer | None = None  # None for "bytes"
+        self._ordinary: tokenizers.Tokenizer | None = None  # encodes texts; None for "bytes"
+        self.file = Path(path)
+        if os.fspath(path) == BYTES:
+            self.vocab_size = BYTES_AND_EOD
+            self.fingerprint = hashlib.sha256(BYTES.encode()).hexdigest()
+            self._refused = frozenset(self._border_ids())
+            if self._only_gigatoken:
                 raise UserError(
-                    f"tokenizer: {name} has no {HF_FILE}; {program('convert-tokenizer')} makes one from a "
-                    f"SentencePiece, tiktoken or tekken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
+                    f"encoder: got {PACKAGE} for the tokenizer {BYTES}, which needs none; pass --encoder auto"
                 )
-            content = self.file.read_bytes()
-            with self._errors(f"is not a {HF_FILE}", "export it again"):
-                self._library = tokenizers.Tokenizer.from_buffer(content)
-            self._library.no_truncation()
-            self._library.no_padding()
-            self._library.encode_special_tokens = True
-            if isinstance(self._library.model, BPE):
-                self._library.model.dropout = None
-            own = self._library.get_added_tokens_decoder()
-            self.named, more = read_added_tokens(self.file, own)
-            with self._errors("cannot normalize its added tokens", "export it again"):
-                self._library.add_tokens(more)
-            added = self._library.get_added_tokens_decoder()
-            self.special = {number: token.content for number, token in added.items() if token.special}
-        borders: set[int] = {self.bos_id} if bos_token else set()  # a wrong token is refused at once
-        with nullcontext() if eod_token else suppress(UserError):  # the tokenizer may have no end token
-            borders.add(self.eod_id)
-        self._ordinary, unknown = self._library, None  # encodes texts; its id for what it does not know
-        if self._library is not None:
-            self.special |= {number: str(self._library.id_to_token(number)) for number in borders}
-            self._library.add_special_tokens([added[number] for number in borders & added.keys()])
-            about = json.loads(self._library.to_str())
-            vocabulary, model = self._library.get_vocab(with_added_tokens=True), about["model"]
-            self.vocab_size = max(vocabulary.values(), default=-1) + 1
-            if added != own:
-                content += json.dumps(about["added_tokens"]).encode()
-            if "ByteFallback" in str(about["decoder"]):
-                self.byte_ids = frozenset(
-                    vocabulary[one] for one in vocabulary if re.fullmatch("<0x[0-9a-fA-F]{2}>", one)
-                )
-            unknown = model["unk_id"] if model["type"] == "Unigram" else vocabulary.get(model["unk_token"])
-            if _hide_special(about, set(self.special.values())):
-                self._ordinary = tokenizers.Tokenizer.from_str(json.dumps(about))
-                self._ordinary.encode_special_tokens = True
-            if encoder != "tokenizers":
-                self._use_gigatoken(about)
-        elif self._only_gigatoken:
-            raise UserError(f"encoder: got {PACKAGE} for the tokenizer {BYTES}, which needs none; pass --encoder auto")
-        self._refused = frozenset(self.special) - {unknown} | borders
+        else:
+            self._open(encoder)
+
+    def _open(self, encoder: str) -> None:
+        """Load tokenizer.json and the files beside it, and make the encoder of texts."""
+        content = self._read()
+        with self._errors(f"is not a {HF_FILE}", "export it again"):
+            library = tokenizers.Tokenizer.from_buffer(content)
+        self._library = library
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True
+        if isinstance(library.model, BPE):
+            library.model.dropout = None
+        tokens_in_file = library.get_added_tokens_decoder()
+        self.named, tokens_beside = read_added_tokens(self.file, tokens_in_file)
+        with self._errors("cannot normalize its added tokens", "export it again"):
+            library.add_tokens(tokens_beside)
+        added = library.get_added_tokens_decoder()
+        self.special = {number: token.content for number, token in added.items() if token.special}
+        border_ids = self._border_ids()
+        self.special |= {number: str(library.id_to_token(number)) for number in border_ids}
+        library.add_special_tokens([added[number] for number in border_ids & added.keys()])
+        description = json.loads(library.to_str())
+        if added != tokens_in_file:
+            content += json.dumps(description["added_tokens"]).encode()
         self.fingerprint = hashlib.sha256(content).hexdigest()
+        vocabulary = library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if "ByteFallback" in str(description["decoder"]):
+            byte_pieces = [piece for piece in vocabulary if re.fullmatch("<0x[0-9a-fA-F]{2}>", piece)]
+            self.byte_ids = frozenset(vocabulary[piece] for piece in byte_pieces)
+        model = description["model"]
+        unknown_id = model["unk_id"] if model["type"] == "Unigram" else vocabulary.get(model["unk_token"])
+        self._refused = frozenset(self.special) - {unknown_id} | border_ids
+        self._ordinary = library
+        if _hide_special(description, set(self.special.values())):
+            self._ordinary = tokenizers.Tokenizer.from_str(json.dumps(description))
+            self._ordinary.encode_special_tokens = True
+        if encoder != "tokenizers":
+            self._use_gigatoken(description)
+
+    def _read(self) -> bytes:
+        """Find tokenizer.json and return its content."""
+        path = self.file
+        if path.is_dir():
+            self.file = path / HF_FILE
+        is_other_format = self.file.suffix in (".model", ".tiktoken") or self.file.name == "tekken.json"
+        if is_other_format or not self.file.is_file():
+            raise UserError(
+                f"tokenizer: {path} has no {HF_FILE}; {program('convert-tokenizer')} makes one from a SentencePiece, "
+                f"tiktoken or tekken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
+            )
+        return self.file.read_bytes()
+
+    def _border_ids(self) -> set[int]:
+        """Return the ids of EOD, if there is one, and of a BOS that was asked for; refuse a wrong token at once."""
+        ids = set()
+        if self._bos_token:
+            ids.add(self.bos_id)
+        try:
+            ids.add(self.eod_id)
+        except UserError:
+            if self._eod_token:
+                raise
+        return ids
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as token ids, none of them special.
@@ -151,12 +180,12 @@ class Tokenizer:
         """Return a context in which errors of the library raise UserError."""
         return library_errors(lambda reason: UserError(f"tokenizer: {self.file} {what} ({reason}); {remedy}"))
 
-    def _use_gigatoken(self, about: dict[str, Any]) -> None:
+    def _use_gigatoken(self, description: JsonObject) -> None:
         try:
             for token in self.special.values():
                 if len(token) == 1:
                     raise UnservedError(f"it would not refuse a text with the special token {token!r}")
-            self.fast = FastEncoder(about)
+            self.fast = FastEncoder(description)
             self.encoder = self.fast.name
         except UnservedError as reason:
             self._leave_gigatoken(reason)
@@ -179,8 +208,11 @@ class Tokenizer:
 
     def compare(self, text: str) -> str | None:
         """Return how the ids of gigatoken and of tokenizers differ for a text, or None if they are the same."""
-        ids, others = self.encode_array(text).tolist(), self.encode(text)
-        return None if ids == others else f"{self.encoder} gives {ids} and tokenizers {others} for {text!r}"
+        fast_ids = self.encode_array(text).tolist()
+        ids = self.encode(text)
+        if fast_ids == ids:
+            return None
+        return f"{self.encoder} gives {fast_ids} and tokenizers {ids} for {text!r}"
 
     def _refuse(self, text: str, token: int) -> NoReturn:
         raise UserError(
@@ -196,8 +228,9 @@ class Tokenizer:
         with self._errors("cannot encode a chat", "use another"):
             encoding = self._spelled.encode(text, add_special_tokens=False)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token in self._refused and self.special[token] not in text[start:end]:
-                self._refuse(text[start:end], token)
+            spelled = text[start:end]
+            if token in self._refused and self.special[token] not in spelled:
+                self._refuse(spelled, token)
         return encoding.ids, encoding.offsets
 
     @cached_property
@@ -211,15 +244,16 @@ class Tokenizer:
         """Decode token ids to text, including special tokens; ids that the tokenizer does not have are left out."""
         if self._library is not None:
             return self._library.decode([int(token) for token in ids], skip_special_tokens=False)
-        known = (token for token in ids if token < BYTES_AND_EOD)
-        parts = (END_OF_TEXT.encode() if token == BYTES_AND_EOD - 1 else bytes([token]) for token in known)
-        return b"".join(parts).decode(errors="replace")
+        return b"".join(BYTE_TOKENS[token] for token in ids if token < BYTES_AND_EOD).decode(errors="replace")
 
     def continuation(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Decode token ids that continue the text of other tokens, so that the two texts joined are that of all."""
-        head, whole = self.decode(before), self.decode([*before, *ids])
+        """Decode token ids that continue other tokens, so that both texts joined are the text of all tokens."""
+        head = self.decode(before)
+        whole = self.decode([*before, *ids])
+        if whole.startswith(head):
+            return whole[len(head) :]
         # bytes that follow may turn a character of the same run of bytes into invalid ones (byte fallback)
-        return whole[len(head) :] if whole.startswith(head) else self.decode(ids)
+        return self.decode(ids)
 
     @cached_property
     def eod_id(self) -> int:
@@ -231,25 +265,30 @@ class Tokenizer:
         """The id of the token that documents may begin with; raises as `eod_id`."""
         return self._special("bos_token", self._bos_token, "bos_token", KNOWN_BOS_TOKENS)
 
-    def _special(self, option: str, given: str | None, configured: str, known: Sequence[str]) -> int:
-        """Return the id of the given token, of the one that the configuration names, or of the first known one."""
-        name = given or self.named.get(configured)
-        for token in (name,) if name else known:
-            if (number := self._token_id(token)) is not None:
+    def _special(self, option: str, requested: str | None, configured: str, usual: Sequence[str]) -> int:
+        """Return the id of the requested token, or else of the configured one, or else of the first usual one."""
+        name = requested or self.named.get(configured)
+        for token in (name,) if name else usual:
+            number = self._token_id(token)
+            if number is not None:
                 return number
         flag = f"--{option.replace('_', '-')}"
         if name:
             raise UserError(f"{option}: {name!r} is not in the vocabulary of {self.file}; pass another {flag}")
-        raise UserError(f"{option}: {self.file} names none and has none of {', '.join(known)}; pass {flag}")
+        raise UserError(f"{option}: {self.file} names none and has none of {', '.join(usual)}; pass {flag}")
 
     def _token_id(self, token: str) -> int | None:
         if self._library is not None:
             return self._library.token_to_id(token)
+        if token == END_OF_TEXT:
+            return BYTES_AND_EOD - 1
         raw = token.encode()
-        return BYTES_AND_EOD - 1 if token == END_OF_TEXT else raw[0] if len(raw) == 1 else None
+        if len(raw) == 1:
+            return raw[0]
+        return None
 
 
-def read_beside(file: Path, name: str) -> dict[str, Any]:
+def read_beside(file: Path, name: str) -> JsonObject:
     """Return the JSON object `name` in the folder of `file`; empty if there is no such file."""
     return read_object(file.with_name(name), "is not a JSON object; correct it or remove it") or {}
 
@@ -260,41 +299,36 @@ def spelling(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def read_added_tokens(file: Path, own: Mapping[int, AddedToken]) -> tuple[dict[str, str], list[AddedToken]]:
+def read_added_tokens(file: Path, in_file: Mapping[int, AddedToken]) -> tuple[dict[str, str], list[AddedToken]]:
     """Read the files beside tokenizer.json as transformers 5 does.
 
-    Returns the special tokens that they name, and tokens to add to those of tokenizer.json (`own`, by id). Raises
+    Returns the special tokens that they name, and tokens to add to the tokens `in_file`, tokenizer.json, by id. Raises
     UserError for a description of a token that cannot be read.
     """
     config = read_beside(file, HF_CONFIG)
     numbers = config.get("added_tokens_decoder")
     older = read_beside(file, "special_tokens_map.json") if numbers is None else {}  # otherwise unused
-    lists, extra = ("extra_special_tokens", "additional_special_tokens"), list[Any]()
-    roles = {name: token for name, token in (config | older).items() if name.endswith("_token")}
     try:
-        theirs = older.get(lists[0]) or (None if config.keys() & set(lists) else older.get(lists[1]))
-        for found in (config.get(lists[0]) or config.get(lists[1]), theirs):
-            if isinstance(found, dict):
-                roles |= found
-            else:
-                extra += found or []
-        named = {name: text for name, token in roles.items() if (text := spelling(token)) is not None}
+        roles, extra = _special_tokens(config, older)
+        spellings = {name: spelling(token) for name, token in roles.items()}
+        named = {name: text for name, text in spellings.items() if text is not None}
         if numbers is not None:
-            numbered = {int(number): AddedToken(**one) for number, one in numbers.items()}
+            numbered = {int(number): AddedToken(**flags) for number, flags in numbers.items()}
         else:
             special = {*named.values(), *map(spelling, extra)}
             added = read_beside(file, "added_tokens.json").items()
-            numbered = {int(number): AddedToken(text, special=text in special) for text, number in added} | dict(own)
-        order = [*NAMES, *(name for name in named if name not in NAMES)]
+            numbered = {int(number): AddedToken(text, special=text in special) for text, number in added}
+            numbered |= in_file
         tokens = [numbered[number] for number in sorted(numbered)]
-        known = {one.content for one in (*own.values(), *tokens)}
+        texts = {token.content for token in (*in_file.values(), *tokens)}
+        order = [*NAMES, *(name for name in named if name not in NAMES)]
         for token in (*(roles[name] for name in order if name in named), *extra):
-            flags: dict[str, Any] = {"content": token} if isinstance(token, str) else dict(token)
+            flags: JsonObject = {"content": token} if isinstance(token, str) else dict(token)
             flags.pop("__type", None)
-            if flags["content"] not in known:
+            if flags["content"] not in texts:
                 tokens.append(AddedToken(**{"special": True, **flags}))
-        for one in tokens:
-            one.special = one.special or one.content in named.values()
+        for token in tokens:
+            token.special = token.special or token.content in named.values()
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise UserError(
             f"tokenizer: {file.parent} describes a token that cannot be read ({first_line(error)}); "
@@ -303,13 +337,29 @@ def read_added_tokens(file: Path, own: Mapping[int, AddedToken]) -> tuple[dict[s
     return named, tokens
 
 
-def _hide_special(about: dict[str, Any], special: set[str]) -> bool:
-    """Change tokenizer.json, `about`, so that its model makes no special tokens of texts; return whether it would.
+def _special_tokens(config: JsonObject, older: JsonObject) -> tuple[JsonObject, list[Any]]:
+    """Return the special tokens of tokenizer_config.json and of an older file: by their names, and without names."""
+    roles = {name: token for name, token in (config | older).items() if name.endswith("_token")}
+    configured = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    of_older = older.get("extra_special_tokens")
+    if not (of_older or "extra_special_tokens" in config or "additional_special_tokens" in config):
+        of_older = older.get("additional_special_tokens")
+    extra: list[Any] = []
+    for tokens in (configured, of_older):
+        if isinstance(tokens, dict):
+            roles |= tokens
+        elif tokens:
+            extra += tokens
+    return roles, extra
+
+
+def _hide_special(description: JsonObject, special: set[str]) -> bool:
+    """Change a tokenizer.json so that its model makes no special tokens of texts; return whether it would.
 
     As in SentencePiece, where no text gives a control piece, such pieces are renamed to what no text holds; all ids
     stay. A piece of one character keeps its name, because without it texts would lose that character.
     """
-    model = about["model"]
+    model = description["model"]
     pieces = model["vocab"] if isinstance(model["vocab"], dict) else {piece for piece, _ in model["vocab"]}
     hidden = {token for token in special if token in pieces and len(token) > 1}
     if hidden and model["type"] == "BPE":
@@ -322,7 +372,9 @@ def _hide_special(about: dict[str, Any], special: set[str]) -> bool:
         return False
 
     def rename(piece: str) -> str:
-        return f"\ufdd0{piece}" if piece in hidden else piece
+        if piece in hidden:
+            return f"\ufdd0{piece}"
+        return piece
 
     if isinstance(model["vocab"], dict):
         model["vocab"] = {rename(piece): number for piece, number in model["vocab"].items()}
@@ -330,9 +382,9 @@ def _hide_special(about: dict[str, Any], special: set[str]) -> bool:
         model["vocab"] = [(rename(piece), score) for piece, score in model["vocab"]]
     if model.get("unk_token") is not None:
         model["unk_token"] = rename(model["unk_token"])
-    for token in about["added_tokens"]:
+    for token in description["added_tokens"]:
         token["content"] = rename(token["content"])
-    about["post_processor"] = None  # names special tokens, and is not used for texts
+    description["post_processor"] = None  # names special tokens, and is not used for texts
     return True
 
 
@@ -357,7 +409,8 @@ def train_bpe(
         show_progress=False,
     )
     texts = iter(texts)
-    if (first := next(texts, None)) is None:  # the library would silently write a tokenizer of 256 bytes
+    first = next(texts, None)
+    if first is None:  # the library would silently write a tokenizer of 256 bytes
         raise UserError("input: no document to train a tokenizer on; check --input")
     trained.train_from_iterator(chain([first], texts), trainer)
     return write_tokenizer(trained, target, eos_token=END_OF_TEXT)
@@ -395,7 +448,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._shown, self._waiting = list(before), list[int]()
+        self._shown = list(before)
+        self._waiting: list[int] = []
 
     def put(self, token: int) -> str:
         """Add the next token; return the text that is final and has not been returned yet."""
@@ -405,8 +459,9 @@ class TextStream:
         text = self.end()
         if text[-1:] in ("", HALF_CHARACTER):
             return ""
-        # these begin where a text was complete, and have a text even without what precedes
-        self._shown, self._waiting = self._waiting, []
+        # the waiting tokens begin where a text was complete, and have a text even without the tokens before them
+        self._shown = self._waiting
+        self._waiting = []
         return text
 
     def end(self) -> str:
@@ -422,14 +477,17 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 def ids_without_rows(tokenizer: Tokenizer, rows: int) -> list[str]:
     """Return a line that says how many ids of a tokenizer a model of `rows` token ids does not have, if any."""
-    more, ids = tokenizer.vocab_size - rows, f"{tokenizer.vocab_size:,} ids of {tokenizer.file}"
-    return [f"{more:,} of the {ids} have no row in the model's {rows:,}; a text that uses one is refused"] * (more > 0)
+    more = tokenizer.vocab_size - rows
+    if more <= 0:
+        return []
+    ids = f"{tokenizer.vocab_size:,} ids of {tokenizer.file}"
+    return [f"{more:,} of the {ids} have no row in the model's {rows:,}; a text that uses one is refused"]
 
 
-def vocabulary_size(given: int | None, tokenizer: str | None) -> int:
-    """Return V, the number of token ids of a model: as given, else of the tokenizer, which is only then loaded."""
-    if given is not None:
-        return given
+def vocabulary_size(requested: int | None, tokenizer: str | None) -> int:
+    """Return V, the number of token ids of a model: as requested, else of the tokenizer, which is only then loaded."""
+    if requested is not None:
+        return requested
     if tokenizer is None:
         raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
     return Tokenizer(tokenizer).vocab_size
