@@ -4,9 +4,9 @@ python tools/translate_megatron_lm.py train.sh CHECKPOINTS DATA > run.yaml
 python tools/translate_megatron_lm.py torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... > run.yaml
 
 Words after a script are its own arguments ($1, $2, ...). Nothing is executed: variables, arrays and sums are followed,
-the lines of all branches are read, and a variable that has no value, or another one in each branch, is named. What is
-not given has Megatron-LM's default. Comments after the options say what has no place here, what is left out, and what
-to decide.
+and the branches that their values choose. Where these do not choose, all branches are read, and a variable that has no
+value, or another one in each branch, is named. What is not given has Megatron-LM's default. Comments after the options
+say what has no place here, what is left out, and what to decide.
 """
 
 import sys
@@ -37,29 +37,26 @@ class Arguments:
 
     Attributes:
         values: by name, as Megatron-LM parses them.
+        missing: by variable without a value, the flags that need it.
         decide: a line for each word that cannot be translated.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
         self.values: dict[str, Any] = {}
+        self.missing: dict[str, list[str]] = defaultdict(list)
         self.decide: list[str] = []
         flags = [place for place, word in enumerate(words) if word.startswith("--")]
-        self._name_missing(words[: min(flags, default=len(words))])
+        for name in missing_variables(words[: min(flags, default=len(words))]):
+            self.missing[name].append("before all flags")
         for place, following in zip(flags, [*flags[1:], len(words)], strict=True):
             word, equals, value = words[place].partition("=")
             self._add(word, ([value] if equals else []) + list(words[place + 1 : following]))
 
-    def _name_missing(self, words: Sequence[str]) -> list[str]:
-        """Return the variables without a value in these words, and add a line for them."""
-        missing = [f"${name}" for name in missing_variables(words)]
-        if missing:
-            shown = readable(" ".join(words))
-            self.decide.append(f"{shown}: {', '.join(missing)} has no value that can be read from the script")
-        return missing
-
     def _add(self, word: str, values: list[str]) -> None:
         shown = readable(" ".join([word, *values]))
-        missing = self._name_missing([word, *values])
+        missing = missing_variables([word, *values])
+        for name in missing:
+            self.missing[name].append(readable(word))
         place = set_by(word)
         if place is None:
             self.decide.append(f"{shown}: no argument of Megatron-LM that this version knows")
@@ -121,6 +118,10 @@ def words_of(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def document(words: Sequence[str], decide: Sequence[str] = ()) -> str:
     """Return the YAML, and comments, for the words after the training program, and lines of what to decide."""
     arguments = Arguments(words)
+    for name, flags in arguments.missing.items():
+        place = "after" if name.isdecimal() else "that can be read from"
+        reason = f"has no value {place} the script"
+        arguments.decide.append(f"${name} {reason}: {', '.join(dict.fromkeys(flags))}")
     arguments.decide += decide
     result = translate(arguments.values)
     return "\n".join([*_options(result, arguments), *_comments(result, arguments)]) + "\n"

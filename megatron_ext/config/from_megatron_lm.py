@@ -200,7 +200,7 @@ def _recompute(args: Args) -> Options:
 
 def _data(args: Args) -> Options:
     path = args["data_path"] or args["train_data_path"]
-    if args["mock_data"]:
+    if args["mock_data"] and not path:  # with one, a branch of the script has each
         raise UserError("mock_data: got True, needs --data-path with a dataset; tools/preprocess_data.py writes one")
     if path and not args["data_path"]:
         return {"data_path": path, "split": "100,0,0"}  # validation has data of its own

@@ -1,8 +1,10 @@
 """Read the arguments of a training program from a shell script, without executing anything.
 
-Known are assignments of texts and arrays, their use as $NAME, ${NAME:-DEFAULT} and ${NAME[@]}, calculations in
-$((...)), and `eval` and `bash -c` of such texts. The lines of all branches are read, as if each were executed;
-`Script.decide` names the variables of which branches make different values. Files that it sources are not read.
+Known are assignments of texts and arrays, their use as $NAME, ${NAME:-DEFAULT}, ${NAME//OLD/NEW} and ${NAME[@]},
+calculations in $((...)), and `eval` and `bash -c` of such texts. Of `if`, `case`, && and || the branch is read that the
+script's own values and arguments choose. Where they do not, as for variables of the environment and files, all branches
+are read, and `Script.decide` names the variables of which they make different values. A loop's lines are read once;
+files that it sources are not read.
 """
 
 import ast
@@ -10,15 +12,23 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain, takewhile
 
 from megatron_ext.errors import echo
 
-_BEFORE_COMMANDS = {"export", "local", "declare", "readonly", "eval", "exec", "while", "time", "!"}
-_BEFORE_COMMANDS |= {"if", "then", "elif", "else", "fi", "case", "esac", "do", "done", "{", "}", "&&", "||"}
+_BEFORE_COMMANDS = {"export", "local", "declare", "readonly", "eval", "exec", "while", "until", "time", "!", "(", "|"}
+_KEYWORDS = {"if", "then", "elif", "else", "fi", "case", ";;", "esac", "do", "done", "{", "}"}
+_JOINTS = {"&&", "||", "|", "(", ";;"}  # are kept, as the first word of the next command
 _PRINTERS = {"echo", "printf", "cat"}
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _BRACED = re.compile(r"(\w+|@|\*)(?:\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_REPLACED = re.compile(r"(\w+)(//?)([^/*?\[]+)(?:/(.*))?", re.DOTALL)
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
+    "-ge": operator.ge,
+}  # fmt: skip
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
@@ -40,8 +50,51 @@ _QUOTED = rf'"(?P<quoted>(?:\\.|{_PLAIN_EXPANSION}|[^"\\])*+)"'
 _PART = re.compile(rf"\\(?P<escaped>.)|'(?P<fixed>[^']*)'|{_QUOTED}|{_EXPANSION}|(?P<text>.)", re.DOTALL)
 _QUOTED_PART = re.compile(rf'\\(?P<escaped>["\\$`\n])|{_EXPANSION}|(?P<text>.)', re.DOTALL)
 _WORD = rf"(?:\\.|'[^']*'|{_QUOTED.replace('?P<quoted>', '?:')}|{_PLAIN_EXPANSION}|[<>]&|&>|[^\s;|&()'\"\\`])++"
+_HERE = re.compile(  # a text for a command, as in cat << END
+    r"(?P<command>(?<!<)<<-?[ \t]*(['\"]?)(?P<end>\w+)\2[^\n]*\n)(?P<body>(?:[^\n]*\n)*?)[ \t]*(?P=end)[ \t]*(?=\n)"
+)
+_STARTS = re.compile(r"(?m)\.py|^\s*(srun|torchrun|mpirun|bash)\b")
 _SKIPPED = r"(?:[ \t\r]|\\\n)*+(?:#[^\n]*)?+"
 _TOKEN = re.compile(rf"{_SKIPPED}(?:(?P<array>\w+\+?=\()|(?P<word>{_WORD})|(?P<end>;;|&&|\|\||[;|&()\n]))", re.DOTALL)
+
+
+def _both(one: bool | None, other: bool | None) -> bool | None:
+    """Return whether both are true; None stands for what is not known."""
+    if one is False or other is False:
+        return False
+    return None if one is None or other is None else True
+
+
+def _not(one: bool | None) -> bool | None:
+    return None if one is None else not one
+
+
+def _either(one: bool | None, other: bool | None) -> bool | None:
+    return _not(_both(_not(one), _not(other)))
+
+
+@dataclass
+class _Block:
+    """An `if`, a `case`, a loop or a group of commands that is being read.
+
+    Attributes:
+        is_executed: whether its present branch is, None if that is not known.
+        is_past: whether an earlier branch was.
+        condition: the words of an `if` or `elif` so far, until `then`.
+        patterns: those of a branch of a `case`, which `subject` is compared with.
+    """
+
+    is_executed: bool | None = True
+    is_past: bool | None = False
+    is_loop: bool = False
+    condition: list[str] | None = None
+    subject: str = ""
+    patterns: list[str] | None = None
+
+    def enter(self, holds: bool | None) -> None:
+        """Begin a branch whose own condition holds."""
+        self.is_executed = _both(_not(self.is_past), holds)
+        self.is_past = _either(self.is_past, holds)
 
 
 class Script:
@@ -49,17 +102,19 @@ class Script:
 
     Attributes:
         commands: each command's words, with the values that variables had there.
-        branches: by variable, and whether they add to it, the values that branches of the script give.
+        branches: by variable, and whether they add to it, the values of branches that may be executed.
     """
 
     def __init__(self, text: str, arguments: Sequence[str] = ()) -> None:
-        self.variables: dict[str, list[str]] = {"@": list(arguments), "*": list(arguments)}
-        self.variables |= {str(number): [word] for number, word in enumerate(arguments, start=1)}
+        self.variables: dict[str, list[str]] = {}
+        self._set_arguments(arguments)
         self.commands: list[list[str]] = []
         self.branches: dict[tuple[str, bool], list[str]] = {}
-        self._depth = 0  # of if and case
+        self._blocks: list[_Block] = []
+        self._list: list[str] = []  # the commands that && and || join, so far
         for statement in _statements(text):
-            self._read(statement)
+            if statement:
+                self._read(statement)
 
     def program_words(self) -> list[str]:
         """Return the words after the Python program that has the most flags; an empty list if there is none."""
@@ -82,9 +137,81 @@ class Script:
     def _programs(self) -> list[list[str]]:
         return [after_program(words) for words in self.commands if words[0] not in _PRINTERS]
 
+    def _set_arguments(self, words: Sequence[str]) -> None:
+        for number in range(len(self.variables.get("@", ()))):
+            del self.variables[str(number + 1)]
+        self.variables |= {"@": list(words), "*": list(words)}
+        self.variables |= {str(number): [word] for number, word in enumerate(words, start=1)}
+
     def _read(self, words: list[str]) -> None:
-        """Assign the variables of a command, and add the words that remain to `commands`."""
-        is_branch = self._depth > 0
+        """Follow a command's keywords and assign its variables; add the words that remain to `commands`."""
+        if self._belongs_to_condition(words):
+            return
+        holds: bool | None = True
+        if words[0] in ("&&", "||"):
+            former = self._holds(self._list)
+            holds = former if words[0] == "&&" else _not(former)
+            self._list = self._list + words
+            words = words[1:]
+        else:
+            self._list = []
+        while words and words[0] in _KEYWORDS:
+            words = self._follow(words, holds)
+        self._list = self._list or words
+        for block in self._blocks:
+            holds = _both(holds, block.is_executed)
+        if holds is not False:
+            self._execute(words, is_branch=holds is None)
+            return
+        for assignment in filter(None, map(_ASSIGNMENT.fullmatch, words)):
+            self.variables.setdefault(assignment[1], [])  # empty, no variable of the environment
+
+    def _belongs_to_condition(self, words: list[str]) -> bool:
+        """Add words to the condition or the patterns that are being read, or, after these, begin their branch."""
+        block = self._blocks[-1] if self._blocks else _Block()
+        if block.condition is not None:
+            if words[0] != "then":
+                block.condition += words if words[0] in _JOINTS else [";", *words]
+                return True
+            block.enter(self._holds(block.condition))
+            block.condition = None
+        if block.patterns is not None:
+            if words[0] == "|" or (not block.patterns and words[0] != "esac"):
+                block.patterns += words
+                return True
+            block.enter(self._matches(block.subject, block.patterns))
+            block.patterns = None
+        return False
+
+    def _follow(self, words: list[str], holds: bool | None) -> list[str]:
+        """Follow the keyword that a command begins with, if it `holds`; return the words after it."""
+        keyword = words[0]
+        rest = words[1:]
+        if keyword == "if":
+            self._blocks.append(_Block(condition=rest))
+            return []
+        if keyword == "case":
+            self._blocks.append(_Block(subject=self._text("".join(words[1:2])), patterns=words[3:]))
+            return []
+        if keyword in ("do", "{"):
+            self._blocks.append(_Block(holds, is_loop=keyword == "do"))
+        elif not self._blocks:
+            return rest
+        elif keyword == "elif":
+            self._blocks[-1].condition = rest
+            return []
+        elif keyword == "else":
+            self._blocks[-1].enter(True)
+        elif keyword == ";;":
+            self._blocks[-1].patterns = []
+            if rest:
+                self._read(rest)
+            return []
+        elif keyword != "then":
+            self._blocks.pop()
+        return rest
+
+    def _execute(self, words: list[str], is_branch: bool) -> None:
         while words:
             assignment = _ASSIGNMENT.fullmatch(words[0])
             if assignment is not None:
@@ -97,12 +224,61 @@ class Script:
                     words = words[end + 1 :]
                 self._assign(name, values, is_branch, is_added=bool(plus), is_text=value != "(")
             elif words[0] in _BEFORE_COMMANDS or words[0].startswith("-"):
-                self._depth += {"if": 1, "case": 1, "fi": -1, "esac": -1}.get(words[0], 0)
-                is_branch = self._depth > 0 or words[0] in ("&&", "||")
                 words = words[1:]
+            elif words[0] == "shift" and not self._blocks:
+                count = self._text(words[1]) if words[1:] else "1"
+                self._set_arguments(self.variables["@"][int(count) if count.isdecimal() else 0 :])
+                return
             else:
                 self.commands.append(self._expand(words) or [""])
                 return
+
+    def _holds(self, words: Sequence[str]) -> bool | None:
+        """Return whether tests that && and || join hold; None if that depends on more than the script."""
+        joints = _JOINTS.union(";").intersection(words)
+        if joints - {"&&", "||"} or (len(joints) == 2 and "[[" in words):  # in [[ ]] && binds stronger than ||
+            return None
+        holds: bool | None = True
+        for joint, test in _split_at(words, ("&&", "||")):
+            holds = _both(holds, self._test(test)) if joint == "&&" else _either(holds, self._test(test))
+        return holds
+
+    def _test(self, words: Sequence[str]) -> bool | None:
+        """Return whether a test, an assignment, or `true` or `false` holds."""
+        if words[:1] == ["!"]:
+            return _not(self._test(words[1:]))
+        if words[1:2] == ["!"]:
+            return _not(self._test([words[0], *words[2:]]))
+        inside = [word for word in words if word not in ("[", "[[", "]", "]]", "test")]
+        texts = [self._text(word) for word in inside]
+        if not inside or any("\0" in text or "$" in text for text in texts):
+            return None
+        if len(inside) == len(words):
+            return True if _ASSIGNMENT.fullmatch(words[0]) else {"true": True, "false": False}.get(" ".join(texts))
+        text = texts[-1]
+        match texts:
+            case [_] | ["-n", _]:
+                return True if text else _not(self._is_empty(inside[-1]))
+            case ["-z", _]:
+                return False if text else self._is_empty(inside[-1])
+            case [left, "=" | "==", _]:
+                return left == text or fnmatchcase(left, text)
+            case [left, "!=", _]:
+                return not (left == text or fnmatchcase(left, text))
+            case [left, comparison, _] if comparison in _COMPARISONS:
+                is_known = left.isdecimal() and text.isdecimal()
+                return _COMPARISONS[comparison](int(left), int(text)) if is_known else None
+        return None
+
+    def _is_empty(self, word: str) -> bool | None:
+        """Return True for a word without text, or None if that is a default, such as ${NAME:-}."""
+        return None if re.search(r"\w:?[-+=]", word) else True
+
+    def _matches(self, subject: str, patterns: Sequence[str]) -> bool | None:
+        texts = [self._text(word) for word in patterns if word not in ("|", "(")]
+        if any(fnmatchcase(subject, text) for text in texts):
+            return True
+        return None if missing_variables([subject, *texts]) else False
 
     def _assign(self, name: str, values: list[str], is_branch: bool, is_added: bool, is_text: bool) -> None:
         former = self.variables.get(name, [])
@@ -151,15 +327,25 @@ class Script:
             return [self._number(text[2:-2])]
         if kind in ("call", "tick"):
             return [_missing("COMMAND")]
-        match = _BRACED.fullmatch(text if kind == "name" else text[1:-1])
+        inside = text if kind == "name" else text[1:-1]
+        replaced = _REPLACED.fullmatch(inside)
+        if replaced is not None and replaced[1] in self.variables:
+            old, new = (self._text(part or "") for part in replaced.group(3, 4))
+            count = 1 if replaced[2] == "/" else -1
+            return [value.replace(old, new, count) for value in self.variables[replaced[1]]]
+        match = _BRACED.fullmatch(inside)
         if match is None:
             return [_missing(text)]
         name, mode, other = match.groups()
         values = self.variables.get(name)
+        if name.isdecimal() and any(block.is_loop for block in self._blocks):
+            values = None  # other arguments in each round
         if mode in ("+", ":+"):
             return [self._text(other)] if values and any(values) else []
-        if mode in ("-", ":-", "=", ":="):
-            return values if values and any(values) else [self._text(other)]
+        if mode in ("-", ":-", "=", ":=") and not (values and any(values)):
+            values = [self._text(other)]
+            if mode in ("=", ":="):
+                self.variables[name] = values
         return [_missing(name)] if values is None else values
 
     def _number(self, text: str) -> str:
@@ -188,12 +374,14 @@ def readable(word: str) -> str:
 
 
 def after_program(words: list[str]) -> list[str]:
-    """Return the words after the first Python file of a command, also of one inside a word, as in `bash -c TEXT`."""
+    """Return the words after the first Python file of a command, also inside of its words, as in `bash -c TEXT`."""
     for place, word in enumerate(words):
         if re.search(r"\.py\s", word):
             return after_program(_split(word))
         if word.endswith(".py"):
-            return list(takewhile(lambda word: not re.match(r"[0-9&]*>", word), words[place + 1 :]))
+            arguments = takewhile(lambda word: not re.match(r"[0-9&]*>", word), words[place + 1 :])
+            parts = (_split(word) if re.search(r"\s--\w", word) else [word] for word in arguments)
+            return list(chain.from_iterable(parts))
     return []
 
 
@@ -204,6 +392,7 @@ def _count_flags(words: list[str]) -> int:
 def _statements(text: str) -> Iterator[list[str]]:
     """Yield the words of each command, with their quotes; an array is `NAME=(`, its words and `)`."""
     text = re.sub(r"(?m)^[ \t]*#.*\n?", "", text) + "\n"
+    text = _HERE.sub(lambda match: match[0] if _STARTS.search(match["body"]) else match["command"], text)
     command: list[str] = []
     in_array = False
     place = 0
@@ -221,9 +410,9 @@ def _statements(text: str) -> Iterator[list[str]]:
         elif in_array:
             in_array = match["end"] != ")"
             command += [] if in_array else [")"]
-        else:
+        elif match["end"] != "\n" or command not in (["&&"], ["||"], ["|"]):
             yield command
-            command = [match["end"]] if match["end"] in ("&&", "||") else []
+            command = [match["end"]] if match["end"] in _JOINTS else []
     if not in_array:
         yield command
 
@@ -233,6 +422,20 @@ def _split(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         return text.split()
+
+
+def _split_at(words: Sequence[str], joints: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each joint and the words after it; the first words follow the first joint."""
+    joint = joints[0]
+    part: list[str] = []
+    for word in words:
+        if word in joints:
+            yield joint, part
+            joint = word
+            part = []
+        else:
+            part.append(word)
+    yield joint, part
 
 
 def _calculate(node: ast.AST) -> int:

@@ -78,6 +78,7 @@ def test_defaults_are_those_of_megatron_lm(version: str) -> None:
          {"moe_aux_loss_coeff": 0.2, "moe_router_load_balancing_type": "seq_aux_loss"}),
         ({"use_rope_scaling": True, "rope_scaling_factor": 4.0}, {"rope_scaling": "llama3", "rope_scaling_factor": 4}),
         ({"rotary_seq_len_interpolation_factor": 2}, {"rope_scaling": "linear", "rope_scaling_factor": 2}),
+        ({"mock_data": True, "data_path": ["a"]}, {"data_path": ["a"]}),
         ({"train_data_path": ["a"], "valid_data_path": ["b"]}, {"data_path": ["a"], "split": "100,0,0"}),
     ],
 )  # fmt: skip

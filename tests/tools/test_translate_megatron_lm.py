@@ -1,6 +1,7 @@
 """Launch scripts of Megatron-LM, in the forms that its own examples and others' have, as YAML of this package."""
 
 import shlex
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,10 @@ def test_what_the_user_decides_is_listed(tmp_path: Path, words: str, text: str) 
         ("case $1 in one) A=1;; esac\nrun.py --a $A", "--a 1"),
         ("f() { (cd x; run.py --a 1); }", "--a 1"),
         ("run.py --a ';' --b \")\" \\; --c", "--a ; --b ) ; --c"),
+        ("cat <<- 'END' > x\nif you type --b\ncase\n  END\nrun.py --a 1", "--a 1"),
+        ("A=\"run.py --a 1\"\nsbatch <<END\nsrun -l bash -c \"$A\"\nEND", "--a 1"),
+        ("A=\"  --a 1\"\nmpirun entry.sh run.py \"$A --b\"", "--a 1 --b"),
+        ("sbatch << END\n#SBATCH\nsrun run.py --a 1\nEND", "--a 1"),
         ("run.py --a \"$(dirname \"$(realpath \"$0\")\")/x\"", "--a $COMMAND/x"),
     ],
 )  # fmt: skip
@@ -164,15 +169,63 @@ def test_quotes_keep_blanks_inside_a_word() -> None:
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        "if [ $1 = one ]; then A=1; else A=2; fi",
+        "if [ $1 != one ]; then A=2; elif [[ $2 == t* ]]; then A=1; else A=3; fi",
+        'A=1; [ -n "$3" ] && [ 1 -gt 2 ] && A=2',
+        "A=1; [ $2 = two ] || A=2",
+        "[[ $1 = one && 3 -le 3 ]] &&\n  A=1 || A=2",
+        "B=; if [[ -z $B ]]; then A=1; else A=2; fi",
+        "if ! [ -z $1 ] && [ ! $2 = one ]; then A=1; else A=2; fi",
+        "B=true; if $B; then if false; then A=2; else A=1; fi; fi",
+        "case $2 in\none)\n  A=2;;\n(t*) A=1\n;;\n*) A=3\nesac",
+        "case $1 in two | one) A=1 ;; *) A=2 ;; esac",
+        "case $1 in one) ;; *) B=2 ;; esac; A=1$B",
+        "if false; then B=2; fi; A=1$B",
+        "shift; if [ $1 = two ]; then A=1; fi",
+        "B=1_000; B=${B//_}; A=$((B / 1000))",
+        ": ${A:=1} ${A:=2}",
+        "A=1; if [ $1 = two ]; then [ -d x ] && A=2; fi",
+    ],
+)
+def test_branches_that_the_arguments_decide_are_followed(script: str) -> None:
+    """bash, which runs each of these, agrees."""
+    text = f"{script}\nrun.py --a $A"
+    read = Script(text, ["one", "two"])
+    ran = subprocess.run(["bash", "-c", f"run.py() {{ echo $@; }}\n{text}", "-", "one", "two"], capture_output=True)
+    assert (" ".join(read.program_words()), read.decide()) == (ran.stdout.decode().strip(), [])
+    assert read.program_words() == ["--a", "1"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if [ $A = 1 ]",
+        'if [ -n "${A:-}" ]',
+        "if [ -d $1 ]",
+        "if [[ $1 =~ n ]]",
+        "if (( 1 > 2 ))",
+        "if [[ $1 = two || $1 = one && $2 = one ]]",
+        "if cat; [ $1 = two ]",
+        "while [ $1 ]; do if [ $1 = two ]",
+    ],
+)
+def test_all_branches_are_read_where_nothing_decides(script: str) -> None:
+    branches = Script(f"{script}; then B=1; else B=2; fi", ["one", "two"]).branches
+    assert [set(values) for values in branches.values()] == [{"1", "2"}]
+
+
+@pytest.mark.parametrize(
     ("script", "line"),
     [
-        ("case $1 in\n7B) A=32;;\n13B) A=40;;\nesac", "$A: branches of the script make '32', '40'; the last is read"),
-        ("A=1\nif true; then A=2; fi", "$A: branches of the script make '1', '2'; the last is read"),
+        ("case $3 in\n7B) A=32;;\n13B) A=40;;\nesac", "$A: branches of the script make '32', '40'; the last is read"),
+        ("A=1\nif make; then A=2; fi", "$A: branches of the script make '1', '2'; the last is read"),
         ("A=1\n[ -n \"$B\" ] && A=2", "$A: branches of the script make '1', '2'; the last is read"),
-        ("if true; then A+=(--b); else A+=(--c); fi", "$A: branches of the script add '--b', '--c'; all are read"),
-        ("if true; then A=1; else A=1; fi", None),
+        ("if make; then A+=(--b); else A+=(--c); fi", "$A: branches of the script add '--b', '--c'; all are read"),
+        ("if make; then A=1; else A=1; fi", None),
         ("A=1\nA=2\nfor B in 1 2; do A=3; done", None),
-        ("if true; then A=1; else A=2; fi\nA=3", None),
+        ("if make; then A=1; else A=2; fi\nA=3", None),
         ("run.py --a 1", "the script starts 2 Python programs with flags; the one with the most is read"),
     ],
 )  # fmt: skip
@@ -204,7 +257,9 @@ def test_a_variable_without_a_value_is_named(tmp_path: Path) -> None:
     assert missing_variables(words) == ["COMMAND", "HOME", "N"]
     config, text = translated(tmp_path, words)
     assert (config.checkpoint.save, config.model.num_layers) == ("$HOME/a", Config().model.num_layers)
-    assert "--num-layers $N: $N has no value that can be read" in text
+    assert "$N has no value that can be read from the script: --num-layers" in text
+    text = document(Script("run.py --load $1 --save $1").program_words())
+    assert "$1 has no value after the script: --load, --save" in text
 
 
 def test_scripts_without_a_program_are_refused(tmp_path: Path) -> None:
