@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
-from harness import Mean, _evaluated, command, prepare
+from harness import Mean, command, prepare, read_evaluation
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -66,10 +67,10 @@ def cut(texts: Sequence[str], tokenizer: tokenizers.Tokenizer, seed: int = 0) ->
     return [document for document in documents if document]
 
 
-def prepare_documents(novels: Path, out: Path) -> list[object]:
+def prepare_documents(novels: Path, out: Path, vocabulary: int = VOCABULARY) -> list[object]:
     """Make the tokenizer, the training documents and the held-out ones, once; return the flags of the data."""
     data = out / "data"
-    prepare(novels, out, VOCABULARY, sources=("novels",))
+    prepare(novels, out, vocabulary, sources=("novels",))
     documents = data / "documents"
     if not documents.with_suffix(".idx").exists():
         texts = [json.loads(line)["text"] for line in (data / "train.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -81,11 +82,25 @@ def prepare_documents(novels: Path, out: Path) -> list[object]:
     return ["--data-path", documents, "--tokenizer-model", data / "tokenizer"]
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of the runs that are done."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def read_runs(file: Path) -> Losses:
     """Read the losses of the runs that are done."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    runs = [json.loads(line) for line in lines]
+    runs = read_lines(file)
     return {Plan(**run["run"]): {int(length): loss for length, loss in run["losses"].items()} for run in runs}
+
+
+def evaluate(folder: Path, out: Path, count: int) -> dict[int, float]:
+    """Return the held-out loss of a run by window, over `count` documents."""
+    flags = ["--data-path", out / "data" / "valid-novels", "--lengths", *LENGTHS, "--documents-per-source", count]
+    flags += ["--min-tokens", ROW, "--max-tokens", 2 * ROW, "--output", folder / "evaluation", "--overwrite"]
+    command("tools/evaluate.py", "perplexity", folder, *flags)
+    (found,) = read_evaluation(folder / "evaluation").values()
+    return found
 
 
 def run_all(
@@ -96,9 +111,10 @@ def run_all(
     held_out: int,
     workers: int,
     trainer: Callable[[str], Sequence[object]] = lambda arm: ["pretrain_skyladder.py"],
+    losses: Callable[[Path, Path, int], object] = evaluate,
 ) -> None:
     """Train and evaluate the runs that have no line yet, and append their lines; `trainer` is an arm's command."""
-    done, lock = read_runs(file), threading.Lock()
+    done, lock = {Plan(**line["run"]) for line in read_lines(file)}, threading.Lock()
 
     def one(plan: Plan) -> None:
         folder = out / "runs" / f"{plan.arm}_{plan.rate:g}_{plan.steps}_{plan.seed}"
@@ -108,17 +124,7 @@ def run_all(
             flags += ["--window-schedule", "linear", "--window-start", START, "--window-expansion-fraction", SHARE]
         saving = ["--save", folder, "--load", folder, "--load-if-present", "--keep-last", 1]
         command(*map(str, trainer(plan.arm)), *flags, *saving, log=out / "logs" / f"{folder.name}.txt")
-        flags = [
-            "--data-path",
-            out / "data" / "valid-novels",
-            "--lengths",
-            *LENGTHS,
-            "--documents-per-source",
-            held_out,
-        ]
-        flags += ["--min-tokens", ROW, "--max-tokens", 2 * ROW, "--output", folder / "evaluation", "--overwrite"]
-        command("tools/evaluate.py", "perplexity", folder, *flags)
-        (found,) = _evaluated(folder / "evaluation").values()
+        found = losses(folder, out, held_out)
         with lock, file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"run": asdict(plan), "losses": found}) + "\n")
         shutil.rmtree(folder)
