@@ -52,6 +52,19 @@ KINDS = {"loss": "Loss", "gain": f"Gain of {ROW:,} over {SHORT} tokens of contex
 TIMES = ("step_time_s", "score_time_s")
 OF_TOKEN = "_per_token"  # ends the measures of the tokens of names; the others are of whole names
 FAR_LESS_FIRST = "far minus first"
+BETWEEN = {
+    "gain, far - near": ("gain", "far", "near"),
+    "gain, far - first": ("gain", "far", "first"),
+    "loss, far - near": ("loss", "far", "near"),
+    "loss, near - first": ("loss", "near", "first"),
+    "loss, far - first": ("loss", "far", "first"),
+}
+CONTROLS = (
+    ("dense_unfrozen", "placebo"),
+    ("dense_unfrozen", "uniform"),
+    ("sparse_unfrozen", "uniform"),
+    ("dense_frozen", "uniform"),
+)
 
 Values = dict[str, dict[str, list[float]]]  # by arm and measure, one for each seed
 
@@ -296,13 +309,23 @@ def tables(numbers: dict[str, Any]) -> str:
     rows = [
         [ARMS[arm], *(less(values, arm, "placebo", *pair) for pair in contrasts.values())]
         for arm in values
-        if arm not in ("uniform", "placebo")
+        if arm.endswith("_unfrozen")  # the placebo permutes the weights of unfrozen scores
     ]
     parts += [
         f"{FAR_LESS_FIRST.capitalize()} names, minus the placebo's. Planned test: dense, unfrozen, loss per name.",
         table(["run", *contrasts], rows),
+        "Between groups, nats per name; frozen weights have no placebo, so all are compared with uniform ones too.",
+        table(["runs", *BETWEEN], [between(values, arm, control) for arm, control in CONTROLS if arm in values]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def between(values: Values, arm: str, control: str) -> list[object]:
+    """Make the row of a table: differences between groups of names, of an arm minus its control."""
+    return [
+        f"{ARMS[arm]} - {control}",
+        *(less(values, arm, control, f"{kind}_{group}", f"{kind}_{other}") for kind, group, other in BETWEEN.values()),
+    ]
 
 
 def draw(values: Values, path: Path) -> None:
