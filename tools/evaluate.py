@@ -48,7 +48,8 @@ def _perplexity_flags(add: Callable[..., Any]) -> None:
     text = "a token sees its own document alone [yes]"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--documents", type=positive, metavar="N", help="score the first N documents in all [all]")
-    add("--documents-per-source", type=positive, metavar="N", help="score the first N documents of each source [all]")
+    text = "score N evenly spaced documents of each source [all]"
+    add("--documents-per-source", type=positive, metavar="N", help=text)
     add("--min-tokens", type=integer(2), default=2, metavar="N", help="skip shorter documents [2]")
     add("--max-tokens", type=integer(2), metavar="N", help="cut documents to N tokens [whole documents]")
     add("--batch-tokens", type=positive, default=8192, metavar="N", help="of a micro-batch, at least a window [8192]")

@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
-from harness import Mean, _evaluated, command, prepare
+from harness import Mean, command, prepare, read_evaluation
 from matplotlib.figure import Figure
 from scipy import stats
 
+from megatron_ext.arrays import Float64
 from megatron_ext.evaluation.report import table
 
 ROW, BATCH, VOCABULARY, START, SHARE = 512, 2, 2048, 2, 0.64
@@ -32,7 +34,7 @@ TUNED = 2000  # steps of the runs that choose the learning rates
 BUDGETS = (1000, 2000, 4000)  # steps
 RATES, LIMITS = (4e-3, 8e-3, 1.6e-2), (5e-4, 0.128)  # grid, extended by factors of 2 up to the limits
 TUNING_SEEDS, SEEDS = (1, 2), tuple(range(8, 15))
-PAPER = {12.5: 0.092, 25: 0.083, 50: 0.060, 100: 0.030}  # billions of tokens: gain at 8K, Tables 24 and 21
+LONG_LESS_SHORT = f"{ROW} minus {LENGTHS[0]}"
 COMMON: list[object] = [
     *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW, "--global-batch-size", BATCH),
     *("--micro-batch-size", BATCH, "--eval-interval", 0, "--split", "1,0,0", "--no-tensorboard"),
@@ -66,10 +68,10 @@ def cut(texts: Sequence[str], tokenizer: tokenizers.Tokenizer, seed: int = 0) ->
     return [document for document in documents if document]
 
 
-def prepare_documents(novels: Path, out: Path) -> list[object]:
+def prepare_documents(novels: Path, out: Path, vocabulary: int = VOCABULARY) -> list[object]:
     """Make the tokenizer, the training documents and the held-out ones, once; return the flags of the data."""
     data = out / "data"
-    prepare(novels, out, VOCABULARY, sources=("novels",))
+    prepare(novels, out, vocabulary, sources=("novels",))
     documents = data / "documents"
     if not documents.with_suffix(".idx").exists():
         texts = [json.loads(line)["text"] for line in (data / "train.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -81,11 +83,25 @@ def prepare_documents(novels: Path, out: Path) -> list[object]:
     return ["--data-path", documents, "--tokenizer-model", data / "tokenizer"]
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of the runs that are done."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def read_runs(file: Path) -> Losses:
     """Read the losses of the runs that are done."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    runs = [json.loads(line) for line in lines]
+    runs = read_lines(file)
     return {Plan(**run["run"]): {int(length): loss for length, loss in run["losses"].items()} for run in runs}
+
+
+def evaluate(folder: Path, out: Path, count: int) -> dict[int, float]:
+    """Return the held-out loss of a run by window, over `count` documents."""
+    flags = ["--data-path", out / "data" / "valid-novels", "--lengths", *LENGTHS, "--documents-per-source", count]
+    flags += ["--min-tokens", ROW, "--max-tokens", 2 * ROW, "--output", folder / "evaluation", "--overwrite"]
+    command("tools/evaluate.py", "perplexity", folder, *flags)
+    (found,) = read_evaluation(folder / "evaluation").values()
+    return found
 
 
 def run_all(
@@ -96,9 +112,10 @@ def run_all(
     held_out: int,
     workers: int,
     trainer: Callable[[str], Sequence[object]] = lambda arm: ["pretrain_skyladder.py"],
+    losses: Callable[[Path, Path, int], object] = evaluate,
 ) -> None:
     """Train and evaluate the runs that have no line yet, and append their lines; `trainer` is an arm's command."""
-    done, lock = read_runs(file), threading.Lock()
+    done, lock = {Plan(**line["run"]) for line in read_lines(file)}, threading.Lock()
 
     def one(plan: Plan) -> None:
         folder = out / "runs" / f"{plan.arm}_{plan.rate:g}_{plan.steps}_{plan.seed}"
@@ -108,17 +125,7 @@ def run_all(
             flags += ["--window-schedule", "linear", "--window-start", START, "--window-expansion-fraction", SHARE]
         saving = ["--save", folder, "--load", folder, "--load-if-present", "--keep-last", 1]
         command(*map(str, trainer(plan.arm)), *flags, *saving, log=out / "logs" / f"{folder.name}.txt")
-        flags = [
-            "--data-path",
-            out / "data" / "valid-novels",
-            "--lengths",
-            *LENGTHS,
-            "--documents-per-source",
-            held_out,
-        ]
-        flags += ["--min-tokens", ROW, "--max-tokens", 2 * ROW, "--output", folder / "evaluation", "--overwrite"]
-        command("tools/evaluate.py", "perplexity", folder, *flags)
-        (found,) = _evaluated(folder / "evaluation").values()
+        found = losses(folder, out, held_out)
         with lock, file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"run": asdict(plan), "losses": found}) + "\n")
         shutil.rmtree(folder)
@@ -202,21 +209,55 @@ def results(runs: Losses, tuned: int, budgets: Sequence[int], tuning: Sequence[i
     if len(done) < 2:
         return [*parts, "### Budgets\n\nUnfinished: fewer than two seeds are done at every budget."]
     found = {steps: {length: gains(runs, own, steps, done, length) for length in LENGTHS} for steps in budgets}
-    slopes = {
-        length: np.polyfit(np.log2(budgets), [found[steps][length] for steps in budgets], 1)[0] for length in LENGTHS
+    columns: dict[str, Float64] = {  # [budgets, seeds]
+        str(length): np.array([found[steps][length] for steps in budgets]) for length in LENGTHS
     }
-    cells = [[f"{steps * ROW * BATCH / 1e6:.2f}M", *(Mean.of(by[n]) for n in LENGTHS)] for steps, by in found.items()]
+    columns[LONG_LESS_SHORT] = columns[str(ROW)] - columns[str(LENGTHS[0])]
+    slopes = {name: np.polyfit(np.log2(budgets), values, 1)[0] for name, values in columns.items()}
+    cells = [
+        [f"{steps * ROW * BATCH / 1e6:.2f}M", *(Mean.of(values[place].tolist()) for values in columns.values())]
+        for place, steps in enumerate(budgets)
+    ]
     return [
         *parts,
-        f"### Budgets\n\nGain (constant minus growing, nats per token) at each arm's own rate, {len(done)} seeds, "
-        "paired, ± half the 95 % interval over seeds; bold: it excludes 0.",
-        table(["tokens", *map(str, LENGTHS)], cells),
-        "The planned test: slope of the gain on log2 of the budget, nats per doubling.",
+        f"### Budgets\n\nGain (constant minus growing, nats per token), each arm at its best rate of {tuned:,} steps, "
+        f"{len(done)} seeds, paired, ± half the 95 % interval over seeds; bold: it excludes 0.",
+        table(["tokens", *columns], cells),
+        "Slope of the gain on log2 of the budget, nats per doubling. The row of 512 is the planned test; the last one "
+        "was not planned for these runs.",
         table(
             ["window", "slope", "p"],
-            [[n, Mean.of(of.tolist()), f"{stats.ttest_1samp(of, 0).pvalue:.2g}"] for n, of in slopes.items()],
+            [[name, Mean.of(of.tolist()), f"{stats.ttest_1samp(of, 0).pvalue:.2g}"] for name, of in slopes.items()],
         ),
+        *doubts(means, slopes[str(ROW)], done),
         "![Gain by budget](budget.png)",
+    ]
+
+
+def doubts(means: dict[str, dict[float, float]], slopes: Float64, seeds: Sequence[int]) -> list[str]:
+    """Say what the planned test depends on: single seeds, and best rates that are taken to be the same at all budgets.
+
+    In octaves of the rate from the best one, at the tuned budget, an arm's loss is about c x^2 + b x + a. If best rates
+    fall by f octaves per doubling, a run at half (twice) the budget loses b f less (more) by its rate than one at its
+    best, but for terms that both have. So the slope of the gain rises by f (b of growing - b of constant).
+
+    Args:
+        means: of the runs that choose the rates, by arm and rate.
+        slopes: of the planned test, of each seed.
+        seeds: of the slopes.
+    """
+    without = {seed: stats.ttest_1samp(np.delete(slopes, place), 0).pvalue for place, seed in enumerate(seeds)}
+    linear = {}
+    for arm, losses in means.items():
+        near = [losses.get(best_rate(losses)[0] * factor) for factor in (0.5, 1, 2)]
+        if len(seeds) < 3 or None in near:
+            return []
+        linear[arm] = float(np.polyfit([-1, 0, 1], near, 2)[1])  # type: ignore[arg-type]
+    fall = -float(slopes.mean()) / (linear["growing"] - linear["constant"])
+    return [
+        "The same p without one seed: " + ", ".join(f"{p:.2g} (without {seed})" for seed, p in without.items()) + ".",
+        "By parabolas through the losses at half the best rate, at the best and at twice it, the slope is 0 if the "
+        f"best rates of both arms fall by {fall:.2f} octaves per doubling of the budget.",
     ]
 
 

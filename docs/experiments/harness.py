@@ -293,7 +293,7 @@ def evaluate(
     def one(seed: int) -> None:
         own = [plan for plan in plans if plan.seed == seed]
         target = out / "evaluations" / f"seed_{seed}"
-        if (target / "perplexity.json").exists() and set(_evaluated(target)) >= {plan.name for plan in own}:
+        if (target / "perplexity.json").exists() and set(read_evaluation(target)) >= {plan.name for plan in own}:
             return
         flags = ["--data-path", *(out / "data" / f"valid-{source}" for source in sources), "--lengths", *lengths]
         flags += ["--documents-per-source", documents, "--min-tokens", tokens, "--max-tokens", 2 * tokens]
@@ -305,18 +305,18 @@ def evaluate(
             pass
 
 
-def _evaluated(target: Path) -> dict[str, dict[int, float]]:
-    """Read each model's loss on all documents, by window length."""
+def read_evaluation(target: Path, task: str = "all") -> dict[str, dict[int, float]]:
+    """Read each model's loss on a source's documents, or on all, by window length."""
     found: dict[str, dict[int, float]] = {}
     for result in json.loads((target / "perplexity.json").read_text(encoding="utf-8"))["results"]:
-        if (result["task"], result["metric"]) == ("all", "loss") and "position" not in result:
+        if (result["task"], result["metric"]) == (task, "loss") and "position" not in result:
             found.setdefault(result["model"], {})[result["length"]] = result["value"]
     return found
 
 
 def losses(out: Path, seeds: Sequence[int], length: int) -> dict[str, list[float]]:
     """Read the losses on all held-out documents at a window length, for each seed, of the models of every seed."""
-    by_seed = [_evaluated(out / "evaluations" / f"seed_{seed}") for seed in seeds]
+    by_seed = [read_evaluation(out / "evaluations" / f"seed_{seed}") for seed in seeds]
     names = [name for name in by_seed[0] if all(name in models for models in by_seed)]
     return {name: [models[name][length] for models in by_seed] for name in names}
 

@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.row import TokenRow
 from megatron_ext.evaluation.report import table
+from megatron_ext.monitoring.report import Run, load_run
 from megatron_ext.run.inputs import open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
@@ -48,8 +49,22 @@ COMPARED = ("uniform", "dense_unfrozen", "placebo")  # the arms of the planned t
 GAIN_ROWS = 256  # of the held-out rows, those on which the gain is measured
 GROUPS = {"first": "first in the row", "near": f"last seen <= {SHORT} back", "far": f"last seen > {SHORT} back"}
 KINDS = {"loss": "Loss", "gain": f"Gain of {ROW:,} over {SHORT} tokens of context"}
+TIMES = ("step_time_s", "score_time_s")
 OF_TOKEN = "_per_token"  # ends the measures of the tokens of names; the others are of whole names
 FAR_LESS_FIRST = "far minus first"
+BETWEEN = {
+    "gain, far - near": ("gain", "far", "near"),
+    "gain, far - first": ("gain", "far", "first"),
+    "loss, far - near": ("loss", "far", "near"),
+    "loss, near - first": ("loss", "near", "first"),
+    "loss, far - first": ("loss", "far", "first"),
+}
+CONTROLS = (
+    ("dense_unfrozen", "placebo"),
+    ("dense_unfrozen", "uniform"),
+    ("sparse_unfrozen", "uniform"),
+    ("dense_frozen", "uniform"),
+)
 
 Values = dict[str, dict[str, list[float]]]  # by arm and measure, one for each seed
 
@@ -122,8 +137,8 @@ def read_runs(file: Path) -> dict[tuple[int, str], dict[str, float]]:
     return {(run["seed"], run["arm"]): run["measures"] for run in map(json.loads, lines)}
 
 
-def run_all(options: Any, out: Path, file: Path) -> None:
-    """Train, score and measure whatever has no line in the file, the arms of the planned test first."""
+def run_all(options: Any, out: Path, file: Path, groups: Sequence[Sequence[Planned]]) -> None:
+    """Train, score and measure the runs that have no line in the file, one group after another."""
     hf = options.hf.resolve()
     prepare_novels(options.novels, hf, out)
     data, base, stride = of_data("train", hf, out), out / "base", SHORT * 3 // 4
@@ -144,22 +159,26 @@ def run_all(options: Any, out: Path, file: Path) -> None:
             target = evaluated(out, plan, context)
             score(plan.folder(out), context, step, target, [*held_out, "--rows", count])
         line = {"seed": plan.seed, "arm": plan.name, "measures": measured(out, plan, names)}
+        line |= {"seconds": step_seconds(load_run(plan.folder(out)))}
         with lock, file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
-    def missing(arms: Iterable[str]) -> list[Planned]:
+    def store_scores(plan: Planned) -> None:
+        if plan.name == "dense_frozen":
+            score(base, SHORT, stride, store(out, plan.seed), [*data, *rows, "--seed", plan.seed])
+
+    for plans in groups:
         done = read_runs(file)
-        return [plan for plan in planned(options.seeds, out, arms) if (plan.seed, plan.name) not in done]
+        missing = [plan for plan in plans if (plan.seed, plan.name) not in done]
+        with ThreadPoolExecutor(options.workers) as pool:
+            for _ in pool.map(store_scores, missing):
+                pass
+        train(missing, out, common, options.workers, evaluate)
 
-    def store_scores(seed: int) -> None:
-        score(base, SHORT, stride, store(out, seed), [*data, *rows, "--seed", seed])
 
-    train(missing(COMPARED), out, common, options.workers, evaluate)
-    rest = missing(ARMS)
-    with ThreadPoolExecutor(options.workers) as pool:
-        for _ in pool.map(store_scores, [plan.seed for plan in rest if plan.name == "dense_frozen"]):
-            pass
-    train(rest, out, common, options.workers, evaluate)
+def step_seconds(run: Run) -> dict[str, float]:
+    """Return the medians over a run's steps: of a step's seconds, and of the part that computes scores, if any."""
+    return {name: float(np.median(run.train[name].values)) for name in TIMES if name in run.train}
 
 
 def evaluated(out: Path, plan: Planned, context: int) -> Path:
@@ -290,13 +309,23 @@ def tables(numbers: dict[str, Any]) -> str:
     rows = [
         [ARMS[arm], *(less(values, arm, "placebo", *pair) for pair in contrasts.values())]
         for arm in values
-        if arm not in ("uniform", "placebo")
+        if arm.endswith("_unfrozen")  # the placebo permutes the weights of unfrozen scores
     ]
     parts += [
         f"{FAR_LESS_FIRST.capitalize()} names, minus the placebo's. Planned test: dense, unfrozen, loss per name.",
         table(["run", *contrasts], rows),
+        "Between groups, nats per name; frozen weights have no placebo, so all are compared with uniform ones too.",
+        table(["runs", *BETWEEN], [between(values, arm, control) for arm, control in CONTROLS if arm in values]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def between(values: Values, arm: str, control: str) -> list[object]:
+    """Make the row of a table: differences between groups of names, of an arm minus its control."""
+    return [
+        f"{ARMS[arm]} - {control}",
+        *(less(values, arm, control, f"{kind}_{group}", f"{kind}_{other}") for kind, group, other in BETWEEN.values()),
+    ]
 
 
 def draw(values: Values, path: Path) -> None:
@@ -336,7 +365,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = (options.runs or folder / "token_weighting.jsonl").resolve()
     if not options.only_results:
-        run_all(options, out, file)
+        run_all(options, out, file, [planned(options.seeds, out, COMPARED), planned(options.seeds, out)])
     names = held_out_names(options.hf.resolve(), out, options.held_out)
     numbers = results(names, read_runs(file), options.seeds)
     write_results(folder, "token_weighting", numbers, tables)

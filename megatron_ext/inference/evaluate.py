@@ -10,11 +10,10 @@ after each, and a token sees all tokens before it in its window.
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +41,7 @@ CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
 Models = Mapping[str, ModelText]
 Options = PerplexityOptions | LmEvalOptions
 Result = dict[str, Any]
+Item = TypeVar("Item")
 
 
 def evaluate_models(options: Options, processes: ParallelConfig) -> tuple[Result, dict[str, list[Result]]]:
@@ -155,16 +155,27 @@ def _perplexity(
 
 
 def file_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
-    """Tokenize the texts of `--input`, each with an end-of-document token if there is one."""
+    """Tokenize the texts of `--input`, each with an end-of-document token if there is one.
+
+    With `--documents-per-source` the documents of a source come together, and all texts are read first.
+    """
+    found = _long_enough(options, text)
+    if options.documents_per_source is None:
+        yield from found
+        return
+    by_source: dict[str, list[Document]] = {}
+    for document in found:
+        by_source.setdefault(document.source, []).append(document)
+    for own in by_source.values():
+        yield from evenly_spaced(own, options.documents_per_source)
+
+
+def _long_enough(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
     end = [] if text.end is None else [text.end]
-    taken: Counter[str] = Counter()
     for one in read_documents(options.input or (), options.json_key, key_field=options.source_key):
         source = str(one.source) if one.key is None else one.key
-        if taken[source] == options.documents_per_source:
-            continue
         tokens = text.known(text.encode(one.text) + end)
         if len(tokens) >= options.min_tokens:
-            taken[source] += 1
             yield Document(source, np.array(tokens[: options.max_tokens], dtype=np.int64))
 
 
@@ -173,8 +184,16 @@ def dataset_documents(options: PerplexityOptions, text: ModelText) -> Iterator[D
     for prefix in options.data_path or ():
         source = IndexedSource(prefix, text.pretrained.vocab_size)
         lengths = source.document_lengths
-        for number in np.flatnonzero(lengths >= options.min_tokens)[: options.documents_per_source].tolist():
+        numbers = np.flatnonzero(lengths >= options.min_tokens).tolist()
+        for number in evenly_spaced(numbers, options.documents_per_source):
             yield Document(prefix, source.read(number, 0, int(lengths[number]))[: options.max_tokens])
+
+
+def evenly_spaced(items: Sequence[Item], count: int | None) -> Sequence[Item]:
+    """Cut items into `count` equal parts and return the middle one of each; all items if they are no more."""
+    if count is None or count >= len(items):
+        return items
+    return [items[(2 * part + 1) * len(items) // (2 * count)] for part in range(count)]
 
 
 def make_streams(documents: Sequence[Document], *, document_mask: bool) -> Iterator[Stream]:

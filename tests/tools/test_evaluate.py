@@ -110,6 +110,22 @@ def test_without_the_document_mask_documents_are_one_text(alone: Commands, tmp_p
         assert found(record, 40, source) == close(loop(model, [whole], 40, 24))
 
 
+def test_a_share_of_a_source_is_spread_over_it(alone: Commands, tmp_path: Path) -> None:
+    """Each third of the documents that are long enough has one of three; their lengths tell which."""
+    model, file, data = write_model(tmp_path / "model", "llama"), tmp_path / "texts.jsonl", tmp_path / "data"
+    long = ["a" * (20 + 2**number) for number in range(9)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("short", *long[:4], "short", *long[4:])))
+    tokenizer = ["--tokenizer-model", "bytes"]
+    alone.run("tools/preprocess_data.py", "--input", file, "--output-prefix", data, *tokenizer)
+    share = ["--lengths", 32, "--min-tokens", 20, "--documents-per-source", 3]
+    for source in (["--input", file, "--tokenizer", "bytes"], ["--data-path", data, "--tokenizer", "bytes"]):
+        settings = evaluated(alone, tmp_path / "out", model, *source, *share)["settings"]
+        assert settings["documents"] == 3
+        chosen = settings["tokens"] - 3 * 21  # an end token each
+        thirds = [sum(chosen >> number & 1 for number in part) for part in (range(3), range(3, 6), range(6, 9))]
+        assert thirds == [1, 1, 1]
+
+
 def test_two_processes_find_what_a_plain_loop_finds(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     flags = [model, "--input", *write_texts(tmp_path), "--tokenizer", "bytes", "--lengths", 30, 64, "--stride", 21]
