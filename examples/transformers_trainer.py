@@ -3,8 +3,9 @@
     python examples/transformers_trainer.py --model FOLDER --data-path PREFIX --seq-length 8192 --window-rate 0.125 \
         --attention flash_attention_2 --output_dir runs/hf --max_steps 1000 --per_device_train_batch_size 2 --bf16
 
-All flags of `TrainingArguments` work. `WindowedRows` and `collate` are all that a script of your own needs, and
-`weighted_loss` if its rows have token weights. PREFIX.bin and PREFIX.idx are a data set of tools/preprocess_data.py.
+All flags of `TrainingArguments` work; --from-scratch starts from random weights, --weighted reads weights of tokens.
+`WindowedRows` and `collate` are all that a script of your own needs, and `weighted_loss` if its rows have token
+weights. PREFIX.bin and PREFIX.idx are a data set of tools/preprocess_data.py.
 
 The window of a row follows from its number, not from a callback: the Trainer collates batches ahead of the step that
 trains on them, in other processes if there are workers, and reads them again when a run resumes. So the Trainer must

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel import CPPlan, Policy, plan
-from megatron_ext.context_parallel.exchange import QKV, HeadExchange, Scheme
+from megatron_ext.context_parallel.exchange import QKV, HeadExchange, Scheme, heads_can_be_exchanged
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
@@ -75,11 +75,11 @@ class SharedRows:
             )
         if value_tGW.shape[2] > key_tGH.shape[2]:
             raise UserError(f"attend: got values of {value_tGW.shape[2]}, needs at most the keys' {key_tGH.shape[2]}")
-        ranks = self.plan.cp_size
-        if isinstance(self.call.exchange, HeadExchange) and (query_tNH.shape[1] % ranks or key_tGH.shape[1] % ranks):
+        ranks, heads, key_heads = self.plan.cp_size, query_tNH.shape[1], key_tGH.shape[1]
+        if isinstance(self.call.exchange, HeadExchange) and not heads_can_be_exchanged(heads, key_heads, ranks):
             raise UserError(
-                f"attend: got {query_tNH.shape[1]} query and {key_tGH.shape[1]} key heads, needs multiples of {ranks} "
-                "(ranks) under the scheme ulysses; take the scheme exchange"
+                f"attend: got {heads} query and {key_heads} key heads, needs multiples of {ranks} (ranks) under the "
+                "scheme ulysses, of keys or a divisor; take the scheme exchange"
             )
         sizes = query_tNH.shape[-1], value_tGW.shape[-1]
         chosen = _select(backend, query_tNH.device, query_tNH.dtype, *sizes)
@@ -109,7 +109,7 @@ def share_rows(
         window_mask: how the window bounds attention: `grid`, `sliding` or `sliding_w` (masks.py).
         policy: a name of `context_parallel.Policy`.
         scheme: `exchange` moves keys and values; `ulysses` exchanges tokens for heads and needs numbers of heads
-            divisible by the number of ranks.
+            divisible by the number of ranks, or a number of key heads that divides it.
 
     Raises:
         UserError: no rows, a window or document end out of range, T not divisible by the ranks, or an unknown name.
