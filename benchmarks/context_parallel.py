@@ -5,6 +5,9 @@
              slowest rank has 1.10 of the mean attention pairs, or as many as the plan's (benchmarks/lower_bound.py);
              with --cp-row-cost of NVLink (64) and between nodes (570)
     scale    rows of 1M and 4M tokens on 64 to 512 ranks, with the processor time of each plan (the best of three)
+    bound    rows of 128K tokens of 1, 2 and 4 equal documents on 8 and 16 ranks: MiB that all ranks of a layer send in
+             forward in bfloat16 by `balanced` and by Ulysses, next to what any plan of the same balance must send: of
+             keys and values alone, and if queries and outputs may move, too (benchmarks/lower_bound.py)
     latent   MiB that one layer of latent attention sends in forward on 8 ranks, as full heads and as the latent
              (engine/latent_attention.py), and the products that the receivers of the latent add, as a share of
              attention's
@@ -15,12 +18,14 @@ document can have most of a row's attention pairs, and then has to be split unde
 
 import itertools
 import time
+from typing import NamedTuple
 
 import numpy as np
-from lower_bound import fewest_rows
+from lower_bound import fewest_rows, least_cost
 from record import Records, parser_of
 
 from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.exchange import copies_of_keys, heads_can_be_exchanged
 from megatron_ext.layout import build_layout
 
 K = 1024
@@ -34,6 +39,25 @@ PLAIN = 128
 VALUE = 128
 LATENT_MODELS = (("DeepSeek-V3", 128, 1), ("DeepSeek-V3", 128, 8), ("Moonlight", 16, 1), ("Moonlight", 16, 8))
 ONE_DOCUMENT = np.array([], dtype=np.int64)
+
+
+class Sizes(NamedTuple):
+    """What a layer moves of a token, in numbers."""
+
+    heads: int
+    key_heads: int
+    key: int  # keys and values, or the latent
+    query: int  # queries and outputs
+    heads_key: int  # a key and a value of one head, as Ulysses moves them
+    shared: bool  # whether all heads see the same keys
+
+
+MODELS = {
+    "GQA 32:8, heads of 128": Sizes(32, 8, 2 * 8 * 128, 2 * 32 * 128, 2 * 128, False),
+    "DeepSeek-V3": Sizes(
+        128, 128, LATENT + ROTATED, 128 * (PLAIN + ROTATED + VALUE), PLAIN + ROTATED + VALUE, shared=True
+    ),
+}
 
 
 def log_normal_rows(row_length: int, first: int = 0, count: int = 1) -> list[np.ndarray]:
@@ -109,7 +133,25 @@ def latent(records: Records) -> None:
         records.add(model=model, tp=tp, heads=heads, documents=documents, **mib, products=products / attention)
 
 
-PARTS = {"spread": spread, "scale": scale, "latent": latent}
+def bound(records: Records) -> None:
+    """Record what a layer sends if rows are a few equal documents, and what any plan of the same balance must send."""
+    for (model, sizes), cp_size, documents in itertools.product(MODELS.items(), (8, 16), (1, 2, 4)):
+        ends = np.arange(1, documents) * (128 * K // documents)
+        layout = build_layout(128 * K, ends, 128 * K)
+        made = plan(layout, cp_size, "balanced")
+        balance = float(made.pairs.max() / made.pairs.mean())
+        sent = {"exchange": int(made.rows_moved.sum()) * sizes.key}
+        if heads_can_be_exchanged(sizes.heads, sizes.key_heads, cp_size):
+            keys = sizes.heads_key * sizes.key_heads * copies_of_keys(sizes.key_heads, cp_size)
+            sent["ulysses"] = layout.tokens * (cp_size - 1) // cp_size * (sizes.query + keys)
+        sent["bound_keys"] = fewest_rows(layout, cp_size, balance) * sizes.key
+        sent["bound"] = least_cost(layout, cp_size, balance, sizes.key, sizes.query, together=sizes.shared)
+        mib = {name: numbers * 2 / K**2 for name, numbers in sent.items()}
+        gathered = (cp_size - 1) * layout.tokens * sizes.key * 2 / K**2
+        records.add(model=model, cp=cp_size, documents=documents, balance=balance, all_gather=gathered, **mib)
+
+
+PARTS = {"spread": spread, "scale": scale, "bound": bound, "latent": latent}
 
 
 def main() -> None:

@@ -24,14 +24,14 @@ SLURM = """
 """
 # lm-eval's, OLMES's, pip's, torchfrtrace's, Megatron-LM's, docker's
 OTHERS = """
-    --model --task --tasks --output-dir --no-build-isolation --prefix --dist-ckpt-strictness --rm --gpus --ipc --volume
-    --dist-ckpt-optim-fully-reshardable --use-checkpoint-args --finetune
+    --model --task --tasks --output-dir --no-build-isolation --no-deps --prefix --dist-ckpt-strictness --rm --gpus --ipc
+    --volume --dist-ckpt-optim-fully-reshardable --use-checkpoint-args --finetune
 """
 
 
 @functools.cache
 def known_flags() -> set[str]:
-    patterns = ("tools/*.py", "benchmarks/**/*.py", "docs/experiments/*.py", "megatron_ext/cli.py")
+    patterns = ("tools/*.py", "benchmarks/**/*.py", "examples/*.py", "docs/experiments/*.py", "megatron_ext/cli.py")
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     scripts = [path.read_text(encoding="utf-8") for path in files]
     named = {flag for text in scripts for flag in FLAG.findall(text)}

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.context_parallel import CPPlan, Policy, plan
-from megatron_ext.context_parallel.exchange import QKV, HeadExchange, Scheme
+from megatron_ext.context_parallel.exchange import QKV, HeadExchange, Scheme, heads_can_be_exchanged
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.device import moved
 from megatron_ext.errors import UserError
@@ -73,15 +73,15 @@ class SharedRows:
                 f"attend: got {', '.join(map(str, counts))} tokens of queries, keys and values, "
                 f"needs the {len(self.tokens)} of this rank: index by `tokens`"
             )
-        _, queries, size = query_tNH.shape
-        _, groups, value_size = value_tGW.shape
+        _, heads, size = query_tNH.shape
+        _, key_heads, value_size = value_tGW.shape
         if value_size > size:
             raise UserError(f"attend: got values of {value_size}, needs at most the keys' {size}")
         ranks = self.plan.cp_size
-        if isinstance(self.call.exchange, HeadExchange) and (queries % ranks or groups % ranks):
+        if isinstance(self.call.exchange, HeadExchange) and not heads_can_be_exchanged(heads, key_heads, ranks):
             raise UserError(
-                f"attend: got {queries} query and {groups} key heads, needs multiples of {ranks} (ranks) under the "
-                "scheme ulysses; take the scheme exchange"
+                f"attend: got {heads} query and {key_heads} key heads, needs multiples of {ranks} (ranks) under the "
+                "scheme ulysses, of keys or a divisor; take the scheme exchange"
             )
         if scale is None:
             scale = size**-0.5
@@ -111,7 +111,7 @@ def share_rows(
         window_mask: how the window bounds attention: `grid`, `sliding` or `sliding_w` (masks.py).
         policy: a name of `context_parallel.Policy`.
         scheme: `exchange` moves keys and values; `ulysses` exchanges tokens for heads and needs numbers of heads
-            divisible by the number of ranks.
+            divisible by the number of ranks, or a number of key heads that divides it.
 
     Raises:
         UserError: no rows, a window or document end out of range, T not divisible by the ranks, or an unknown name.

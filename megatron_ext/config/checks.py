@@ -170,9 +170,10 @@ RULES: list[Rule] = [
     ("seq_length", lambda o: o.tokens % (o.tpcp if o.sequence_parallel else o.cp),
      " x micro_batch_size {micro_batch_size}, needs a multiple of context_parallel_size {cp}, and sequence_parallel "
      "one of tensor_model_parallel_size x context_parallel_size {tpcp}"),
-    ("num_query_groups", lambda o: o.cp > 1 and o.cp_scheme == "ulysses" and o.groups % o.tpcp,
-     ", cp_scheme ulysses needs a multiple of tensor_model_parallel_size x context_parallel_size {tpcp}; use "
-     "--cp-scheme exchange"),
+    ("num_query_groups", lambda o: o.cp > 1 and o.cp_scheme == "ulysses"
+     and (o.heads % o.tpcp or (o.groups % o.tpcp and o.tpcp % o.groups)),
+     " and {heads} heads, cp_scheme ulysses needs a multiple or a divisor of tensor_model_parallel_size x "
+     "context_parallel_size {tpcp}, and heads that are a multiple; use --cp-scheme exchange"),
     ("world size", lambda o: not o.even,
      "{world_size} processes, needs a multiple of {model_parallel_size} (tensor x pipeline x context parallel size); "
      "start more with torchrun --nproc-per-node"),

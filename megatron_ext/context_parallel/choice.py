@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config import Config
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
-from megatron_ext.context_parallel.exchange import Scheme
+from megatron_ext.context_parallel.exchange import Scheme, copies_of_keys, heads_can_be_exchanged
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.masks import LayerMasks
 
@@ -42,10 +42,11 @@ class ContextOptions:
         if self.scheme is not None:
             return self.scheme
         size = self.group.size
-        if self.heads % size or self.key_heads % size:
+        if not heads_can_be_exchanged(self.heads, self.key_heads, size):
             return Scheme.EXCHANGE
         # Rows per head that leave a rank: queries, keys, values and outputs (Ulysses), or keys and values (exchange).
-        ulysses = plan.layout.tokens * (size - 1) / size * 2 * (self.heads + self.key_heads)
+        key_heads = self.key_heads * copies_of_keys(self.key_heads, size)
+        ulysses = plan.layout.tokens * (size - 1) / size * 2 * (self.heads + key_heads)
         exchanged_heads = self.key_heads if self.exchanged_heads is None else self.exchanged_heads
         exchange = int(plan.rows_moved.sum()) * 2 * exchanged_heads
         return Scheme.ULYSSES if ulysses < exchange else Scheme.EXCHANGE

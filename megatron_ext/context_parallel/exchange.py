@@ -36,6 +36,16 @@ class Scheme(StrEnum):
     ULYSSES = "ulysses"
 
 
+def copies_of_keys(key_heads: int, ranks: int) -> int:
+    """Return how many ranks get the same key head under Ulysses."""
+    return max(ranks // key_heads, 1)
+
+
+def heads_can_be_exchanged(heads: int, key_heads: int, ranks: int) -> bool:
+    """Return whether Ulysses can give every rank as many heads, and of the keys those that its queries use."""
+    return heads % ranks == 0 and key_heads * copies_of_keys(key_heads, ranks) % ranks == 0
+
+
 class QKV(NamedTuple):
     """Queries, keys and values of packed rows; G divides N."""
 
@@ -185,16 +195,21 @@ class KeyExchange:
 
 @dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """Ulysses (arXiv 2309.14509): every rank attends over all tokens with its share of the heads."""
+    """Ulysses (arXiv 2309.14509): every rank attends over all tokens with its share of the heads.
+
+    If there are more ranks than key heads, several ranks get a copy of the same one; backward adds their gradients.
+    """
 
     order: RowPicks  # the tokens of rank 0, then of rank 1, ..., a permutation of all T
     context: ContextGroup
 
     def attend(self, inputs: QKV, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""
-        sink_N = inputs.sink_N
+        query_tNH, key_tGH, value_tGW, sink_N = inputs
         sink = None if sink_N is None else sink_N.chunk(self.context.size)[self.context.rank]
-        query, key, value = map(self._all_tokens, inputs[:3])
+        copies = copies_of_keys(key_tGH.shape[1], self.context.size)
+        keys_and_values = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key_tGH, value_tGW))
+        query, key, value = map(self._all_tokens, (query_tNH, *keys_and_values))
         return self._own_tokens(attend(QKV(query, key, value, sink)))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.context_parallel.choice import ContextOptions, context_options
-from megatron_ext.context_parallel.exchange import Scheme
+from megatron_ext.context_parallel.exchange import Scheme, copies_of_keys
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.loss import adding_bytes
 from megatron_ext.masks import MaskOptions
@@ -299,11 +299,19 @@ class _Rank:
         else:
             fresh = 1 if model.has_qk_norms else self.rotated  # share of layers with new queries and keys
             rows = shapes.tokens * (heads + 2 * key_heads + fresh * both + (1 - fresh) * copied + heads)
+            # copies of keys and values that ranks get under Ulysses, in place of those as projected and rotated
+            rows += shapes.tokens * max(2 * self.attended_key_heads(shapes) - (2 + fresh) * key_heads, 0)
         per_token = (0 if again else 4 * heads) + self.rotated * 2 * self.e * model.rotary_size
         if model.has_qk_norms:
             entered = 4 * both if self.block.zero_centred_norm else self.e * copied
             per_token += entered * model.head_size + 4 * (2 if self.block.qk_norm == "all_heads" else both)
         return self.e * model.head_size * rows + shapes.tokens * per_token
+
+    def attended_key_heads(self, shapes: Shapes) -> int:
+        """Key heads per own token of the keys that this rank attends to, with copies of those that ranks share."""
+        if shapes.scheme is not Scheme.ULYSSES:
+            return self.key_heads
+        return self.key_heads * copies_of_keys(self.key_heads, self.parallel.context_parallel_size)
 
     def exchanged(self, shapes: Shapes) -> float:
         """Rows, times heads, that the exchange keeps.
@@ -461,7 +469,7 @@ class _Rank:
         Recomputed attention adds its output and statistics.
         """
         model = self.model
-        taken = self.e * shapes.tokens * (self.heads + self.key_heads) * model.key_value_size
+        taken = self.e * shapes.tokens * (self.heads + self.attended_key_heads(shapes)) * model.key_value_size
         if "core_attn" in self.again:
             taken += shapes.tokens * self.heads * (self.e * model.head_size + 4)
         shares = self.parallel.context_parallel_size if shapes.scheme is Scheme.ULYSSES else 1

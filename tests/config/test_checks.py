@@ -28,7 +28,8 @@ CASES = """
 --hidden-dropout 1 | hidden_dropout | --hidden-dropout 0.99
 --sequence-parallel | sequence_parallel | --sequence-parallel --tensor-model-parallel-size 2 | 1 2
 --context-parallel-size 2 --seq-length 511 | seq_length | --context-parallel-size 2 --seq-length 510 | 2 2
---context-parallel-size 2 --cp-scheme ulysses --num-query-groups 1 | num_query_groups | --context-parallel-size 2 --cp-scheme ulysses --num-query-groups 2 | 2 2
+--context-parallel-size 2 --cp-scheme ulysses --num-attention-heads 3 --num-query-groups 1 --kv-channels 32 | num_query_groups | --context-parallel-size 2 --cp-scheme ulysses --num-attention-heads 4 --num-query-groups 1 --kv-channels 32 | 2 2
+--context-parallel-size 4 --cp-scheme ulysses --num-attention-heads 12 --num-query-groups 6 --kv-channels 32 | num_query_groups | --context-parallel-size 4 --cp-scheme ulysses --num-attention-heads 12 --num-query-groups 2 --kv-channels 32 | 4 4
 --sequence-parallel --tensor-model-parallel-size 2 --seq-length 511 | seq_length | --sequence-parallel --tensor-model-parallel-size 2 --seq-length 512 | 2 2
 --tensor-model-parallel-size 2 | world size | --tensor-model-parallel-size 2 | 3 4
 --global-batch-size 9 --micro-batch-size 2 | global_batch_size | --global-batch-size 10 --micro-batch-size 2

@@ -1,10 +1,11 @@
 """The lower bound on rows moved: no assignment of all beats it."""
 
-from itertools import combinations
+import functools
+from itertools import combinations, product
 
 import pytest
 
-from benchmarks.lower_bound import fewest_rows
+from benchmarks.lower_bound import fewest_rows, least_cost
 from megatron_ext.layout import PackedLayout, build_layout
 
 
@@ -36,3 +37,40 @@ def test_it_is_reached_by_one_segment_whose_ranks_need_not_have_as_many_tokens_o
     layout = build_layout(16, list(range(8, 16)), 16)
     tried = [rows_and_balance(layout, first) for first in combinations(range(16), 8)]
     assert fewest_rows(layout, 2, 1.1) == min(rows for rows, balance in tried if balance <= 1.1) > 0
+
+
+@pytest.mark.parametrize("ends", [(), (2,)])
+@pytest.mark.parametrize(("key", "query"), [(1, 1), (2, 3), (1, 5)])
+def test_no_division_of_pairs_costs_less_than_the_bound_with_queries(
+    ends: tuple[int, ...], key: int, query: int
+) -> None:
+    """Of 4 tokens on 2 ranks: every owner of the tokens, and every rank for each pair of a query and a key.
+
+    The cost of two heads that share keys: a rank needs the keys of both heads' pairs, and sends queries of each.
+    """
+    layout = build_layout(4, ends, 4)
+
+    @functools.cache
+    def bound(busiest: float, together: bool) -> int:
+        """Of a number of pairs of the busiest rank."""
+        return least_cost(layout, 2, 2 * busiest / len(pairs), key, query, together=together)
+
+    segment = [int((layout.cu_seqlens <= token).sum()) for token in range(4)]
+    pairs = [(i, j) for i in range(4) for j in range(i + 1) if segment[i] == segment[j]]
+    for first in combinations(range(4), 2):
+        held = [set(first), set(range(4)) - set(first)]
+        found = []  # of each head alone: pairs of rank 0, keys that each rank lacks, queries that it lacks
+        for where in product(range(2), repeat=len(pairs)):
+            own = [[pair for pair, rank in zip(pairs, where, strict=True) if rank == wanted] for wanted in range(2)]
+            keys = [frozenset(j for _, j in mine) - held[rank] for rank, mine in enumerate(own)]
+            queries = sum(len({i for i, _ in mine} - held[rank]) for rank, mine in enumerate(own))
+            found.append((len(own[0]), keys, queries))
+        for some, keys, queries in found:
+            cost = key * sum(map(len, keys)) + query * queries
+            assert max(bound(max(some, len(pairs) - some), together) for together in (False, True)) <= cost
+        cheapest = {(some, *keys): queries for some, keys, queries in sorted(found, key=lambda one: -one[2])}
+        for ((some, *keys), queries), ((others, *more), sent) in product(cheapest.items(), repeat=2):
+            busiest = max(some + others, 2 * len(pairs) - some - others)
+            shared = sum(len(a | b) for a, b in zip(keys, more, strict=True))
+            cost = 2 * key * shared + query * (queries + sent)  # twice what the cost of one head would be
+            assert 2 * bound(busiest / 2, together=True) <= cost

@@ -141,18 +141,22 @@ def test_a_layout_trains_the_same_model(runs: Runs, layout: Layout, group: str) 
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "window", "chosen"),
+    ("ranks", "heads", "key_heads", "window", "chosen"),
     [
-        (8, 8, LENGTH, Scheme.ULYSSES),  # 16 heads of 2.25 rows per token against 32 heads of 0.75
-        (8, 4, LENGTH, Scheme.EXCHANGE),  # 8 heads of 2.25 rows per token against 24 heads of 0.75: the same
-        (8, 8, 7, Scheme.EXCHANGE),  # little to exchange
-        (6, 6, LENGTH, Scheme.EXCHANGE),  # 4 ranks cannot share 6 heads
-        (8, 2, LENGTH, Scheme.EXCHANGE),  # nor 2 key heads
+        (4, 8, 8, LENGTH, Scheme.ULYSSES),  # 16 heads of 2.25 rows per token against 32 heads of 0.75
+        (4, 8, 4, LENGTH, Scheme.EXCHANGE),  # 8 heads of 2.25 rows per token against 24 heads of 0.75: the same
+        (4, 8, 8, 7, Scheme.EXCHANGE),  # little to exchange
+        (4, 6, 6, LENGTH, Scheme.EXCHANGE),  # 4 ranks cannot share 6 heads
+        (4, 8, 2, LENGTH, Scheme.EXCHANGE),  # copies of 2 key heads for 4 ranks are as many as 4 of them
+        (16, 32, 8, LENGTH, Scheme.ULYSSES),  # 16 heads of 11.25 rows against 96, with copies, of 15/16
+        (16, 32, 6, LENGTH, Scheme.EXCHANGE),  # 16 ranks cannot share 6 key heads
     ],
 )
-def test_auto_takes_the_scheme_that_moves_fewer_bytes(heads: int, key_heads: int, window: int, chosen: Scheme) -> None:
-    options = ContextOptions(ContextGroup(0, 4, None), "zigzag", None, heads, key_heads)
-    made = plan(build_layout(4 * LENGTH, [], 4 * LENGTH if window == LENGTH else window), 4, "zigzag")
+def test_auto_takes_the_scheme_that_moves_fewer_bytes(
+    ranks: int, heads: int, key_heads: int, window: int, chosen: Scheme
+) -> None:
+    options = ContextOptions(ContextGroup(0, ranks, None), "zigzag", None, heads, key_heads)
+    made = plan(build_layout(4 * LENGTH, [], 4 * LENGTH if window == LENGTH else window), ranks, "zigzag")
     assert options.choose(made) is chosen
     assert replace(options, exchanged_heads=0.5).choose(made) is Scheme.EXCHANGE  # a latent
     for named in Scheme:

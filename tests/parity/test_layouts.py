@@ -78,6 +78,7 @@ SLOW = {
     "phi tp2 sp recompute mlp": Layout(f"{TP2_SP} {MODULES} core_attn mlp", 2, PHI),
     "phi mlp blocks pp2 vpp2 distributed overlaps": Layout(f"--mlp-block-tokens 50 {VPP2} {OVERLAPS}", 2, PHI),
     "gemma3 recompute full tp2 sp cp2": Layout(f"{TP2_SP} {CP2} {FULL}", 4, GEMMA3),
+    "cp2 ulysses with copies of one key head": Layout(ULYSSES, 2, "--num-query-groups 1"),
     "latent cp2 ulysses recompute modules": Layout(f"{ULYSSES} {MODULES} core_attn", 2, LATENT),
     "latent recompute full tp2 sp cp2": Layout(f"{TP2_SP} {EXCHANGE} {FULL}", 4, LATENT),
     "deepseek pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 4, DEEPSEEK),

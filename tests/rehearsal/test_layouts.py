@@ -38,6 +38,7 @@ LAYOUTS = {  # flags, processes, micro-batches
     "pipeline of 2": ("--pipeline-model-parallel-size 2", 2, 4),
     "tensor, sequence": (TENSOR, 2, 1),
     "ulysses": (f"{CONTEXT} ulysses", 4, 1),
+    "ulysses, copies of key heads": (f"{CONTEXT} ulysses --num-query-groups 1", 4, 1),
     "full": ("--recompute-granularity full", 1, 2),
     "core_attn": (f"{AGAIN} core_attn", 1, 2),
     "layernorm": (f"{AGAIN} layernorm", 1, 3),
