@@ -35,12 +35,11 @@ class Division:
     def of(cls, config: Config, tokens: int) -> "Division":
         """Return the division into micro-batches of about `tokens` tokens under a run's parallel layout."""
         parallel = config.parallel
-        interleaved = parallel.num_layers_per_virtual_pipeline_stage is not None
         return cls(
             capacity=tokens,
             unit=math.lcm(parallel.tensor_model_parallel_size, config.training.fp8_multiple)
             * parallel.context_parallel_size,
-            multiple=parallel.pipeline_model_parallel_size if interleaved else 1,
+            multiple=parallel.pipeline_model_parallel_size if parallel.is_interleaved else 1,
         )
 
 
