@@ -5,8 +5,20 @@ import torch
 
 from megatron_ext.checkpoint.tensors import Stored
 from tests.conftest import slow_but
-from tests.parity.test_layouts import CP2, DISTRIBUTED, DOTS1, EP2, MIXTRAL, OVERLAPS, PP2, TP2, TP2_SP
-from tests.parity.test_layouts import UNEVEN, UNEVEN_VPP2, VPP2
+from tests.parity.test_layouts import (
+    CP2,
+    DISTRIBUTED,
+    DOTS1,
+    EP2,
+    MIXTRAL,
+    OVERLAPS,
+    PP2,
+    TP2,
+    TP2_SP,
+    UNEVEN,
+    UNEVEN_VPP2,
+    VPP2,
+)
 from tests.runs import Launched, RunResult, relative
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
