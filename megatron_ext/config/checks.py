@@ -183,10 +183,10 @@ RULES: list[Rule] = [
      ", needs a multiple of pipeline_model_parallel_size {pp}{or_layout}"),
     ("pipeline_model_parallel_layout",
      lambda o: o.pipeline_model_parallel_layout and (o.pp == 1 or len(o.chunks) % o.pp),
-     " of {number_of_chunks} model chunks, needs a multiple of pipeline_model_parallel_size {pp}, of at least 2"),
+     " of {number_of_chunks} model chunks, needs a multiple of pipeline_model_parallel_size {pp}, at least 2; or none"),
     ("pipeline_model_parallel_layout",
      lambda o: o.pipeline_model_parallel_layout and sum(o.chunks) != o.num_layers,
-     " of {layers_of_chunks} layers, needs num_layers {num_layers}"),
+     " of {layers_of_chunks} layers, needs num_layers {num_layers}; or none"),
     *_excludes("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"),
     ("num_layers_per_virtual_pipeline_stage", lambda o: o.stage and o.chunk and (o.pp == 1 or not o.divides_stage),
      ", needs pipeline_model_parallel_size of at least 2, and a proper divisor of a stage's {stage} layers; leave it "
