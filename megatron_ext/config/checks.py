@@ -14,6 +14,7 @@ from typing import Any
 from megatron_ext.cli import program
 from megatron_ext.config.blocks import BLOCKS
 from megatron_ext.config.options import Config
+from megatron_ext.config.pipeline import balance, write_layout
 from megatron_ext.config.schema import FIELDS, flag, validate
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
@@ -179,17 +180,25 @@ RULES: list[Rule] = [
      "start more with torchrun --nproc-per-node"),
     ("global_batch_size", lambda o: o.even and o.global_batch_size % (o.micro_batch_size * o.dp),
      ", needs a multiple of micro_batch_size {micro_batch_size} x data-parallel size {dp} = {rows_at_once}"),
-    *_multiples("num_layers", "pipeline_model_parallel_size"),
+    ("num_layers", lambda o: not (o.stage or o.pipeline_model_parallel_layout),
+     ", needs a multiple of pipeline_model_parallel_size {pp}{or_layout}"),
+    ("pipeline_model_parallel_layout",
+     lambda o: o.pipeline_model_parallel_layout and (o.pp == 1 or len(o.chunks) % o.pp),
+     " of {number_of_chunks} model chunks, needs a multiple of pipeline_model_parallel_size {pp}, at least 2; or none"),
+    ("pipeline_model_parallel_layout",
+     lambda o: o.pipeline_model_parallel_layout and sum(o.chunks) != o.num_layers,
+     " of {layers_of_chunks} layers, needs num_layers {num_layers}; or none"),
+    *_excludes("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"),
     ("num_layers_per_virtual_pipeline_stage", lambda o: o.stage and o.chunk and (o.pp == 1 or not o.divides_stage),
      ", needs pipeline_model_parallel_size of at least 2, and a proper divisor of a stage's {stage} layers; leave it "
      "out"),
-    ("global_batch_size", lambda o: o.pp > 1 and o.divides_stage and o.even and o.microbatches % o.pp,
+    ("global_batch_size", lambda o: o.pp > 1 and o.is_interleaved and o.even and o.microbatches % o.pp,
      "{microbatches} micro-batches per step, the interleaved pipeline needs a multiple of "
      "pipeline_model_parallel_size {pp}; raise global_batch_size"),
     ("recompute_num_layers",
-     lambda o: o.stage and o.recompute_granularity == "full" and
-     (o.chunk_layers % o.recompute_num_layers if o.recompute_method == "uniform"
-      else o.recompute_num_layers > o.chunk_layers),
+     lambda o: o.chunks and o.recompute_granularity == "full" and
+     (any(size % o.recompute_num_layers for size in o.chunks) if o.recompute_method == "uniform"
+      else o.recompute_num_layers > max(o.chunks)),
      " with recompute_method {recompute_method}, needs a divisor of the {chunk_layers} layers of a model chunk; block "
      "needs at most as many"),
     # window and local layers
@@ -360,8 +369,15 @@ def _options(config: Config, world_size: int) -> Any:
     o.tokens, o.last_window = data.micro_batch_size * data.seq_length, config.window_end
     o.chunk = parallel.num_layers_per_virtual_pipeline_stage
     o.stage = 0 if model.num_layers % o.pp else model.num_layers // o.pp
-    o.chunk_layers = o.chunk or o.stage
     o.divides_stage = bool(o.stage and o.chunk) and not o.stage % o.chunk and o.stage != o.chunk
+    is_laid_out = parallel.pipeline_model_parallel_layout is not None
+    o.chunks = parallel.layers_of_chunks(model.num_layers) if o.stage or is_laid_out else ()
+    o.is_interleaved = parallel.is_interleaved if is_laid_out else o.divides_stage
+    o.number_of_chunks, o.layers_of_chunks = len(o.chunks), sum(o.chunks)
+    o.chunk_layers = " or ".join(map(str, sorted(set(o.chunks))))
+    o.or_layout = ""
+    if 1 < o.pp <= model.num_layers + 2:
+        o.or_layout = f", or --pipeline-model-parallel-layout '{write_layout(balance(model.num_layers, o.pp))}'"
     o.weighs = weighting.token_weighting in ("unfrozen", "frozen")
     o.by_exposure, o.by_losses = weighting.by_exposure, weighting.by_losses
     o.needs_short_losses, o.strength = weighting.needs_short_losses, weighting.strength

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.config.blocks import mlp_width
 from megatron_ext.config.megatron_lm import DEFAULTS, find_argument
+from megatron_ext.config.pipeline import checked_layout, write_layout
 from megatron_ext.errors import UserError, echo
 
 Args = Mapping[str, Any]
@@ -177,6 +178,38 @@ def _ranks(args: Args) -> Options:
     }
 
 
+_DIVISION = (
+    "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split num_virtual_stages_per_pipeline_rank"
+)
+
+
+def _stages(args: Args) -> Options:
+    """Return how layers are divided over pipeline stages; virtual stages divide each stage's layers evenly."""
+    stages, size = args["pipeline_model_parallel_size"], args["num_layers_per_virtual_pipeline_stage"]
+    layout, first, last, embedding, loss, virtual = (args[name] for name in _DIVISION.split())
+    if stages == 1 or not any((layout, first, last, embedding, loss, virtual)):
+        return {"num_layers_per_virtual_pipeline_stage": size}
+    if layout:
+        return {"pipeline_model_parallel_layout": checked_layout(str(layout))}
+    given = [layers for layers in (first, last) if layers]
+    slots = args["num_layers"] + bool(embedding) + bool(loss)
+    sizes = [(slots - sum(given)) // max(stages - len(given), 1)] * stages
+    sizes[0] = first or sizes[0]
+    sizes[-1] = last or sizes[-1]
+    virtual = virtual or (sizes[0] // size if size else 1)
+    chunks = [layers // virtual for _ in range(virtual) for layers in sizes]
+    chunks[0] -= bool(embedding)
+    chunks[-1] -= bool(loss)
+    if sum(chunks) != args["num_layers"]:
+        raise UserError(
+            f"pipeline_model_parallel_size: got {stages}, needs stages that {args['num_layers']} layers fill"
+        )
+    if len(set(chunks)) > 1:
+        return {"pipeline_model_parallel_layout": write_layout(chunks)}
+    return {"num_layers_per_virtual_pipeline_stage": chunks[0] if virtual > 1 else None}
+
+
 def _fp8(args: Args) -> Options:
     recipe = args["fp8_recipe"]
     if args["fp8"] and recipe not in ("tensorwise", "blockwise", "mxfp8"):
@@ -274,6 +307,7 @@ _TRAINING: dict[Callable[[Args], Options], str] = {
     _warmup: "lr_warmup_fraction lr_warmup_iters lr_warmup_samples",
     _ranks: "sequence_parallel make_vocab_size_divisible_by cp_comm_type use_distributed_optimizer overlap_grad_reduce "
     "overlap_param_gather attention_backend",
+    _stages: f"{_DIVISION} num_layers_per_virtual_pipeline_stage",
     _fp8: "fp8_recipe fp8",
     _recompute: "recompute_modules recompute_granularity recompute_method recompute_num_layers recompute_activations",
     _data: "mock_data data_path train_data_path split",

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_ext.config.blocks import BLOCKS, Block
 from megatron_ext.config.mixture import MixturePart, Packing, parts_of_data_path
+from megatron_ext.config.pipeline import checked_layout, read_layout
 from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
 from megatron_ext.masks import MaskOptions, WindowMask
@@ -46,6 +47,7 @@ Seed = Annotated[NonNegativeInt, Lt(2**64)]
 Share = Annotated[PositiveFloat, Le(1)]
 Decay = Annotated[NonNegativeFloat, Lt(1)]
 Folder = Annotated[str, MinLen(1)]
+PipelineLayout = Annotated[str, AfterValidator(checked_layout)]
 Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
 
 PRESETS: dict[str, dict[str, Any]] = {  # model sizes by name; lists become tuples, as in ModelConfig
@@ -244,6 +246,9 @@ class ParallelConfig(_Section):
     tensor_model_parallel_size: PositiveInt = _option(1, "TP: ranks that share each matrix")
     pipeline_model_parallel_size: PositiveInt = _option(1, "PP: ranks that share the layers")
     num_layers_per_virtual_pipeline_stage: PositiveInt | None = _option(None, "interleaved pipeline: layers per chunk")
+    pipeline_model_parallel_layout: PipelineLayout | None = _option(
+        None, "unequal stages: Et*15|(t*16|)*6t*15L for 126 layers on PP 8 (E embedding, t layer, L loss)", "LAYOUT"
+    )
     context_parallel_size: PositiveInt = _option(1, "CP: ranks that share each row")
     cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option("auto", "which tokens each CP rank gets")
     cp_scheme: Literal["auto", "exchange", "ulysses"] = _option(
@@ -292,6 +297,20 @@ class ParallelConfig(_Section):
     def overlap_parts(self, on_cuda: bool) -> int:
         """Return the parts of the key heads: as given, or 2 if a second stream can overlap them with attention."""
         return self.cp_overlap_parts or (2 if on_cuda else 1)
+
+    def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of each model chunk in the model's order; chunk i is on pipeline stage i modulo PP."""
+        if self.pipeline_model_parallel_layout is not None:
+            return read_layout(self.pipeline_model_parallel_layout)
+        size = self.num_layers_per_virtual_pipeline_stage or num_layers // self.pipeline_model_parallel_size
+        return (size,) * (num_layers // size)
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether a pipeline stage has several model chunks."""
+        if self.pipeline_model_parallel_layout is None:
+            return self.num_layers_per_virtual_pipeline_stage is not None
+        return len(read_layout(self.pipeline_model_parallel_layout)) > self.pipeline_model_parallel_size
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:

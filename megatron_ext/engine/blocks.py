@@ -180,7 +180,18 @@ def layer_specs(
         _layer_spec(config, core_attention, config.packed_model.has_experts(first + number), transformer_engine)
         for number in range(get_num_layers_to_build(config, vp_stage=vp_stage))
     ]
-    return TransformerBlockSubmodules([layer for layer, _ in layers], layer_norm=layers[0][1])
+    return TransformerBlockSubmodules(layers, layer_norm=_norm(config, transformer_engine))
+
+
+def _norm(config: PackedTransformerConfig, transformer_engine: bool) -> type:
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm: type = TENorm
+        return norm
+    if config.normalization == "LayerNorm":
+        return LayerNorm
+    return ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
 
 
 def _submodules(module: Any) -> Any:
@@ -190,20 +201,17 @@ def _submodules(module: Any) -> Any:
 
 def _layer_spec(
     config: PackedTransformerConfig, core_attention: type, experts: bool, transformer_engine: bool
-) -> tuple[ModuleSpec, type]:
-    """Return the specification of a layer with or without experts, and the class of the final norm."""
-    norm: type
+) -> ModuleSpec:
+    """Return the specification of a layer with or without experts."""
+    norm = _norm(config, transformer_engine)
     traits, num_experts = config.packed_model.traits, config.num_moe_experts if experts else None
     if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm
         )
-        norm = TENorm
     else:
-        rms = ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
-        norm = LayerNorm if config.normalization == "LayerNorm" else rms
         layer = get_gpt_layer_local_spec(num_experts=num_experts, normalization=config.normalization)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.module = LocalAngles
@@ -237,4 +245,4 @@ def _layer_spec(
     if traits.post_norm:
         layer.module = SandwichLayer
         layer.params["post_norm"] = norm
-    return layer, norm
+    return layer

@@ -83,11 +83,10 @@ def join(config: ParallelConfig, platform: Platform) -> None:
 def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
     """Join the processes, build Megatron's groups and seed its random states; raise what `join` raises."""
     join(config, platform)
-    chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=model_chunks(config, num_layers) if chunk else None,
+        virtual_pipeline_model_parallel_size=model_chunks(config, num_layers) if config.is_interleaved else None,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
@@ -156,8 +155,7 @@ def dropout_seed(seed: int, data: int, context: int, pipeline: int) -> int:
 
 def model_chunks(config: ParallelConfig, num_layers: int) -> int:
     """Return the number of model chunks of a pipeline stage: 1, or more with the interleaved schedule."""
-    chunk = config.num_layers_per_virtual_pipeline_stage
-    return num_layers // config.pipeline_model_parallel_size // chunk if chunk else 1
+    return len(config.layers_of_chunks(num_layers)) // config.pipeline_model_parallel_size
 
 
 def finish_stage() -> None:

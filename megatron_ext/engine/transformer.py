@@ -68,7 +68,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     model, parallel, traits = config.model, config.parallel, config.model.traits
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     sizes = max(model.head_size, model.value_size), model.value_size  # smaller heads of keys are padded
-    chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
+    chunked = parallel.is_interleaved
     extra: dict[str, Any] = _expert_options(config) if model.num_experts is not None else {}
     if parallel.recompute_granularity == "full":
         extra |= {"recompute_method": parallel.recompute_method, "recompute_num_layers": parallel.recompute_num_layers}
@@ -84,6 +84,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         multi_latent_attention=model.multi_latent_attention,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        pipeline_model_parallel_layout=parallel.pipeline_model_parallel_layout,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         tp_comm_overlap=parallel.tp_comm_overlap,

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,9 @@ def read_yaml(path: Path, option: str = "file") -> Any:
         raise UserError(f"{option}: got {path}, needs valid YAML: {' '.join(str(error).split())}") from None
 
 
+_adapter = cache(TypeAdapter)  # building one takes milliseconds
+
+
 def typed(content: Any, kind: type[_T], path: str | Path, *section: str) -> _T:
     """Return the content of a file, or of a section of it, as a type such as a list of dataclasses.
 
@@ -71,7 +75,7 @@ def typed(content: Any, kind: type[_T], path: str | Path, *section: str) -> _T:
         UserError: a field is missing, unknown or out of range; names the first such field.
     """
     try:
-        return TypeAdapter(kind).validate_python(content)
+        return _adapter(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, (*section, *first["loc"]))) or "the file"

@@ -6,9 +6,11 @@ parallel rank; tp, pp, cp and dp the tensor-, pipeline-, context- and data-paral
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -186,9 +188,12 @@ class _Rank:
         self.sharded = config.gradient_sharing(parallel.device != "cpu", world_size).use_distributed_optimizer
         self.last = stage == pp - 1
 
-        self.chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // pp  # layers of a model chunk
-        self.chunks = model.num_layers // pp // self.chunk
-        self.layers = tuple(layer for layer in range(model.num_layers) if layer // self.chunk % pp == stage)
+        chunks = parallel.layers_of_chunks(model.num_layers)
+        self.chunks = chunks[stage::pp]  # the layers of each model chunk of the stage
+        starts = list(accumulate(chunks, initial=0))[stage::pp]
+        self.layers = tuple(
+            layer for start, size in zip(starts, self.chunks, strict=False) for layer in range(start, start + size)
+        )
         self.again = parallel.recomputed_modules  # in addition to full recomputation
         self.rotated = sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers  # share of layers
 
@@ -215,8 +220,8 @@ class _Rank:
         kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
 
         local = sum(map(config.mask_options().is_local, range(1, model.num_layers + 1))) / model.num_layers
-        experts = sum(map(model.has_experts, self.layers)) / len(self.layers)
-        of_mlp = {kind: share for kind, share in ((True, experts), (False, 1 - experts)) if share}  # by `experts`
+        kinds = Counter(map(model.has_experts, self.layers))
+        of_mlp = {kind: number / len(self.layers) for kind, number in kinds.items()}  # by `experts`
         layer = sum(
             attention_share * mlp_share * self.layer(shapes, kind)
             for attention_share, shapes in zip((1 - local, local), self.shapes, strict=False)
@@ -229,7 +234,7 @@ class _Rank:
             batches=self.batches(),
             activations=math.ceil(self.activations(layer)),
             logits=math.ceil(self.loss_head()) if self.last else 0,
-            layer=math.ceil(max(map(self.layer_backward, of_mlp))),
+            layer=math.ceil(max(map(self.layer_backward, of_mlp), default=0)),
             host=math.ceil(self.layer_inputs()[1] * self.stream),
         )
 
@@ -373,10 +378,11 @@ class _Rank:
         arrives; an interleaved pipeline prefetches the next input and the next gradient.
         """
         parallel, flights = self.parallel, self.flights
-        outputs = 0 if self.last and self.chunks == 1 else flights * self.stream
-        if self.chunks > 1:
+        outputs = 0 if self.last and len(self.chunks) == 1 else len(flights) * self.stream
+        if len(self.chunks) > 1:
             outputs += 2 * self.stream
-        layers = flights * self.chunk
+        sizes = [self.chunks[chunk] for chunk in flights]
+        layers = sum(sizes)
         if parallel.recompute_granularity != "full":
             return layers * layer + outputs
         angles = 4 * self.model.rotary_size * self.t  # fp32, the same for all layers with the same base
@@ -384,27 +390,30 @@ class _Rank:
             angles *= 2
         if parallel.recompute_method == "uniform":
             return self.layer_inputs()[0] * self.stream + angles + outputs
-        recomputed = layers * parallel.recompute_num_layers / self.chunk
+        recomputed = sum(min(size, parallel.recompute_num_layers) for size in sizes)
         return recomputed * self.stream + (layers - recomputed) * layer + angles + outputs
 
     @property
-    def flights(self) -> int:
-        """The model chunks in flight: those whose forward pass precedes the first backward pass."""
-        behind = self.pp - self.stage
-        flights = behind if self.chunks == 1 else 2 * (behind - 1) + (self.chunks - 1) * self.pp + 1
-        return min(flights, self.microbatches * self.chunks)
+    def flights(self) -> list[int]:
+        """The model chunks in flight, by number: those whose forward pass precedes the first backward pass."""
+        behind, chunks = self.pp - self.stage, len(self.chunks)
+        flights = behind if chunks == 1 else 2 * (behind - 1) + (chunks - 1) * self.pp + 1
+        # an interleaved pipeline runs each chunk with pp micro-batches in turn
+        return [number // self.pp % chunks for number in range(min(flights, self.microbatches * chunks))]
 
     def layer_inputs(self) -> tuple[int, int]:
         """Return how many inputs of recomputed layers are on the device, and on the host.
 
         The last input of each chunk in flight stays on the device, and so does one that another stage has sent.
         """
-        flights, groups = self.flights, self.chunk // self.parallel.recompute_num_layers
-        if not self.parallel.offload_layer_inputs or groups == 1:
-            return flights * groups, 0
-        # an interleaved pipeline runs each chunk with pp micro-batches in turn
-        sent = sum(self.stage > 0 or number // self.pp % self.chunks > 0 for number in range(flights))
-        return flights + sent, flights * (groups - 1) - sent
+        on_device, on_host = 0, 0
+        for chunk in self.flights:
+            groups = self.chunks[chunk] // self.parallel.recompute_num_layers
+            was_sent = self.stage > 0 or chunk > 0
+            kept = min(groups, 1 + was_sent) if self.parallel.offload_layer_inputs else groups
+            on_device += kept
+            on_host += groups - kept
+        return on_device, on_host
 
     # --- peaks
 

@@ -26,6 +26,10 @@ def describe(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
         f"PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} x DP {dp}"
         + (f", experts over {parallel.expert_model_parallel_size}" if config.model.num_experts else "")
     )
+    if parallel.pipeline_model_parallel_layout is not None:
+        chunks, pp = parallel.layers_of_chunks(config.model.num_layers), parallel.pipeline_model_parallel_size
+        stages = " ".join("+".join(map(str, chunks[stage::pp])) for stage in range(pp))
+        yield f"layers           {stages} on the pipeline stages"
     tokens = data.global_batch_size * data.seq_length
     yield (
         f"batch            {tokens:,} tokens: {data.global_batch_size:,} rows of {data.seq_length:,}; "

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megatron_ext.checkpoint.hf.names import count_active_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.checks import mistakes
+from megatron_ext.config.pipeline import balance, write_layout
 from megatron_ext.planning.flops import utilisation
 from megatron_ext.planning.memory import HEADROOM, estimate
 from megatron_ext.planning.run_plan import gibibytes
@@ -60,6 +61,7 @@ class Layout:
         chunk = parallel.num_layers_per_virtual_pipeline_stage
         words = [f"{kind} {size}" for kind, size in sizes.items()]
         words += [f"chunks of {chunk}"] if chunk else []
+        words += [parallel.pipeline_model_parallel_layout] if parallel.pipeline_model_parallel_layout else []
         words += [f"micro-batch {self.config.data.micro_batch_size}"]
         if parallel.recompute_granularity:
             whole = parallel.recompute_granularity == "full"
@@ -139,9 +141,10 @@ def windows(config: Config) -> list[int]:
 
 
 def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Iterator[Config]:
-    """Yield the layouts that divide heads, experts, layers, rows and GPUs evenly, with all activations kept.
+    """Yield the layouts that divide heads, experts, rows and GPUs evenly, with all activations kept.
 
-    Tensor parallelism stays inside a node. `refused` counts the excluded splits by reason.
+    Layers are divided as `divisions` says. Tensor parallelism stays inside a node. `refused` counts the excluded splits
+    by reason.
     """
     model, data, gpus = config.model, config.data, machine.gpus
     sharded = config.optimizer.optimizer == "adam"
@@ -149,7 +152,7 @@ def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Itera
     cut += [model.expert_width] if model.num_experts else []
     cut += [model.ffn_hidden_size] if model.expert_layers < model.num_layers else []
     tensor = [tp for tp in _divisors(machine.kind.node) if all(number % tp == 0 for number in cut)]
-    pipeline = _divisors(model.num_layers)
+    pipeline = [pp for pp in _divisors(gpus) if pp <= model.num_layers]
     shared = _divisors(gcd(gpus, data.seq_length))
     context = [cp for cp in shared if cp == 1 or data.seq_length // cp >= LEAST_SHARE]
     for tp, pp, cp in product(tensor, pipeline, context):
@@ -161,16 +164,16 @@ def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Itera
             refused[f"{rows_text}, needs a multiple of the {replicas:,} data-parallel replicas"] += 1
             continue
         rows = data.global_batch_size // replicas
-        chunks = [None, *(c for c in _divisors(model.num_layers // pp)[:-1] if rows % pp == 0)] if pp > 1 else [None]
+        stages = list(divisions(model.num_layers, pp, interleaved=rows % pp == 0))
         expert = [ep for ep in _divisors(model.num_experts or 1) if replicas * cp % ep == 0]
-        for micro, chunk, ep in product([m for m in (1, 2, 4, 8) if rows % m == 0], chunks, expert):
+        for micro, division, ep in product([m for m in (1, 2, 4, 8) if rows % m == 0], stages, expert):
             if rows // micro < pp:
                 refused["pipeline_model_parallel_size: more stages than micro-batches leave most stages idle"] += 1
                 continue
             layout: dict[str, Any] = {
                 "tensor_model_parallel_size": tp,
                 "pipeline_model_parallel_size": pp,
-                "num_layers_per_virtual_pipeline_stage": chunk,
+                **division,
                 "context_parallel_size": cp,
                 "expert_model_parallel_size": ep,
                 "sequence_parallel": tp > 1,
@@ -182,6 +185,22 @@ def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Itera
             yield replace(
                 config, parallel=replace(config.parallel, **layout), data=replace(data, micro_batch_size=micro)
             )
+
+
+def divisions(num_layers: int, pp: int, *, interleaved: bool) -> Iterator[dict[str, Any]]:
+    """Yield the divisions of layers over `pp` pipeline stages: equal ones, or if there are none, balanced layouts."""
+    equal: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": None, "pipeline_model_parallel_layout": None}
+    if num_layers % pp == 0:
+        yield equal
+        for size in _divisors(num_layers // pp)[:-1] if interleaved and pp > 1 else []:
+            yield equal | {"num_layers_per_virtual_pipeline_stage": size}
+        return
+    # the fewest chunks of each size, of which the largest has one stage's layers
+    largest = -(-(num_layers + 2) // pp)
+    numbers = {-(-(num_layers + 2) // (pp * size)) for size in range(1, largest + 1)}
+    for number in sorted(numbers if interleaved else {1}):
+        if pp * number <= num_layers + 2:
+            yield equal | {"pipeline_model_parallel_layout": write_layout(balance(num_layers, pp * number))}
 
 
 def with_less_kept(config: Config) -> Iterator[Config]:

@@ -180,9 +180,9 @@ def step_time(config: Config, window: int, machine: Machine) -> StepTime:
     model, parallel, data, speeds, gpu = config.model, config.parallel, config.data, machine.speeds, machine.kind
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
-    chunk = parallel.num_layers_per_virtual_pipeline_stage
+    chunks = parallel.layers_of_chunks(model.num_layers)
     replicas, micros = config.data_parallel_size(machine.gpus), config.microbatches(machine.gpus)
-    layers, vocabulary = model.num_layers / pp, machine.vocab_size  # of this rank
+    vocabulary = machine.vocab_size
     load, reached, matrices = machine.attention(config, window), speeds.reached[gpu.family], matrices_of(model)
     layer = layer_work(config, load)
 
@@ -224,8 +224,11 @@ def step_time(config: Config, window: int, machine: Machine) -> StepTime:
     inputs = 1 / parallel.recompute_num_layers if parallel.offload_layer_inputs else 0.0
     copied = inputs * 2 * model.hidden_size * t / (gpu.pcie * 1e9 * speeds.bandwidth)
     host = max(copied - layer_seconds / 4, 0) + max(copied - layer_seconds * 3 / 4, 0)
-    # on the last stage, and all stages wait for it; six passes over fp32 logits
+    # on the last stage; six passes over fp32 logits
     head = 6 * model.hidden_size * vocabulary * t / matmul + 4 * 6 * vocabulary * t / bandwidth
+    # all stages wait for the slowest one: by default for the last one, because of the head
+    stages = [(sum(chunks[stage::pp]), head if stage == pp - 1 else 0.0) for stage in range(pp)]
+    layers, head = max(stages, key=lambda stage: stage[0] * (layer_seconds + host) + stage[1])
     micro = layers * (layer_seconds + host) + head
 
     ends = 2 if pp == 1 else 1  # embedding and output matrix
@@ -244,7 +247,7 @@ def step_time(config: Config, window: int, machine: Machine) -> StepTime:
     return StepTime(
         **{name: micros * layers * seconds for name, seconds in of_layers.items()},
         head=micros * head,
-        bubble=(pp - 1) * (chunk / layers if chunk else 1) * micro,
+        bubble=(pp - 1) * pp / len(chunks) * micro,
         data=max(moved - 0.8 * micro, 0.05 * moved),
         optimizer=update,
     )
@@ -280,9 +283,9 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
 
     modules, whole = parallel.recomputed_modules, 0.0  # the fraction of layers with full recomputation
     if parallel.recompute_granularity == "full":
-        stage = model.num_layers / parallel.pipeline_model_parallel_size
-        block = parallel.recompute_num_layers / (parallel.num_layers_per_virtual_pipeline_stage or stage)
-        whole = 1.0 if parallel.recompute_method == "uniform" else min(block, 1.0)
+        sizes = parallel.layers_of_chunks(model.num_layers)
+        recomputed = sum(min(size, parallel.recompute_num_layers) for size in sizes)
+        whole = 1.0 if parallel.recompute_method == "uniform" else recomputed / model.num_layers
     mlp, core = "mlp" in modules, "core_attn" in modules
     # two norms read and write the hidden states; the activation function reads two factors and writes their product
     repeated = ("layernorm" in modules) * 4 * hidden + mlp * 3 * mlp_width

@@ -37,7 +37,7 @@ class Division:
         parallel = config.parallel
         unit_of_rank = math.lcm(parallel.tensor_model_parallel_size, config.training.fp8_multiple)
         multiple = 1
-        if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        if parallel.is_interleaved:
             multiple = parallel.pipeline_model_parallel_size
         return cls(tokens, unit_of_rank * parallel.context_parallel_size, multiple)
 

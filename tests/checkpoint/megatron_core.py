@@ -31,6 +31,7 @@ def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
     model_parallel_cuda_manual_seed(1 + dist.get_rank())
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     names += "add_bias_linear qk_layernorm moe_router_topk moe_ffn_hidden_size moe_layer_freq no_rope_freq"
+    names += " pipeline_model_parallel_layout" if "pipeline_model_parallel_size" in layout else ""
     given = {name: args[name] for name in names.split() if name in args} | layout
     given |= {"num_moe_experts": args.get("num_experts"), "layernorm_epsilon": args["layernorm_epsilon"]}
     given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "pipeline_dtype": torch.float32}

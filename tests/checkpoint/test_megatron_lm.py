@@ -111,6 +111,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] 
     "llama3-release": ("0.16.1", {"use_rope_scaling": True, "rope_scaling_factor": 4.0}, TP2_PP2, {"release": True}),
     "linear": ("d98e8a64", {"rotary_seq_len_interpolation_factor": 4}, TP2_PP2, {}),
     "no-rope": ("0.19.0", {"no_rope_freq": 2}, TP2_PP2, {}),
+    "uneven": ("0.19.0", {"pipeline_model_parallel_layout": "Ettt|tL"}, {"pipeline_model_parallel_size": 2}, {}),
     "moe": ("d98e8a64", MOE, EP2_PP2, {"renamed": UNFUSED}),
     "moe-some": ("0.19.0", MOE | {"moe_layer_freq": [0, 1, 1, 0]}, {"pipeline_model_parallel_size": 2}, {}),
 }  # fmt: skip

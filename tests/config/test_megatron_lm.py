@@ -5,14 +5,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_ext.config import megatron_lm
 from megatron_ext.config.from_megatron_lm import translate
 from megatron_ext.config.megatron_lm import ARGUMENTS, find_argument
+from megatron_ext.config.options import ParallelConfig
 from megatron_ext.config.schema import FIELDS, flag
 from tests.config.megatron_lm import VERSIONS, defaults
 from tests.conftest import ROOT
@@ -112,6 +116,56 @@ def test_values_that_cannot_be_converted_are_refused_in_one_line(given: dict[str
 )
 def test_other_precisions_change_the_training(given: dict[str, Any]) -> None:
     assert translate(given).training.keys() >= given.keys()
+
+
+PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
+PIPELINE = {*PP4, "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "given"),
+    [
+        (10, {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}),
+        (15, {"account_for_loss_in_pipeline_split": True, "num_layers_per_virtual_pipeline_stage": 2}),
+        (11, {"decoder_first_pipeline_num_layers": 2}),
+        (13, {"decoder_last_pipeline_num_layers": 1}),
+        (12, {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 4}),
+        (20, {"decoder_first_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+        (16, {"num_virtual_stages_per_pipeline_rank": 2}),
+        (16, {"num_layers_per_virtual_pipeline_stage": 1}),
+        (13, {"pipeline_model_parallel_layout": "Et*3,|(t*4|)*2,t*2L"}),
+    ],
+)
+def test_stages_have_the_layers_that_megatron_builds(layers: int, given: dict[str, Any]) -> None:
+    """By Megatron-Core's own count, for each stage and virtual stage."""
+    result = translate(MODEL | PP4 | given | {"num_layers": layers})
+    ours = ParallelConfig(**{name: result.options[name] for name in result.options if name in PIPELINE})
+    chunks = ours.layers_of_chunks(layers)
+    virtual = len(chunks) // 4
+    theirs = given.copy()
+    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
+        theirs.pop(name, None)
+    for end in ("first", "last"):
+        number = theirs.pop(f"decoder_{end}_pipeline_num_layers", None)
+        theirs[f"num_layers_in_{end}_pipeline_stage"] = number
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None, **PP4, **theirs,
+    )  # fmt: skip
+    layout = config.pipeline_model_parallel_layout
+    for number, size in enumerate(chunks):
+        part, stage = divmod(number, 4)
+        if layout is None:
+            built = get_num_layers_to_build(config, part if virtual > 1 else None, stage)
+        else:
+            built = layout.layout[stage][part].count(LayerType.decoder)
+        assert size == built
+
+
+def test_layers_that_fill_no_stages_are_refused_in_one_line() -> None:
+    given = {"decoder_first_pipeline_num_layers": 2, "num_layers": 10}
+    assert "10 layers" in translate(MODEL | PP4 | given).training["pipeline_model_parallel_layout"]
+    assert "needs" in translate(MODEL | PP4 | {"pipeline_model_parallel_layout": "Ettm|L"}).training.popitem()[1]
 
 
 def test_the_old_switch_for_rotary_positions_is_read() -> None:

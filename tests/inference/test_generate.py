@@ -87,6 +87,7 @@ TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2
 CASES = {
     "one": ("gemma3", {}),
     "vpp": ("llama", PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
+    "uneven": ("llama", PP2 | {"pipeline_model_parallel_layout": "E|tt|t|tL"}),
     "olmo3-tp2": ("olmo3", TP2),
     "deepseek_v3": ("deepseek_v3", {}),
     "tp2-pp2": ("llama", TP2 | PP2),

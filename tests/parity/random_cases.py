@@ -19,6 +19,7 @@ from megatron_ext.config import CheckpointConfig, Config, DataConfig, LoggingCon
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.mixture import MixturePart
 from megatron_ext.config.options import ParallelConfig, RecomputeModule, TrainingConfig, WeightingConfig, WindowConfig
+from megatron_ext.config.pipeline import write_layout
 from megatron_ext.data.indexed import MASK
 from megatron_ext.data.packing.plan import plan_folder, save_plan
 from megatron_ext.data.packing.policies import build_plan
@@ -88,6 +89,7 @@ def draw_case(seed: int) -> RandomCase:
         raise AssertionError(f"seed {seed}: nothing valid in {_ATTEMPTS} draws")
 
     run = _deepseek(valid(lambda: _run(chance)), random.Random(f"{seed} deepseek"))
+    run = _uneven(run, random.Random(f"{seed} uneven"))
     if run.config.training.eval_interval and chance.random() < 0.3:
         path = ("mixed",) if chance.random() < 0.5 else ("1", "long", "3", "mixed")
         run = replace(run, config=replace(run.config, data=replace(run.config.data, valid_data_path=path)))
@@ -95,7 +97,8 @@ def draw_case(seed: int) -> RandomCase:
         return RandomCase(seed, run, None, rejected)
     saving = replace(run.config.checkpoint, save_interval=SAVED_AT, async_save=chance.random() < 0.4)
     run = Run(replace(run.config, checkpoint=saving), run.processes)
-    return RandomCase(seed, run, valid(lambda: _elsewhere(chance, run.config)), rejected)
+    elsewhere = valid(lambda: _elsewhere(chance, run.config))
+    return RandomCase(seed, run, _uneven(elsewhere, random.Random(f"{seed} uneven elsewhere")), rejected)
 
 
 def _run(chance: random.Random) -> Run:
@@ -147,6 +150,19 @@ def _deepseek(run: Run, chance: random.Random) -> Run:
             parallel = replace(parallel, expert_model_parallel_size=size, sequence_parallel=sequence)
             found = _if_valid(found, model=experts, parallel=parallel)
     return _if_valid(found, parallel=replace(found.config.parallel, offload_layer_inputs=chance.random() < 0.5))
+
+
+def _uneven(run: Run, chance: random.Random) -> Run:
+    """Unequal pipeline stages in half of the cases with stages, if these fit the other options."""
+    parallel, layers = run.config.parallel, run.config.model.num_layers
+    if parallel.pipeline_model_parallel_size == 1 or chance.random() < 0.5:
+        return run
+    count = parallel.pipeline_model_parallel_size * chance.choice((1, 2))
+    least = [0, *[1] * (count - 2), 0]
+    for _ in range(layers - sum(least)):
+        least[chance.randrange(count)] += 1
+    division = {"num_layers_per_virtual_pipeline_stage": None, "pipeline_model_parallel_layout": write_layout(least)}
+    return _if_valid(run, parallel=replace(parallel, **division))
 
 
 def _if_valid(run: Run, **sections: Any) -> Run:

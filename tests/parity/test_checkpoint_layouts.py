@@ -5,7 +5,20 @@ import torch
 
 from megatron_ext.checkpoint.tensors import Stored
 from tests.conftest import slow_but
-from tests.parity.test_layouts import CP2, DISTRIBUTED, DOTS1, EP2, MIXTRAL, OVERLAPS, PP2, TP2, TP2_SP, VPP2
+from tests.parity.test_layouts import (
+    CP2,
+    DISTRIBUTED,
+    DOTS1,
+    EP2,
+    MIXTRAL,
+    OVERLAPS,
+    PP2,
+    TP2,
+    TP2_SP,
+    UNEVEN,
+    UNEVEN_VPP2,
+    VPP2,
+)
 from tests.runs import Launched, RunResult, relative
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
@@ -17,6 +30,8 @@ LAYOUTS = {
     "pp2": (2, PP2),
     "tp2 pp2": (4, f"{TP2} {PP2}"),
     "pp2 vpp2": (2, VPP2),
+    "uneven": (2, UNEVEN),
+    "uneven vpp2 dp2 distributed": (4, f"{UNEVEN_VPP2} {DISTRIBUTED}"),
     "dp2": (2, ""),
     "dp2 distributed": (2, OVERLAPS),
     "cp2": (2, CP2),
@@ -33,8 +48,9 @@ LAYOUTS = {
 }
 # Every layout is saved under once and loaded into once, next to one that shares the state out in another way.
 RING = ["pp2 vpp2", "dp2 distributed", "tp2", "cp2 dp2 distributed", "tp2 pp2", "1", "pp2 vpp2 dp2 distributed", "dp2"]
-RING += ["tp2 sp dp2 distributed", "pp2", "1 distributed", "cp2"]
-RING_OF_EXPERTS = ["cp2 ep2", "1", "tp2 sp ep2", "ep2 distributed", "tp2 sp", "pp2 ep2 distributed", "ep2"]
+RING += ["tp2 sp dp2 distributed", "uneven", "pp2", "uneven vpp2 dp2 distributed", "1 distributed", "cp2"]
+RING_OF_EXPERTS = ["cp2 ep2", "1", "tp2 sp ep2", "uneven vpp2 dp2 distributed", "ep2 distributed", "tp2 sp"]
+RING_OF_EXPERTS += ["pp2 ep2 distributed", "ep2"]
 
 
 def trained(launched: Launched, layout: str, steps: int, *flags: object) -> RunResult:

@@ -52,6 +52,7 @@ CP2 = "--context-parallel-size 2"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 EXCHANGE, ULYSSES = f"{CP2} --cp-scheme exchange", f"{CP2} --cp-scheme ulysses"
 VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
+UNEVEN, UNEVEN_VPP2 = (f"{PP2} --pipeline-model-parallel-layout {stages}" for stages in ("Ettt|tL", "E|tt|tt|L"))
 DISTRIBUTED = "--use-distributed-optimizer"
 WEIGHTED = "--token-weighting unfrozen --short-context 16 --weight-strength 0.5"
 OVERLAPS = DISTRIBUTED + " --overlap-grad-reduce --overlap-param-gather"
@@ -71,6 +72,9 @@ FAST = {
 SLOW = {
     # the output matrix of the last stage in a bucket of its own: nothing but its own layer awaits its gather
     "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
+    "tied stages of 3 and 1 tp2 sp distributed overlaps": Layout(f"{TP2_SP} {UNEVEN} {OVERLAPS}", 4, TIED),
+    "token weights uneven vpp2 tp2 sp recompute full": Layout(f"{TP2_SP} {UNEVEN_VPP2} {FULL}", 4, WEIGHTED),
+    "deepseek uneven vpp2 distributed overlaps": Layout(f"{UNEVEN_VPP2} {OVERLAPS}", 4, DEEPSEEK),
     "tp2 sp dp2 distributed overlaps": Layout(f"{TP2_SP} {OVERLAPS}", 4),
     "token weights tp2 sp pp2 vpp2": Layout(f"{TP2_SP} {VPP2}", 4, WEIGHTED),
     "mlp blocks recompute full": Layout(f"--mlp-block-tokens 50 {FULL}", 1),

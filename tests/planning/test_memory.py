@@ -30,6 +30,12 @@ def test_shares_add_up_to_the_model() -> None:
     assert stage_parameters(whole, 1000, 0) == one  # 1000 token ids are padded to 1024
     split = config(PIPELINE)
     assert sum(stage_parameters(split, 1024, stage) for stage in (0, 1)) == one
+    uneven = config(f"{PIPELINE} --pipeline-model-parallel-layout E|tt|t|tL")
+    shares = [stage_parameters(uneven, 1024, stage) for stage in (0, 1)]
+    assert sum(shares) == one
+    layer = (one - 2 * 1024 * 256 - 256) // 4
+    assert shares[1] - shares[0] == 2 * layer + 256
+    assert "0+1 2+1 on the pipeline stages" in "\n".join(describe(uneven, 2, 1024))
     norms = (2 * 4 + 1) * 256
     assert 2 * stage_parameters(config(TENSOR), 1024, 0) == one + norms
     tied = config(f"{PIPELINE} --no-untie-embeddings-and-output-weights")

@@ -89,6 +89,18 @@ def test_the_bubble_is_the_idle_share_of_the_schedule() -> None:
     assert halves.bubble == pytest.approx(whole.bubble / 2)
 
 
+def test_the_slowest_pipeline_stage_sets_the_pace() -> None:
+    flags = f"{WORK} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"
+    equal = time(flags)
+    same, first = (
+        time(f"{flags} --pipeline-model-parallel-layout {layout}")
+        for layout in ("Et*8|(t*8|)*2t*8L", "Et*14|(t*6|)*2t*6L")
+    )
+    assert same == equal
+    assert first.products == pytest.approx(equal.products * 14 / 8)
+    assert (equal.head > 0, first.head) == (True, 0)
+
+
 def test_wrong_gpus_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gpu: got 'H300', needs one of A100-40GB, .*; add it to "):
         SPEEDS.gpu("H300")

@@ -21,6 +21,7 @@ PHI = "--block phi --num-query-groups 32 --rotary-percent 0.5 --ffn-hidden-size 
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 CONTEXT = "--context-parallel-size 4 --cp-scheme"
 AGAIN = "--recompute-granularity selective --recompute-modules"
+UNEVEN = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 ON_HOST = "--recompute-granularity full --offload-layer-inputs"
 OFFLOAD = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 0.01"
@@ -46,6 +47,19 @@ LAYOUTS = {  # flags, processes, micro-batches
     "mlp in blocks": ("--mlp-block-tokens 1024", 1, 2),
     "mlp in blocks, sequence": (f"--mlp-block-tokens 1024 {AGAIN} layernorm {TENSOR}", 2, 2),
     "inputs on the host": (f"--num-layers 6 {ON_HOST}", 1, 2),
+    "stages of 3 and 1": (f"--num-layers 4 {UNEVEN} Ettt|tL", 2, 4),
+    "chunks of 1 and 3, recompute block": (
+        f"--num-layers 8 {UNEVEN} Et|t*3|t*3|tL --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 2",
+        2,
+        4,
+    ),
+    "inputs on the host, uneven": (f"--num-layers 12 {UNEVEN} Et*3|t*5|t*4|L {ON_HOST}", 2, 4),
+    "uneven stages with and without experts": (
+        f"{SHARED} --num-layers 5 --moe-layer-freq 0 0 1 1 1 {UNEVEN} E|tt|tt|tL",
+        2,
+        4,
+    ),
     "inputs on the host, interleaved": (
         f"--num-layers 16 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 {ON_HOST}",
         2,

@@ -35,6 +35,7 @@ PP2 = ("--pipeline-model-parallel-size", 2)
 LAYOUTS = {
     "tp2-pp2": (4, (*PP2, "--tensor-model-parallel-size", 2, "--sequence-parallel")),
     "interleaved": (2, (*PP2, "--num-layers-per-virtual-pipeline-stage", 1)),
+    "uneven": (2, (*PP2, "--pipeline-model-parallel-layout", "E|tt|t|tL")),
 }
 
 
