@@ -60,7 +60,7 @@ def flash_attn_4(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
 
 
 def flash_attn_4_missing() -> str | None:
-    """Look for its own parts: flash-attn installs the same folder, in some versions with a `cute` of its own."""
+    """Look for parts of FlashAttention 4 alone: flash-attn installs the same folder, and some versions a `cute`."""
     if installed_version("flash-attn-4") is None or find_spec("cutlass") is None:
         return "is not installed; pip install --pre 'flash-attn-4[cu13]'"
     needed = ["flash-attn-4>=4.0.0b36"]  # an older compiler than this one asks for truncates offsets beyond 2^31
@@ -153,7 +153,7 @@ def flash_attn(inputs: QKV, call: AttentionCall, scale: float) -> Tensor:
 
 
 def flash_attn_missing() -> str | None:
-    """Look for a module: FlashAttention 4 alone installs a folder of the same name, without `__init__.py`."""
+    """Look for `__init__.py`: FlashAttention 4 alone installs a folder of the same name without it."""
     module = find_spec("flash_attn")
     if module is None or module.origin is None:
         return "is not installed; pip install flash-attn, or use an NGC PyTorch image"
@@ -199,7 +199,7 @@ def _te_deterministic() -> bool:
 
 
 def _at_start(x: Tensor) -> Tensor:
-    """Return x contiguous from the start of its storage, a copy if it is not: Transformer Engine knows no other layout.
+    """Return x, or a copy of it, contiguous from the start of its storage: Transformer Engine knows no other layout.
 
     It refuses rows of a longer tensor; it compares only the strides of keys and values, and then ignores them.
     """

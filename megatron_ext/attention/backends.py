@@ -62,7 +62,7 @@ class Backend:
     ) -> str | None:
         """Return why the backend cannot be used, with the remedy; None if it can.
 
-        `value_size` 0 is that of keys. With `installed`, assume that packages are, and that the GPU has all kernels.
+        `value_size` 0 is the keys'. With `installed`, assume that packages are, and that the GPU has all kernels.
         """
         if self.name == "reference":
             return None
@@ -175,7 +175,7 @@ def select(
 ) -> Attend:
     """Return the attention function of a run: the named backend or, for `auto`, the best available one per call.
 
-    `value_size` 0 is that of keys. With `sinks`, it takes the sinks of the heads.
+    `value_size` 0 is the size of keys. With `sinks`, it takes the sinks of the heads.
 
     Raises:
         UserError: the backend is unknown, or none is available; the message gives the reason for each.

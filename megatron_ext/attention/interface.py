@@ -1,6 +1,6 @@
 """Describe a call of packed attention: which queries see which keys, and how keys of other ranks are fetched.
 
-The letters of shapes are those of docs/glossary.md, here and in the other modules of attention.
+docs/glossary.md lists the letters of shapes, for this module and the other modules of attention.
 """
 
 from collections.abc import Callable, Hashable

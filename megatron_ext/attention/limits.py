@@ -63,7 +63,7 @@ def sm(version: tuple[int, int] | None = None) -> str:
 
 
 def flash_attn_4(heads: Heads, call: AttentionCall | None) -> str | None:
-    """On Hopper it has kernels for all calls."""
+    """Check FlashAttention 4, which has kernels for all calls on Hopper."""
     major, _ = capability()
     deterministic = torch.are_deterministic_algorithms_enabled()
     sizes = heads.size, heads.value_size
@@ -82,7 +82,7 @@ def flash_attn_4(heads: Heads, call: AttentionCall | None) -> str | None:
 
 
 def _flash_attn_4_large(major: int, heads: Heads) -> list[tuple[int, int]]:
-    """Return the sizes of key and value heads above 128 that it has kernels for."""
+    """Return the sizes of key and value heads above 128 that FlashAttention 4 has kernels for."""
     if major == 9:
         return [(heads.size, heads.value_size)]
     if major == 12:
@@ -93,7 +93,7 @@ def _flash_attn_4_large(major: int, heads: Heads) -> list[tuple[int, int]]:
 
 
 def flash_attn_4_reads(size: int, value_size: int) -> bool:
-    """Return whether it reads values narrower than keys as they are; otherwise they are padded.
+    """Return whether FlashAttention 4 reads values narrower than keys as they are; otherwise they are padded.
 
     Its backward for Blackwell stores the gradients of values in blocks of as many columns as the gradients of keys. If
     half a head of values is no multiple of such a block, the gradients of values are wrong.
@@ -132,7 +132,7 @@ def _flash_attn_2(heads: Heads, call: AttentionCall | None, int32: bool) -> str 
 
 
 def te_thd(heads: Heads, call: AttentionCall | None) -> str | None:
-    """Transformer Engine chooses between cuDNN and FlashAttention for each call, by the GPU, versions and variables."""
+    """Check Transformer Engine's choice for a call: cuDNN or FlashAttention, by the GPU, versions and variables."""
     if not torch.cuda.is_available():
         return None
     size = max(heads.size, heads.value_size)

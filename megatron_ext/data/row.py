@@ -27,7 +27,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class RowOutline:
-    """What a row is without its tokens: known from the lengths of documents alone, unless the data set has a mask."""
+    """A row without its tokens. It follows from the lengths of documents alone, unless the data set has a mask."""
 
     document_ends: np.ndarray  # as in TokenRow
     trained: np.ndarray

@@ -40,7 +40,7 @@ def document_gains(rows: PackedRows, short: ScoreStore, long: ScoreStore, first:
 
 
 def keep_by_gain(share: float, gains: Float64, documents: Documents) -> Int64:
-    """Return a share, rounded up, of the documents with scores: the ones of highest gain; of equal gains the first."""
+    """Return the documents of highest gain, a share (rounded up) of all with scores; of equal gains the first."""
     scored = np.asarray(documents, dtype=np.int64)[np.isfinite(gains[documents])]
     order = np.argsort(-gains[scored], kind="stable")
     count = math.ceil(share * len(scored) * (1 - 1e-12))

@@ -123,7 +123,7 @@ def sliding_evaluation(
 def _micro_batches(
     tokens: Tokens, masks: LayerMasks, chunks: Chunks, division: Division
 ) -> Iterator[tuple[Chunks, Tokens, LayerMasks]]:
-    """Yield the chunks of each micro-batch, their tokens, of which none is trained, and the masks inside the chunks.
+    """Yield the chunks of each micro-batch, their tokens, not trained, and the masks inside the chunks.
 
     Micro-batches are padded with zeros, a segment of its own, to one length: the pipeline sends tensors of one shape,
     and context-parallel ranks split each evenly.

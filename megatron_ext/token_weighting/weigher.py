@@ -50,7 +50,7 @@ class Weigher:
     def __call__(self, batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor | None]:
         """Return the weights, float32 [t], and the scores, float64 [t], of this rank's tokens of a micro-batch.
 
-        If weights do not depend on losses, they are those of the batch, without scores.
+        If weights do not depend on losses, they are the batch's, without scores.
         """
         scores = batch.scores
         if scores is None:

@@ -201,7 +201,7 @@ def megatron_to_hf(source: Path, output: Path, *, max_shard_bytes: int, tokenize
 
 
 def _exported(run: Pretrained, places: Places, stored: Stored) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an export by name; of gpt-oss the stacked ones."""
+    """Yield the names and tensors of an export; gpt-oss's experts are stacked."""
 
     def parts() -> Iterator[tuple[str, Tensor]]:
         for parameter, place in places:

@@ -52,7 +52,7 @@ def stacked_name(name: str) -> str:
 
 
 def stack(name: str, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the stacked tensor of a name in files: of expert 0, its gate and up or its down, then of expert 1, ..."""
+    """Stack the matrices or biases of experts as files do, in order: the gate and up, or the down, of expert 0, ..."""
     per_expert = 2 if "gate_up" in name else 1
     parts = torch.stack(list(tensors)).unflatten(0, (-1, per_expert))  # [E, 1 or 2, rows(, columns)]
     parts = parts.movedim(1, -1)

@@ -49,7 +49,7 @@ class Parameter:
     trained: bool = True  # whether it has a gradient; otherwise it is a buffer
 
     def in_layer(self, model: ModelConfig, layer: int) -> bool:
-        """Return whether a layer, counted from 0, has it, in a model that has it."""
+        """Return whether a layer, counted from 0, has this parameter, in a model that has it."""
         if model.has_experts(layer):
             return "dense" not in self.traits
         return "experts" not in self.traits
@@ -327,7 +327,7 @@ def fuse_into(
 
 
 def unfuse(parameter: Parameter, whole: Tensor, model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
-    """Return the Hugging Face tensors of which a whole Megatron tensor is assembled, without padding."""
+    """Split a whole Megatron tensor into the Hugging Face tensors that it is assembled from, without padding."""
     parts: list[list[Tensor]] = [[] for _ in parameter.hugging_face]
     end = 0
     for source, rows in _rows_of(parameter, model, vocab_size):

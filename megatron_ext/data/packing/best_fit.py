@@ -11,8 +11,8 @@ def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
     """Pack items of `sizes`, int64 [n], into bins, largest first, each into the bin with the least remaining space.
 
     Items of one size are placed together: until all are placed, the fullest bins with enough space for one take as many
-    as fit. The result equals that of placing them one by one, because a bin that took one remains the fullest with
-    space for another. So the run time depends on the number of distinct sizes and spaces, not of items.
+    as fit. Placed one by one they would get the same bins, because a bin that took one remains the fullest with space
+    for another. So the run time depends on the number of distinct sizes and spaces, not of items.
 
     Returns int64 [n], the bin of each item, 0, 1, 2, ...; items of one size in their order of appearance.
     """

@@ -45,7 +45,7 @@ class Report:
     tokens: int = 0
     empty: int = 0  # documents omitted because they have no token, or no message
     skipped: int = 0  # bad documents omitted
-    problems: list[str] = field(default_factory=list)  # descriptions of the first of them
+    problems: list[str] = field(default_factory=list)  # descriptions of the first bad documents
     too_short: int = 0  # documents omitted because of `min_tokens`
     too_long: int = 0  # documents omitted because of `max_tokens`
     unanswered: int = 0  # conversations omitted because they have no assistant's token

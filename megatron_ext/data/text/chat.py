@@ -249,7 +249,7 @@ def _texts(message: JsonObject) -> list[str]:
 
 
 def has_json_in_json(messages: Messages, text: str) -> bool:
-    """Return whether a template wrote arguments that are a string of JSON as the JSON of this string."""
+    """Return whether a template wrote a call's arguments, already a string of JSON, as JSON once more."""
     strings = JSON_ARGUMENTS.findall(json.dumps(messages, ensure_ascii=False, default=str))
     return any(string in text for string in strings)
 

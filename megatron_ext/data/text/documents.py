@@ -347,7 +347,7 @@ def _items(file: FileRange, fields: Fields) -> Iterator[tuple[int, bytes | JsonO
 
 
 def _record(raw: bytes, is_text: bool, fields: Fields) -> JsonObject:
-    """Return the JSON object of a line, or of a text the object that has it."""
+    """Return the JSON object of a line; a text becomes an object with this text."""
     if len(raw) > fields.limit:
         raise _BadDocumentError(too_long(fields.limit))
     try:
@@ -398,7 +398,7 @@ def _document(record: JsonObject, path: Path, fields: Fields) -> Document:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value of a table as a line of JSON has it: in a struct or a map a null is a missing key."""
+    """Remove the null fields of structs and maps, which are missing keys in lines of JSON."""
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -84,7 +84,7 @@ class FastEncoder:
 
 
 def _unserved(description: JsonObject) -> str | None:
-    """Return what of a tokenizer.json the libraries may do differently if no text gives special tokens."""
+    """Return the part of a tokenizer.json that the libraries may use differently; no text gives special tokens."""
     model = description["model"]
     normalizer = description["normalizer"]
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:

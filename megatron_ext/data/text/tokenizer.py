@@ -354,7 +354,7 @@ def _special_tokens(config: JsonObject, older: JsonObject) -> tuple[JsonObject, 
 
 
 def _hide_special(description: JsonObject, special: set[str]) -> bool:
-    """Change a tokenizer.json so that its model makes no special tokens of texts; return whether it would.
+    """Change a tokenizer.json whose model makes special tokens of texts, so that it does not; return whether it did.
 
     As in SentencePiece, where no text gives a control piece, such pieces are renamed to what no text holds; all ids
     stay. A piece of one character keeps its name, because without it texts would lose that character.
@@ -436,7 +436,7 @@ HALF_CHARACTER = "\ufffd"  # written by decoders for an incomplete character
 
 
 class TextStream:
-    """Decodes a growing list of tokens, token by token; the parts joined are the text of all.
+    """Decodes a growing list of tokens, token by token; the parts together are the text of all tokens.
 
         tokens    " caf"   0xC3   0xA9   "s"
         put       " caf"   ""     "é"    "s"        the two bytes of é are two tokens
@@ -470,7 +470,7 @@ class TextStream:
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Return what each of at least one token adds to their text."""
+    """Return what each token adds to the text of the tokens, of which there is at least one."""
     stream = TextStream(tokenizer)
     return [*map(stream.put, tokens[:-1]), stream.put(tokens[-1]) + stream.end()]
 
