@@ -5,6 +5,7 @@
              slowest rank has 1.10 of the mean attention pairs, or as many as the plan's (benchmarks/lower_bound.py);
              with --cp-row-cost of NVLink (64) and between nodes (570)
     scale    rows of 1M and 4M tokens on 64 to 512 ranks, with the processor time of each plan (the best of three)
+    long     the same share on 8 ranks for rows of 128K with the long documents of long-context recipes
     latent   MiB that one layer of latent attention sends in forward on 8 ranks, as full heads and as the latent
              (engine/latent_attention.py), and the products that the receivers of the latent add, as a share of
              attention's
@@ -25,6 +26,8 @@ from megatron_ext.layout import build_layout
 
 K = 1024
 ROWS = 200  # rows of documents of `spread`
+LONG_ROWS = 10  # of `long`, those with short documents
+LONG_COUNTS = (1, 2, 4, 8, 16)  # equal documents of a row
 ROW_COSTS = (64.0, 570.0)  # values of --cp-row-cost: NVLink, and between nodes
 BALANCE = 1.10
 LATENT, ROTATED, PLAIN, VALUE = 512, 64, 128, 128  # sizes of DeepSeek-V3 and of Moonlight
@@ -60,6 +63,17 @@ def spread(records: Records) -> None:
                 if name == "plan":
                     figures["worst_balance"] = max(balances)
                 records.add(row=row_length, cp=cp_size, row_cost=row_cost, of=name, **figures)
+
+
+def long(records: Records) -> None:
+    """Record what 8 ranks move of rows of 128K with long documents."""
+    row, cp_size = 128 * K, 8
+    kinds = {f"{count} of {row // count // K}K": [np.arange(row // count, row, row // count)] for count in LONG_COUNTS}
+    half = np.array([64 * K])
+    kinds["1 of 64K, then many"] = [np.append(half, 64 * K + ends) for ends in log_normal_rows(64 * K, 100, LONG_ROWS)]
+    for documents, rows in kinds.items():
+        moved = [plan(build_layout(row, ends, row), cp_size).rows_moved.sum() for ends in rows]
+        records.add(documents=documents, row=row, cp=cp_size, mean=np.mean(moved) / ((cp_size - 1) * row))
 
 
 def scale(records: Records) -> None:
@@ -103,7 +117,7 @@ def latent(records: Records) -> None:
         records.add(model=model, tp=tp, heads=heads, documents=documents, **mib, products=products / attention)
 
 
-PARTS = {"spread": spread, "scale": scale, "latent": latent}
+PARTS = {"spread": spread, "long": long, "scale": scale, "latent": latent}
 
 
 def main() -> None:
