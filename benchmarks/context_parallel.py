@@ -8,6 +8,7 @@
     bound    rows of 128K tokens of 1, 2 and 4 equal documents on 8 and 16 ranks: MiB that all ranks of a layer send in
              forward in bfloat16 by `balanced` and by Ulysses, next to what any plan of the same balance must send: of
              keys and values alone, and if queries and outputs may move, too (benchmarks/lower_bound.py)
+    long     the same share on 8 ranks for rows of 128K with the long documents of long-context recipes
     latent   MiB that one layer of latent attention sends in forward on 8 ranks, as full heads and as the latent
              (engine/latent_attention.py), and the products that the receivers of the latent add, as a share of
              attention's
@@ -30,6 +31,8 @@ from megatron_ext.layout import build_layout
 
 K = 1024
 ROWS = 200  # rows of documents of `spread`
+LONG_ROWS = 10  # of `long`, those with short documents
+LONG_COUNTS = (1, 2, 4, 8, 16)  # equal documents of a row
 ROW_COSTS = (64.0, 570.0)  # values of --cp-row-cost: NVLink, and between nodes
 BALANCE = 1.10
 # sizes of DeepSeek-V3 and of Moonlight
@@ -88,6 +91,17 @@ def spread(records: Records) -> None:
                 if name == "plan":
                     figures["worst_balance"] = max(balances)
                 records.add(row=row_length, cp=cp_size, row_cost=row_cost, of=name, **figures)
+
+
+def long(records: Records) -> None:
+    """Record what 8 ranks move of rows of 128K with long documents."""
+    row, cp_size = 128 * K, 8
+    kinds = {f"{count} of {row // count // K}K": [np.arange(row // count, row, row // count)] for count in LONG_COUNTS}
+    half = np.array([64 * K])
+    kinds["1 of 64K, then many"] = [np.append(half, 64 * K + ends) for ends in log_normal_rows(64 * K, 100, LONG_ROWS)]
+    for documents, rows in kinds.items():
+        moved = [plan(build_layout(row, ends, row), cp_size).rows_moved.sum() for ends in rows]
+        records.add(documents=documents, row=row, cp=cp_size, mean=np.mean(moved) / ((cp_size - 1) * row))
 
 
 def scale(records: Records) -> None:
@@ -151,7 +165,7 @@ def bound(records: Records) -> None:
         records.add(model=model, cp=cp_size, documents=documents, balance=balance, all_gather=gathered, **mib)
 
 
-PARTS = {"spread": spread, "scale": scale, "bound": bound, "latent": latent}
+PARTS = {"spread": spread, "long": long, "scale": scale, "bound": bound, "latent": latent}
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def read_layout(text: str) -> tuple[int, ...]:
     for repeated in (r"\(([^()]+)\)\*(\d{1,3})", r"([Et|L])\*(\d{1,3})"):
         spelled = re.sub(repeated, lambda found: found[1] * int(found[2]), spelled)
     if not re.fullmatch(r"Et*\|(t+\|)*t*L", spelled):
-        raise PydanticCustomError("layout", _NEEDS)  # type: ignore[arg-type]
+        raise PydanticCustomError("layout", _NEEDS)
     return tuple(chunk.count("t") for chunk in spelled.split("|"))
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,7 +65,7 @@ def read_yaml(path: Path, option: str = "file") -> Any:
         raise UserError(f"{option}: got {path}, needs valid YAML: {' '.join(str(error).split())}") from None
 
 
-_adapter = cache(TypeAdapter)  # building one takes milliseconds
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # building one takes milliseconds
 
 
 def typed(content: Any, kind: type[_T], path: str | Path, *section: str) -> _T:
