@@ -7,6 +7,7 @@ Tests run on the CPU, whether or not there is a GPU. Those marked `gpu` can run 
 import json
 import os
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,11 +103,22 @@ def stories_model() -> Path:
     return folder
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-of", type=int, default=1, metavar="N", help="of the chosen cases of each test every N-th")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     assert torch.cuda.is_available() == ON_GPU, "ON_GPU=1 needs a GPU that torch can see"
     others = [item for item in items if ON_GPU and item.get_closest_marker("gpu") is None]
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)  # by test
+    for item in items:
+        cases[item.nodeid.split("[")[0]].append(item)
+    every = config.getoption("--one-of")
+    others += [case for of_test in cases.values() for number, case in enumerate(of_test) if number % every]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _texts() -> Iterator[str]:
