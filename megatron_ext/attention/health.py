@@ -193,5 +193,13 @@ class AttentionHealth(NamedTuple):
 def of_layers(heads: Tensor) -> Tensor:
     """Reduce float64 [6, layers, N], as returned by `by_head`, to the fields of `AttentionHealth`."""
     entropy, first, pairs, s_max, s_max_scaled, distance = heads
-    means = torch.stack([entropy, (first > SINK).to(first.dtype), pairs, distance]).mean(dim=-1)
-    return torch.stack([*means[:3], s_max.amax(dim=-1), s_max_scaled.amax(dim=-1), means[3]])
+    return torch.stack(
+        [
+            entropy.mean(dim=-1),
+            (first > SINK).to(first.dtype).mean(dim=-1),
+            pairs.mean(dim=-1),
+            s_max.amax(dim=-1),
+            s_max_scaled.amax(dim=-1),
+            distance.mean(dim=-1),
+        ]
+    )

@@ -44,7 +44,8 @@ class _WithSink(torch.autograd.Function):
         out, lse_Nt = forward(query, key, value)
         assert lse_Nt.shape == (query.shape[1], query.shape[0]), lse_Nt.shape
         whole_Nt = torch.logaddexp(lse_Nt, sink_N.float()[:, None])
-        out.mul_((lse_Nt - whole_Nt).exp().T[..., None])
+        factor_tN = (lse_Nt - whole_Nt).exp().T
+        out.mul_(factor_tN[..., None])
         ctx.save_for_backward(query, key, value, sink_N, out, whole_Nt)
         ctx.backward_of_kernel = backward
         return out
@@ -57,6 +58,7 @@ class _WithSink(torch.autograd.Function):
         rows = max(1, _ELEMENTS // out[0].numel())
         parts = zip(out_grad.split(rows), out.split(rows), strict=True)
         delta_tN = torch.cat([torch.linalg.vecdot(grad.float(), part.float()) for grad, part in parts])
-        sink_grad_N = -((sink_N.float()[:, None] - whole_Nt).exp() * delta_tN.T).sum(dim=1)
+        sink_probability_Nt = (sink_N.float()[:, None] - whole_Nt).exp()
+        sink_grad_N = -(sink_probability_Nt * delta_tN.T).sum(dim=1)
         gradients = ctx.backward_of_kernel(out_grad, query, key, value, out, whole_Nt)
         return (*gradients, sink_grad_N.to(sink_N.dtype), None, None)

@@ -258,9 +258,10 @@ def join_arrays(parts: Sequence[Path]) -> tuple[dict[str, np.ndarray], list[str]
 
 
 def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Int64:
-    """Return the tokens of each document, from the tokens of each sequence and the sequences of each document, >= 1."""
-    first_sequences = np.cumsum(counts, dtype=np.int64) - counts
-    return np.add.reduceat(lengths, first_sequences, dtype=np.int64)
+    """Return the tokens of each document, from the tokens of each sequence and the sequences of each document."""
+    first_tokens = np.append(0, np.cumsum(lengths, dtype=np.int64))
+    first_sequences = np.append(0, np.cumsum(counts, dtype=np.int64))
+    return np.diff(first_tokens[first_sequences])
 
 
 def write_dataset(

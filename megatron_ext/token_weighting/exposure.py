@@ -31,9 +31,12 @@ LOWEST_TAIL = 8  # the first bucket, 0 .. 7, is never in the tail
 def exposure_buckets(row: RowOutline | TokenRow, *, document_mask: bool) -> Int64:
     """Return the bucket of each target of a row, int64 [L]: the number of binary digits of its context."""
     targets = np.arange(1, len(row.trained) + 1)
-    starts = np.append(0, row.document_ends if document_mask else [])
-    contexts = targets - starts[np.searchsorted(starts, targets, side="right") - 1]
-    return np.frexp(contexts)[1].astype(np.int64)
+    starts = np.zeros(1, dtype=np.int64)
+    if document_mask:
+        starts = np.append(starts, row.document_ends)
+    documents = np.searchsorted(starts, targets, side="right") - 1
+    _, digits = np.frexp(targets - starts[documents])
+    return digits.astype(np.int64)
 
 
 def exposure_rows(

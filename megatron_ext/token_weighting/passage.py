@@ -51,7 +51,8 @@ class Passage:
             f"weight {low:.3g} to {high:.3g}, at most {weights.max():.3g}; {np.count_nonzero(weights == 0)} of "
             f"{len(weights)} have weight 0, in gray."
         )
-        opacities = 0.08 + 0.72 * np.clip((weights - low) / max(high - low, 1e-9), 0, 1)
+        heights = (weights - low) / max(high - low, 1e-9)
+        opacities = 0.08 + 0.72 * np.clip(heights, 0, 1)
         texts = self.texts or [f"{token} " for token in self.tokens]
         rows = zip(self.tokens, texts, self.weights, self.scores, opacities, strict=True)
         spans = []

@@ -229,7 +229,8 @@ def _weights(post: str, scores_L: Tensor, trained_L: Tensor, seed: int, strength
     is_scored = (scores_L != 0).any()
     if post == "dense":
         size_L = scores_L.abs()
-        scores_L = strength + (1 - strength) * uniform_L.sum() * (size_L / size_L.sum())
+        share_L = size_L / size_L.sum()
+        scores_L = strength + (1 - strength) * uniform_L.sum() * share_L
     return torch.where(is_scored, uniform_L * scores_L, uniform_L)
 
 
@@ -244,14 +245,17 @@ def _sparse(scores_L: Tensor, trained_L: Tensor, seed: int, strength: float) -> 
     share = (strength * count * (1 + 1e-12)).floor().clamp(min=1)
     kept = torch.where((scores_L != 0).any(), share, count).long()
     ranked_L = scores_L.masked_fill(~trained_L, -torch.inf)
-    last = ranked_L.sort(descending=True).values.gather(0, kept.clamp(min=1)[None] - 1)
+    descending_L = ranked_L.sort(descending=True).values
+    last = descending_L.gather(0, kept.clamp(min=1)[None] - 1)
     chosen_L = ranked_L > last
     tied_L = ranked_L == last
     # A token's word depends only on (seed, position). Philox's raw words are fixed by its definition, on every device.
-    words = np.random.Philox(key=np.array([seed, PURPOSE], dtype=np.uint64)).random_raw(len(scores_L))
-    words_L = moved(torch.from_numpy((words >> np.uint64(1)).astype(np.int64)), scores_L.device)
+    key = np.array([seed, PURPOSE], dtype=np.uint64)
+    words = np.random.Philox(key=key).random_raw(len(scores_L)) >> np.uint64(1)
+    words_L = moved(torch.from_numpy(words.astype(np.int64)), scores_L.device)
     # a sort, not a sample: neighbors of a token change neither its word nor the order of the others
     order_L = words_L.masked_fill(~tied_L, torch.iinfo(torch.int64).max).sort(stable=True).indices
-    is_drawn = torch.arange(len(order_L), device=order_L.device) < kept - chosen_L.sum()
+    places = torch.arange(len(order_L), device=order_L.device)
+    is_drawn = places < kept - chosen_L.sum()
     chosen_L |= torch.zeros_like(tied_L).scatter(0, order_L, is_drawn)
     return chosen_L * (count / kept.clamp(min=1))

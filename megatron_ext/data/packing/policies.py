@@ -292,9 +292,13 @@ class Bm25(Policy):
 
     def order(self, corpus: Corpus, shuffled: Int64) -> Int64:
         orders = []
-        for block in np.array_split(shuffled, -(-len(shuffled) // self.block_documents)):
-            places = zip(corpus.documents[block].tolist(), corpus.lengths[block].tolist(), strict=True)
-            texts = [corpus.source.read(document, 0, min(self.first_tokens, length)) for document, length in places]
+        blocks = -(-len(shuffled) // self.block_documents)
+        for block in np.array_split(shuffled, blocks):
+            documents = corpus.documents[block].tolist()
+            lengths = np.minimum(corpus.lengths[block], self.first_tokens).tolist()
+            texts = [
+                corpus.source.read(document, 0, length) for document, length in zip(documents, lengths, strict=True)
+            ]
             orders.append(block[_walk(texts)])
         return np.concatenate(orders)
 
@@ -302,7 +306,8 @@ class Bm25(Policy):
 def _walk(texts: list[np.ndarray]) -> Int64:
     size = len(texts)
     vocabulary, ids = np.unique(np.concatenate(texts), return_inverse=True)
-    terms = np.split(ids, np.cumsum([len(text) for text in texts])[:-1])
+    borders = np.cumsum([len(text) for text in texts])[:-1]
+    terms = np.split(ids, borders)
     distinct = [np.unique(ids) for ids in terms]
     spread = np.bincount(np.concatenate(distinct), minlength=len(vocabulary))  # documents of each term
     index = optional_module("packing: bm25", "bm25s").BM25(backend="numpy", csc_backend="numpy")
@@ -315,9 +320,11 @@ def _walk(texts: list[np.ndarray]) -> Int64:
     for step in range(1, size):
         current = int(order[step - 1])
         unused[current] = 0  # masks its score; the index itself is never changed
-        rarest = distinct[current][np.argsort(spread[distinct[current]], kind="stable")]
+        terms_of_current = distinct[current]
         # terms of only this document, or of all, carry no information
-        rarest = rarest[(spread[rarest] > 1) & (spread[rarest] < size)]
+        is_useful = (spread[terms_of_current] > 1) & (spread[terms_of_current] < size)
+        useful = terms_of_current[is_useful]
+        rarest = useful[np.argsort(spread[useful], kind="stable")]
         # the cost of a step is the number of documents with the query's terms: at most N
         query = rarest[np.cumsum(spread[rarest]) <= size]
         scores = index.get_scores_from_ids(query, weight_mask=unused)

@@ -172,7 +172,8 @@ class Encoder:
 
     def settings(self) -> JsonObject:
         """Return all that determines the content of a data set, apart from its inputs and the limit of a document."""
-        options, chat = self.options, self.fields.chat
+        options = self.options
+        chat = self.fields.chat
         return {
             "tokenizer_fingerprint": self.tokenizer.fingerprint,
             "vocab_size": self.tokenizer.vocab_size,
@@ -297,8 +298,9 @@ def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     `offsets` are the characters [start, end) of each token, int64 [n, 2]; so are the spans.
     """
     mask = np.zeros(len(offsets), np.uint8)
+    starts, ends = offsets.T
     for start, end in spans:
-        touched = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+        touched = np.flatnonzero((starts < end) & (ends > start))
         if touched.size:
             mask[touched[0] : touched[-1] + 1] = 1
     return mask

@@ -66,9 +66,11 @@ class GroupShard:
         order = np.argsort(rows["hash"], kind="stable")
         rows = rows[order]
         files = files[order]
-        borders = np.flatnonzero(rows["hash"][1:] != rows["hash"][:-1]) + 1
+        hashes = rows["hash"]
+        borders = np.flatnonzero(hashes[1:] != hashes[:-1]) + 1
         for start, end in pairwise([0, *borders.tolist(), len(rows)]):
-            yield from self._group(files[start:end].tolist(), rows["offset"][start:end].tolist(), fields, refuse)
+            offsets = rows["offset"][start:end]
+            yield from self._group(files[start:end].tolist(), offsets.tolist(), fields, refuse)
 
     def _group(self, files: list[int], offsets: list[int], fields: Fields, refuse: Refuse) -> Iterator[Document]:
         texts: list[str] = []
@@ -142,8 +144,10 @@ def write_texts(documents: Iterator[Document], file: BinaryIO) -> tuple[dict[str
             continue
         assert document.key is not None
         digest = hashlib.sha256(document.key.encode()).digest()
-        rows.append((int.from_bytes(digest[:2], "big"), digest[:16], file.tell()))
-        file.write(json.dumps([document.key, document.source_name, document.text]).encode() + b"\n")
+        bucket = int.from_bytes(digest[:2], "big")
+        rows.append((bucket, digest[:16], file.tell()))
+        line = json.dumps([document.key, document.source_name, document.text])
+        file.write(line.encode() + b"\n")
     table = np.array(rows, ROW)
     table = table[np.argsort(table["hash"], kind="stable")]  # stable: a group keeps the order of the input
     return {"rows": table}, empty
@@ -152,6 +156,7 @@ def write_texts(documents: Iterator[Document], file: BinaryIO) -> tuple[dict[str
 def group(parts: Sequence[Path], shard_bytes: int) -> list[Shard]:
     """Return shards of about `shard_bytes` that together contain every group once."""
     total = sum(part.with_suffix(".bin").stat().st_size for part in parts)
-    count = min(max(-(-total // shard_bytes), 1), BUCKETS)
+    count = -(-total // shard_bytes)
+    count = min(max(count, 1), BUCKETS)
     borders = [BUCKETS * number // count for number in range(count + 1)]
     return [GroupShard(tuple(parts), first, last, total // count) for first, last in pairwise(borders)]

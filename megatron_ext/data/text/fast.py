@@ -177,6 +177,7 @@ def _unknown(nfc: bool) -> re.Pattern[str]:
                 if any(NFC().normalize_str(text) != unicodedata.normalize("NFC", text) for text in texts):
                     for part in decomposed:
                         is_known[ord(part)] = False
-    runs = [list(run) for known, run in groupby(range(LAST_PLANES), is_known.__getitem__) if known]
-    longest_first = sorted(runs, key=len, reverse=True)  # most characters outside plane 0 are found at once
-    return re.compile("[^" + "".join(f"\\U{run[0]:08x}-\\U{run[-1]:08x}" for run in longest_first) + "]")
+    runs = [list(run) for are_known, run in groupby(range(LAST_PLANES), is_known.__getitem__) if are_known]
+    runs.sort(key=len, reverse=True)  # most characters outside plane 0 are found at once
+    ranges = [f"\\U{run[0]:08x}-\\U{run[-1]:08x}" for run in runs]
+    return re.compile(f"[^{''.join(ranges)}]")

@@ -472,7 +472,9 @@ class TextStream:
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     """Return what each token adds to the text of the tokens, of which there is at least one."""
     stream = TextStream(tokenizer)
-    return [*map(stream.put, tokens[:-1]), stream.put(tokens[-1]) + stream.end()]
+    texts = [stream.put(token) for token in tokens]
+    texts[-1] += stream.end()
+    return texts
 
 
 def ids_without_rows(tokenizer: Tokenizer, rows: int) -> list[str]:
