@@ -1,4 +1,4 @@
-"""SkyLadder's gain by token budget, each arm at its own learning rate. See budget.md.
+"""SkyLadder's gain by token budget, each arm at its best learning rate of one budget. See budget.md.
 
 python docs/experiments/budget.py NOVELS OUT     # OUT/results gets the page, its figure and a line for each run
 python docs/experiments/budget.py --check        # recompute the page beside this file from its runs
