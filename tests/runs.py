@@ -112,6 +112,13 @@ def refusal(done: Done) -> str:
     return line.removeprefix("error: ")
 
 
+def refusal_of_all(processes: Sequence[Done]) -> str:
+    """The one line with which all processes refused their input: the first one prints it."""
+    first, *others = processes
+    assert [(done.status, done.stderr.count("error: ")) for done in others] == [(2, 0)] * len(others)
+    return refusal(first)
+
+
 def refused_command(commands: Commands, script: str, *flags: object) -> str:
     """The one line with which a command of one process refused its input."""
     return refusal(commands.attempt(script, *flags)[0])

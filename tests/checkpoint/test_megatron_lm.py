@@ -30,7 +30,7 @@ from tests.checkpoint.megatron_core import MOE, SMALL, model_of
 from tests.config.megatron_lm import READ_FROM_CHECKPOINTS, defaults
 from tests.conftest import refused, slow_but
 from tests.launcher import call
-from tools.translate_megatron_lm import Given
+from tools.translate_megatron_lm import Arguments
 
 TOKENS = torch.randint(0, 120, (33,), generator=torch.Generator().manual_seed(1))
 
@@ -135,7 +135,7 @@ def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     first, again = (Pretrained.find(folder) for folder in (run, tmp_path / "again"))
     assert again.model == first.model
     read = {name: value for name, value in _Source(back, 0).args.items() if name in READ_FROM_CHECKPOINTS}
-    given = Given([word for word in words if word != "--finetune"])
+    given = Arguments([word for word in words if word != "--finetune"])
     assert not given.decide
     assert comparable(model_config(defaults(version) | read | given.values, 128)) == comparable(first.model)
     if "num_experts" in args:

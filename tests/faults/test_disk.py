@@ -13,7 +13,7 @@ from tests.checkpoint.models import write_model
 from tests.conftest import SmallData
 from tests.faults.test_kills import assert_complete
 from tests.launcher import Commands
-from tests.runs import CONFIG, TRAINER, refusal, refused_command, series
+from tests.runs import CONFIG, TRAINER, refusal_of_all, refused_command, series
 
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 3, "--lr-warmup-iters", 1, "--save-interval", 1]
 
@@ -78,5 +78,5 @@ def test_a_read_only_disk(alone: Commands, small_data: SmallData, small_disk: Pa
 
 def test_a_folder_where_a_file_belongs(small_data: SmallData, tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
-    for done in Commands(2).attempt(TRAINER, *COMMON, *small_data.flags, "--save", tmp_path / "run"):
-        assert "metrics.jsonl cannot be written (Is a directory); choose another folder or" in refusal(done)
+    processes = Commands(2).attempt(TRAINER, *COMMON, *small_data.flags, "--save", tmp_path / "run")
+    assert "metrics.jsonl cannot be written (Is a directory); choose another folder or" in refusal_of_all(processes)

@@ -21,7 +21,7 @@ from megatron_ext.files.lock import lock
 from tests.conftest import SmallData
 from tests.faults.test_kills import assert_complete
 from tests.launcher import TIMEOUT_S, Commands, wait_until
-from tests.runs import CONFIG, TRAINER, read_jsonl, refusal, series
+from tests.runs import CONFIG, TRAINER, read_jsonl, refusal, refusal_of_all, series
 
 ENDLESS = [*CONFIG, "--seq-length", 64, "--window-schedule", "constant", "--lr-decay-iters", 9]
 ENDLESS += ["--train-iters", 100_000, "--save-interval", 2, "--keep-last", 2]
@@ -32,9 +32,9 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(small_data: SmallDa
     flags = [*ENDLESS, *small_data.flags, "--save", run, "--load", run, "--load-if-present"]
     first = Commands().start(TRAINER, *flags)
     first.wait_for(lambda: bool(saved_steps(run)))
-    for done in Commands(2).attempt(TRAINER, *flags, timeout_s=TIMEOUT_S):
-        assert f"save: {run} is in use by host " in (line := refusal(done))
-        assert f", pid {first.processes[0].pid}, since 20" in line
+    line = refusal_of_all(Commands(2).attempt(TRAINER, *flags, timeout_s=TIMEOUT_S))
+    assert f"save: {run} is in use by host " in line
+    assert f", pid {first.processes[0].pid}, since 20" in line
     steps = len(read_jsonl(run / "metrics.jsonl"))
     first.wait_for(lambda: len(read_jsonl(run / "metrics.jsonl")) > steps + 3)
     first.kill()
@@ -118,7 +118,6 @@ def test_a_run_whose_folder_is_gone_ends(small_data: SmallData, tmp_path: Path, 
     run.rename(tmp_path / "moved")
     if what == "replaced":
         (run / "checkpoints").mkdir(parents=True)
-    for done in running.finish():
-        assert f"save: {run} was moved or deleted" in refusal(done)
+    assert f"save: {run} was moved or deleted" in refusal_of_all(running.finish())
     assert wait_until(lambda: not running.alive(), 10)
     assert not [path for path in run.rglob("*") if path.is_file()]

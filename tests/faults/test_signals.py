@@ -112,10 +112,11 @@ def unrequested(rank: int) -> list[str]:
     """The signals that end a process, can be caught and are no fault of its own, but that StopRequest lets pass."""
     faults = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"}
     as_errors = {"SIGPIPE", "SIGXFSZ"}  # Python ignores them: the write fails
+    ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}  # by nohup
     unknown = []
     with StopRequest(None) as request:
         request.listen()
-        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP} - ignored:
             if number.name in faults | as_errors or not ends_a_process(number):
                 continue
             request.signal = 0

@@ -12,13 +12,13 @@ from tests.conftest import SmallData, slow_but
 from tests.runs import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDING = 2**16  # bytes: tables of Python and of torch grow now and then
+ROUNDING = 2**14  # bytes
 OBJECTS = {"allgather_"}  # Megatron-Core's optimizer gathers the parameter groups of all ranks at the start
 
 
 def costs(data: SmallData, world_size: int, *flags: object) -> dict[str, Any]:
     """What `many_ranks` prints, with a row for each data-parallel rank."""
-    sizes = ["--seq-length", 128, "--window-start", 16, "--window-rate", 100, "--train-iters", 5]
+    sizes = ["--seq-length", 128, "--window-start", 16, "--window-rate", 100, "--train-iters", 10]
     rows = ["--micro-batch-size", 1, "--global-batch-size", world_size]
     words = [*CONFIG, *data.flags, *sizes, *rows, *flags]
     command = [sys.executable, "-m", "tests.run.many_ranks", str(world_size), *map(str, words)]
@@ -33,6 +33,7 @@ def test_a_step_costs_as_much_among_many_ranks(small_data: SmallData, world_size
     few, many = costs(small_data, 64), costs(small_data, world_size)
     for one, other in zip(few["steps"], many["steps"], strict=True):
         assert other["collectives"] == one["collectives"] != []
-        assert abs(other["peak_bytes"] - one["peak_bytes"]) < ROUNDING
+    least = [min(step["peak_bytes"] for step in run["steps"]) for run in (few, many)]
+    assert abs(least[0] - least[1]) < ROUNDING
     starts = [[call for call in run["start"] if call[0] not in OBJECTS] for run in (few, many)]
     assert starts[0] == starts[1] != []
