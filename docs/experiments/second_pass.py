@@ -56,11 +56,12 @@ def published(seeds: Sequence[int]) -> Values:
 
 
 def results(file: Path, asked: Sequence[int]) -> list[str]:
-    """Make the sections of the page from the runs that are done."""
+    """Make the sections of the page; until all runs are done, their number alone."""
     runs = token_weighting.read_runs(file)
-    seeds = [seed for seed in asked if all((seed, arm) in runs for arm in ARMS)]
-    if len(seeds) < 2:
-        return ["Unfinished: fewer than two seeds are done."]
+    seeds = list(asked)
+    if not all((seed, arm) in runs for seed in seeds for arm in ARMS):
+        least = len(REPEATED) + len(seeds) * len(ARMS)
+        return [f"Unfinished: {len(runs)} runs of {least} are done. Nothing is concluded from a part of them."]
     values = published(seeds)
     names = runs[seeds[0], "exposure"]
     for arm in ARMS:
