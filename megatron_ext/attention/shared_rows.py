@@ -75,7 +75,9 @@ class SharedRows:
             )
         if value_tGW.shape[2] > key_tGH.shape[2]:
             raise UserError(f"attend: got values of {value_tGW.shape[2]}, needs at most the keys' {key_tGH.shape[2]}")
-        ranks, heads, key_heads = self.plan.cp_size, query_tNH.shape[1], key_tGH.shape[1]
+        ranks = self.plan.cp_size
+        heads = query_tNH.shape[1]
+        key_heads = key_tGH.shape[1]
         if isinstance(self.call.exchange, HeadExchange) and not heads_can_be_exchanged(heads, key_heads, ranks):
             raise UserError(
                 f"attend: got {heads} query and {key_heads} key heads, needs multiples of {ranks} (ranks) under the "
