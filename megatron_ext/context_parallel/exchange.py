@@ -208,8 +208,10 @@ class HeadExchange:
         query_tNH, key_tGH, value_tGW, sink_N = inputs
         sink = None if sink_N is None else sink_N.chunk(self.context.size)[self.context.rank]
         copies = copies_of_keys(key_tGH.shape[1], self.context.size)
-        keys_and_values = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key_tGH, value_tGW))
-        query, key, value = map(self._all_tokens, (query_tNH, *keys_and_values))
+        if copies > 1:
+            key_tGH = key_tGH.repeat_interleave(copies, dim=1)
+            value_tGW = value_tGW.repeat_interleave(copies, dim=1)
+        query, key, value = map(self._all_tokens, (query_tNH, key_tGH, value_tGW))
         return self._own_tokens(attend(QKV(query, key, value, sink)))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:
