@@ -53,8 +53,12 @@ class Memory:
     @property
     def total(self) -> int:
         """Bytes at the peak, either in the loss or in a layer, without `HEADROOM`."""
-        between_steps = self.weights + self.gradients + self.optimizer
-        return between_steps + self.batches + self.activations + max(self.logits, self.layer)
+        return self.static + self.batches + self.activations + max(self.logits, self.layer)
+
+    @property
+    def static(self) -> int:
+        """Bytes that stay between steps."""
+        return self.weights + self.gradients + self.optimizer
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
@@ -170,6 +174,22 @@ def _call(queries: Int64, keys: Int64) -> Call | None:
     if not len(keys):
         return None
     return Call(int(queries.sum()), int(keys.sum()), len(keys))
+
+
+@cache
+def _fullest_flights(sizes: tuple[int, ...], pp: int, flights: int, total: int) -> tuple[int, ...]:
+    """Return the chunks in flight, by number, when they have most layers, of a step that runs `total` chunks."""
+    chunks = len(sizes)
+    # an interleaved pipeline runs each chunk with pp micro-batches in turn, backward in the opposite order
+    forward = [number // pp % chunks for number in range(total)]
+    running = Counter(forward[:flights])
+    moments = [running.copy()]
+    for number in range(min(pp * chunks, total - flights)):
+        running[chunks - 1 - forward[number]] -= 1
+        running[forward[flights + number]] += 1
+        moments.append(running.copy())
+    fullest = max(moments, key=lambda moment: sum(sizes[chunk] * times for chunk, times in moment.items()))
+    return tuple(fullest.elements())
 
 
 class _Rank:
@@ -394,12 +414,15 @@ class _Rank:
         return recomputed * self.stream + (layers - recomputed) * layer + angles + outputs
 
     @property
-    def flights(self) -> list[int]:
-        """The model chunks in flight, by number: those whose forward pass precedes the first backward pass."""
+    def flights(self) -> tuple[int, ...]:
+        """The model chunks in flight, by number, when they have most layers: each backward pass follows a forward pass.
+
+        The first backward pass follows that of the last chunk in flight.
+        """
         behind, chunks = self.pp - self.stage, len(self.chunks)
         flights = behind if chunks == 1 else 2 * (behind - 1) + (chunks - 1) * self.pp + 1
-        # an interleaved pipeline runs each chunk with pp micro-batches in turn
-        return [number // self.pp % chunks for number in range(min(flights, self.microbatches * chunks))]
+        total = self.microbatches * chunks
+        return _fullest_flights(self.chunks, self.pp, min(flights, total), total)
 
     def layer_inputs(self) -> tuple[int, int]:
         """Return how many inputs of recomputed layers are on the device, and on the host.

@@ -43,6 +43,7 @@ class Layout:
     config: Config
     gpus: int
     memory: int
+    static: int  # bytes of these that stay between steps
     seconds: float
     last: StepTime
 
@@ -73,8 +74,9 @@ class Layout:
 
 def layout_of(config: Config, machine: Machine) -> Layout:
     """Estimate the memory and time of a configuration's layout."""
-    memory, last = estimate(config, machine.gpus, machine.vocab_size).total, last_window(config)
-    return Layout(config, machine.gpus, memory, mean_seconds(config, machine), step_time(config, last, machine))
+    memory, last = estimate(config, machine.gpus, machine.vocab_size), last_window(config)
+    seconds, last_step = mean_seconds(config, machine), step_time(config, last, machine)
+    return Layout(config, machine.gpus, memory.total, memory.static, seconds, last_step)
 
 
 def mean_seconds(config: Config, machine: Machine) -> float:
@@ -119,14 +121,22 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
             continue
         if not best:
             too_large.append(layout)
-        for lighter in with_less_kept(candidate):  # tried only if keeping more does not fit
-            heappush(queue, timed(lighter))
+        lighter = list(with_less_kept(candidate))  # tried only if keeping more does not fit
+        if layout.static > usable(machine):  # none of them fits; the smallest is for the report
+            lighter = lighter[-1:]
+        for variant in lighter:
+            heappush(queue, timed(variant))
     return Found(best, tried + len(queue), refused, too_large)
 
 
 def fits(layout: Layout, machine: Machine) -> bool:
     """Return whether a layout's memory leaves `HEADROOM` of the GPU free."""
-    return layout.memory <= (1 - HEADROOM) * machine.kind.memory * 2**30
+    return layout.memory <= usable(machine)
+
+
+def usable(machine: Machine) -> float:
+    """Return the bytes of a GPU without `HEADROOM`."""
+    return (1 - HEADROOM) * machine.kind.memory * 2**30
 
 
 def last_window(config: Config) -> int:
