@@ -41,7 +41,8 @@ def model_of(args: dict[str, Any], layout: dict[str, int]) -> Any:
     off += "gradient_accumulation_fusion"
     config = TransformerConfig(**given, **dict.fromkeys(off.split(), False))
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    options = {"vocab_size": 128, "max_sequence_length": 64, "position_embedding_type": "rope"}
+    options = {"vocab_size": args.get("padded_vocab_size", 128)}
+    options |= {"max_sequence_length": 64, "position_embedding_type": "rope"}
     options |= {"share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"]}
     options |= {"pre_process": parallel_state.is_pipeline_first_stage(), "rotary_base": args["rotary_base"]}
     options |= {"rope_scaling": args.get("use_rope_scaling", False)}

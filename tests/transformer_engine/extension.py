@@ -41,6 +41,8 @@ def install(folder: Path, *, emulated: bool) -> None:
     kernels = importlib.import_module("tests.transformer_engine.kernels") if emulated else None  # it imports the enums
     for name, arguments in declared["functions"].items():
         setattr(extension, name, _function(name, arguments, getattr(kernels, name, None)))
+    for name in ("CommOverlap", "CommOverlapP2P", "CommOverlapHelper"):
+        setattr(extension, name, getattr(kernels, name, None))
 
 
 def _function(name: str, arguments: list[tuple[str, bool]] | None, kernel: Callable[..., Any] | None) -> Any:

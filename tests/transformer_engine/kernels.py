@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.transformer_engine.attention import Segments, attend, gradients
 from tests.transformer_engine.cuda import MACHINE
+from tests.transformer_engine.extension import calls
 
 DTYPES = {
     "kByte": torch.uint8,
@@ -185,14 +186,23 @@ def generic_gemm(
     gelu: bool,
     grad: bool,
     accumulate: bool,
-    comm_overlap: None = None,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
     extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
     **others: Any,
 ) -> list[Tensor | None]:
-    """Return the product, or D with it, and the gradient of the bias."""
-    assert quantizer is comm_overlap is None
+    """Return the product, or D with it, and the gradient of the bias.
+
+    With `comm_overlap` its buffer is gathered before, or the product is reduced over the ranks after it, unless
+    `bulk_overlap` says that the buffer has other values. `extra_output` gets the result.
+    """
+    assert quantizer is None
     assert not gelu
     A, B = exact(A), exact(B)
+    gathers = comm_type == tex.CommOverlapType.AG
+    if comm_overlap is not None and gathers:
+        comm_overlap.gather()
     out = _product(A, transA, B, transB)
     target = out.new_empty(out.shape, dtype=dtype_of(output_dtype, A.dtype)) if D is None else D
     assert target.dtype == dtype_of(output_dtype, target.dtype)
@@ -201,12 +211,80 @@ def generic_gemm(
         bias_grad = B.reshape(-1, B.shape[-1]).float().sum(dim=0).to(target.dtype)
     elif bias is not None:
         out = out + bias
-    return [_write(out, target, accumulate), bias_grad, None, extra_output]
+    written = _write(out, target, accumulate)
+    if comm_overlap is not None and not gathers:
+        comm_overlap.reduce_scatter(None if bulk_overlap else written)
+    if comm_overlap is not None and extra_output is not None:
+        extra_output.copy_(comm_overlap.get_buffer(not gathers, extra_output.shape))
+    return [written, bias_grad, None, extra_output]
 
 
 def _write(out: Tensor, target: Tensor, accumulate: bool) -> Tensor:
     assert target.shape == out.shape
     return target.add_(out) if accumulate else target.copy_(out)
+
+
+# Communication that overlaps with products
+
+
+class CommOverlapHelper:
+    """The processes that share buffers."""
+
+    def __init__(self, world: Any, domain: Any) -> None:
+        self.domain = domain
+
+
+class CommOverlap:
+    """A buffer that ranks gather into and reduce from, [tokens of all ranks, hidden size]; here nothing overlaps."""
+
+    def __init__(
+        self, shape: list[int], dtype: torch.dtype, helper: CommOverlapHelper, size: int, *others: Any, **more: Any
+    ) -> None:
+        self.group = helper.domain
+        self.buffer = torch.zeros(shape, dtype=dtype)
+        self.part = self.buffer.chunk(size)[self.group.rank()]  # this rank's
+
+    def copy_into_buffer(self, input: Tensor, local_chunk: bool = False) -> None:
+        target = self.part if local_chunk else self.buffer
+        assert input.numel() == target.numel()
+        target.copy_(input.view_as(target))
+
+    def get_buffer(self, local_chunk: bool = False, shape: list[int] | None = None) -> Tensor:
+        values = self.part if local_chunk else self.buffer
+        return values if shape is None else values.view(shape)
+
+    def gather(self) -> None:
+        calls["gather"] += 1
+        torch.distributed.all_gather_into_tensor(self.buffer, self.part.clone(), group=self.group)
+
+    def reduce_scatter(self, values: Tensor | None) -> None:
+        """Add up the ranks' values, or the buffer as it is, into each rank's part."""
+        calls["reduce_scatter"] += 1
+        if values is not None:
+            self.copy_into_buffer(values)
+        summed = torch.empty_like(self.part)
+        torch.distributed.reduce_scatter_tensor(summed, self.buffer.clone(), group=self.group)
+        self.part.copy_(summed)
+
+    def is_fp8_ubuf(self) -> bool:
+        return False
+
+    is_atomic_gemm = is_p2p_overlap = with_cublasmp = is_fp8_ubuf
+
+
+CommOverlapP2P = CommOverlap
+
+
+def device_supports_multicast(**others: Any) -> bool:
+    return True
+
+
+def get_stream_priority_range(**others: Any) -> tuple[int, int]:
+    return 0, 0
+
+
+def ubuf_built_with_mpi() -> bool:
+    return False
 
 
 def te_general_grouped_gemm(

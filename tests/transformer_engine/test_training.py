@@ -1,11 +1,14 @@
 """Transformer Engine's layers and optimizer train the same model as Megatron-Core's on a CPU, in every layout."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
+from tests.conftest import SmallData
+from tests.launcher import call
 from tests.parity import test_layouts as layouts
 from tests.parity.test_layouts import (
     COMMON,
@@ -15,7 +18,8 @@ from tests.parity.test_layouts import (
     assert_same_training,
     assert_window_is_used,
 )
-from tests.runs import Launched, RunResult, relative, weight_error
+from tests.runs import CONFIG, Launched, RunResult, relative, weight_error
+from tests.transformer_engine import SERVER
 
 LOCAL = "--local-window 20 --window-attn-skip-freq 2"
 GROUPED = "--moe-grouped-gemm"
@@ -80,6 +84,38 @@ def test_muon_joins_the_parts_of_experts(launched: Launched, emulated: Launched,
     model = f"{layouts.MIXTRAL} --optimizer muon --muon-fp32-matmul-prec highest"
     errors = errors_of(*trained_both(launched, emulated, Layout(f"{grouped} {layouts.TP2_SP}", 2, model)))
     assert max(errors.values()) <= 1e-4, errors
+
+
+def train(rank: int, flags: list[str]) -> dict[str, int]:
+    """Run the trainer; return how often it called each function of Transformer Engine's compiled part."""
+    from pretrain_skyladder import main
+    from tests.transformer_engine.extension import calls
+
+    calls.clear()
+    assert main(flags) == 0
+    return dict(calls)
+
+
+OVERLAPS = {"llama": "", "olmo3": layouts.OLMO3, "cp2": layouts.EXCHANGE, "recompute full": layouts.FULL}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_overlapped_tensor_communication_is_the_same_computation(
+    small_data: SmallData, tmp_path: Path, name: str
+) -> None:
+    """Each linear layer's product shares a call with its communication, and no weight differs."""
+    flags = [*CONFIG, *small_data.flags, *COMMON, *LINEAR, "--bf16", *layouts.TP2_SP.split(), *OVERLAPS[name].split()]
+    flags += ["--device", "cuda", "--attention-backend", "reference"]
+    made = {}
+    for run, more in {"plain": [], "overlapped": ["--tp-comm-overlap"]}.items():
+        folder = tmp_path / run
+        dump = ["--save", str(folder), "--dump-trajectory", str(folder / "trajectory")]
+        ranks = 4 if name == "cp2" else 2
+        made[run] = call(train, ranks, [*flags, *dump, *more], group=False, server=SERVER)[0]
+    plain, overlapped = (RunResult(tmp_path / run, 0, "", "") for run in made)
+    assert "gather" not in made["plain"]
+    assert min(made["overlapped"][kind] for kind in ("gather", "reduce_scatter")) > 0
+    assert errors_of(overlapped, plain)["weights"] == 0
 
 
 @pytest.mark.parametrize("scheme", [layouts.EXCHANGE, layouts.ULYSSES])
