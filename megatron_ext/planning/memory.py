@@ -415,9 +415,9 @@ class _Rank:
 
     @property
     def flights(self) -> tuple[int, ...]:
-        """The model chunks in flight, by number, when they have most layers: each backward pass follows a forward pass.
+        """The model chunks in flight, by number, when they have most layers.
 
-        The first backward pass follows that of the last chunk in flight.
+        As many as at the first backward pass are in flight until the last forward pass.
         """
         behind, chunks = self.pp - self.stage, len(self.chunks)
         flights = behind if chunks == 1 else 2 * (behind - 1) + (chunks - 1) * self.pp + 1

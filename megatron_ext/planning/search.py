@@ -202,10 +202,11 @@ def divisions(num_layers: int, pp: int, *, interleaved: bool) -> Iterator[dict[s
     equal: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": None, "pipeline_model_parallel_layout": None}
     if num_layers % pp == 0:
         yield equal
-        for size in _divisors(num_layers // pp)[:-1] if interleaved and pp > 1 else []:
-            yield equal | {"num_layers_per_virtual_pipeline_stage": size}
+        if interleaved and pp > 1:
+            for size in _divisors(num_layers // pp)[:-1]:
+                yield equal | {"num_layers_per_virtual_pipeline_stage": size}
         return
-    # the fewest chunks of each size, of which the largest has one stage's layers
+    # with chunks of at most `size` layers, the fewest chunks of a stage; embedding and output layer are two layers
     largest = -(-(num_layers + 2) // pp)
     numbers = {-(-(num_layers + 2) // (pp * size)) for size in range(1, largest + 1)}
     for number in sorted(numbers if interleaved else {1}):

@@ -226,7 +226,7 @@ def step_time(config: Config, window: int, machine: Machine) -> StepTime:
     host = max(copied - layer_seconds / 4, 0) + max(copied - layer_seconds * 3 / 4, 0)
     # on the last stage; six passes over fp32 logits
     head = 6 * model.hidden_size * vocabulary * t / matmul + 4 * 6 * vocabulary * t / bandwidth
-    # all stages wait for the slowest one: by default for the last one, because of the head
+    # all stages wait for the slowest one, if all have as many layers for the last one
     stages = [(sum(chunks[stage::pp]), head if stage == pp - 1 else 0.0) for stage in range(pp)]
     layers, head = max(stages, key=lambda stage: stage[0] * (layer_seconds + host) + stage[1])
     micro = layers * (layer_seconds + host) + head
