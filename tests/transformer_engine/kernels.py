@@ -230,8 +230,8 @@ def _write(out: Tensor, target: Tensor, accumulate: bool) -> Tensor:
 class CommOverlapHelper:
     """The processes that share buffers."""
 
-    def __init__(self, world: Any, domain: Any) -> None:
-        self.domain = domain
+    def __init__(self, world: Any, domain: Any = None) -> None:
+        self.domain = world if domain is None else domain  # without one, they are all on one machine
 
 
 class CommOverlap:
