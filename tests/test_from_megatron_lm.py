@@ -16,7 +16,7 @@ from tests.conftest import ROOT, SmallData
 from tests.launcher import call, free_port
 from tests.runs import read_jsonl
 from tests.theirs import write_theirs
-from tools.translate_megatron_lm import Given, words_of
+from tools.translate_megatron_lm import Arguments, words_of
 
 PAGE = (ROOT / "docs/howto/from-megatron-lm.md").read_text(encoding="utf-8")
 WALK = PAGE.partition("\n## The translation")[0]
@@ -45,14 +45,17 @@ torchrun --nproc_per_node 2 pretrain_gpt.py ${MODEL_ARGS[@]} \\
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", ["0.16.1", "0.19.0"])
-def test_every_command_of_the_page_runs(version: str, tmp_path: Path, small_data: SmallData) -> None:
+def test_every_command_of_the_page_runs(
+    version: str, tmp_path: Path, small_data: SmallData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps go on with the losses of Megatron-Core, and it reads what comes back."""
+    monkeypatch.chdir(tmp_path)
     for name in ("pretrain_skyladder.py", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "TOKENIZER").symlink_to(small_data.tokenizer)
     (tmp_path / "train.sh").write_text(SCRIPT, encoding="utf-8")
     write_theirs(tmp_path / "DATA", [PERIOD.repeat(100).numpy()], 1024)
-    given = Given(words_of([str(tmp_path / "train.sh"), "CHECKPOINTS", "TOKENIZER", "DATA"])[0])
+    given = Arguments(words_of([str(tmp_path / "train.sh"), "CHECKPOINTS", "TOKENIZER", "DATA"])[0])
     assert not given.missing
     args = defaults(version) | given.values
     args |= {"params_dtype": torch.float32, "padded_vocab_size": 1024, "consumed_train_samples": 6}
