@@ -443,13 +443,17 @@ class _Rank:
     def layer_backward(self, experts: bool) -> float:
         """One layer's backward pass, in its MLP or in attention.
 
-        Full recomputation adds the layers of a group. A recomputed module adds its kept tensors and its output; a norm
-        adds its output twice, because Megatron recomputes it and copies it back. Attention runs after the MLP and the
-        norm before it have been freed.
+        Full recomputation adds the layers of a group. By blocks it adds a layer only if a chunk in flight keeps none:
+        a chunk's kept layers are its last ones, and free as much before the others are recomputed. A recomputed module
+        adds its kept tensors and its output; a norm adds its output twice, because Megatron recomputes it and copies it
+        back. Attention runs after the MLP and the norm before it have been freed.
         """
         parallel, model, recomputed = self.parallel, self.model, 0.0
         if parallel.recompute_granularity == "full":
-            group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
+            if parallel.recompute_method == "uniform":
+                group = parallel.recompute_num_layers
+            else:
+                group = int(any(self.chunks[chunk] <= parallel.recompute_num_layers for chunk in self.flights))
             recomputed = group * max(self.layer(shapes, experts) for shapes in self.shapes)
         mlp, freed = self.mlp_backward(experts), 2 * self.stream
         if parallel.mlp_block_tokens is not None:

@@ -218,6 +218,7 @@ def test_many_short_segments() -> None:
     assert memory.total == pytest.approx(sum(step["memory"].values()), rel=LARGEST_DIFFERENCE)
 
 
+@pytest.mark.slow
 def test_the_command(alone: Commands, tmp_path: Path) -> None:
     flags = [*TINY.split(), "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     words = ["--world-size", "4", "--windows", "32,full", "--json", str(tmp_path / "found.json"), *flags]
