@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import SmallData, slow_but
+from tests.conftest import SmallData
 from tests.runs import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,8 +27,9 @@ def costs(data: SmallData, world_size: int, *flags: object) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world_size", slow_but([512], [512, 1024, 16384]))
+@pytest.mark.parametrize("world_size", [512, 1024, 16384])
 def test_a_step_costs_as_much_among_many_ranks(small_data: SmallData, world_size: int) -> None:
     few, many = costs(small_data, 64), costs(small_data, world_size)
     for one, other in zip(few["steps"], many["steps"], strict=True):
