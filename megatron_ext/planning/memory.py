@@ -72,6 +72,12 @@ def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
     return max(memories, key=lambda memory: memory.total)
 
 
+def static_memory(config: Config, world_size: int, vocab_size: int) -> int:
+    """Return the bytes of weights, gradients and optimizer on the fullest pipeline stage."""
+    stages = range(config.parallel.pipeline_model_parallel_size)
+    return max(sum(_Rank(config, world_size, vocab_size, stage, ()).states()) for stage in stages)
+
+
 def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int, window: int | None = None) -> Memory:
     """Return the memory of the fullest GPU of a pipeline stage under a window; None for the widest window."""
     return max(rank_memories(config, world_size, vocab_size, stage, window), key=lambda memory: memory.total)
@@ -225,31 +231,36 @@ class _Rank:
         self.inner = self.e * self.t * model.ffn_hidden_size / tp  # [t, F / tp]
 
     def memory(self) -> Memory:
-        config, model, parallel, options = self.config, self.model, self.parallel, self.config.optimizer
-        parameters, of_experts, of_matrices = parameters_of_rank(
-            model, self.vocab_size, self.tp, parallel.expert_model_parallel_size, self.layers,
-            first=self.stage == 0, last=self.last,
-        )  # fmt: skip
-        shares = self.replicas * parallel.context_parallel_size if self.sharded else 1
-        # experts are sharded over fewer ranks than the other parameters
-        copies = max(shares // parallel.expert_model_parallel_size, 1)
-        state = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
-        state += _BYTES[options.main_params_dtype] if config.training.bf16 else 0
-        # instead of two moments, Muon keeps a momentum
-        spared = _BYTES["fp32"] * of_matrices if options.optimizer == "muon" else 0
-        kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
-
-        has_experts = set(map(model.has_experts, self.layers))
+        weights, gradients, optimizer = self.states()
+        has_experts = set(map(self.model.has_experts, self.layers))
         return Memory(
-            weights=self.e * parameters,
-            gradients=_BYTES[options.main_grads_dtype] * parameters,
-            optimizer=math.ceil(state * kept * ((parameters - of_experts) / shares + of_experts / copies)) - spared,
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
             batches=self.batches(),
             activations=math.ceil(self.activations()),
             logits=math.ceil(self.loss_head()) if self.last else 0,
             layer=math.ceil(max(map(self.layer_backward, has_experts), default=0)),
             host=math.ceil(self.layer_inputs()[1] * self.stream),
         )
+
+    def states(self) -> tuple[int, int, int]:
+        """The bytes of weights, gradients and optimizer."""
+        parallel, options = self.parallel, self.config.optimizer
+        parameters, of_experts, of_matrices = parameters_of_rank(
+            self.model, self.vocab_size, self.tp, parallel.expert_model_parallel_size, self.layers,
+            first=self.stage == 0, last=self.last,
+        )  # fmt: skip
+        shares = self.replicas * parallel.context_parallel_size if self.sharded else 1
+        # experts are sharded over fewer ranks than the other parameters
+        copies = max(shares // parallel.expert_model_parallel_size, 1)
+        state = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
+        state += _BYTES[options.main_params_dtype] if self.config.training.bf16 else 0
+        # instead of two moments, Muon keeps a momentum
+        spared = _BYTES["fp32"] * of_matrices if options.optimizer == "muon" else 0
+        kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
+        optimizer = math.ceil(state * kept * ((parameters - of_experts) / shares + of_experts / copies)) - spared
+        return self.e * parameters, _BYTES[options.main_grads_dtype] * parameters, optimizer
 
     def batches(self) -> int:
         """The step's micro-batches, which are all moved to the device at its start."""
@@ -412,16 +423,16 @@ class _Rank:
         recomputed = 0
         if self.parallel.recompute_granularity == "full":
             recomputed = self.parallel.recompute_num_layers
+        kept_by_kind: dict[tuple[bool, bool], float] = {}
         chunks = []
         end = 0
         for size in self.chunks:
             layers = self.layers[end + recomputed : end + size]
             end += size
             kinds = Counter((options.is_local(layer + 1), self.model.has_experts(layer)) for layer in layers)
-            kept = 0.0
-            for (is_local, experts), count in kinds.items():
-                kept += count * self.layer(self.shapes[is_local], experts)
-            chunks.append(kept)
+            for is_local, experts in kinds.keys() - kept_by_kind.keys():
+                kept_by_kind[is_local, experts] = self.layer(self.shapes[is_local], experts)
+            chunks.append(sum(count * kept_by_kind[kind] for kind, count in kinds.items()))
         return chunks
 
     @property

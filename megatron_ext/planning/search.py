@@ -7,7 +7,7 @@ GPU free. Its time is that of `planning.step_time`, averaged over the windows of
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count, product
 from math import gcd
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.checks import mistakes
 from megatron_ext.config.pipeline import balance, write_layout
 from megatron_ext.planning.flops import utilisation
-from megatron_ext.planning.memory import HEADROOM, estimate
+from megatron_ext.planning.memory import HEADROOM, estimate, static_memory
 from megatron_ext.planning.run_plan import gibibytes
 from megatron_ext.planning.step_time import Machine, StepTime, step_time
 
@@ -43,7 +43,6 @@ class Layout:
     config: Config
     gpus: int
     memory: int
-    static: int  # bytes of these that stay between steps
     seconds: float
     last: StepTime
 
@@ -74,9 +73,9 @@ class Layout:
 
 def layout_of(config: Config, machine: Machine) -> Layout:
     """Estimate the memory and time of a configuration's layout."""
-    memory, last = estimate(config, machine.gpus, machine.vocab_size), last_window(config)
-    seconds, last_step = mean_seconds(config, machine), step_time(config, last, machine)
-    return Layout(config, machine.gpus, memory.total, memory.static, seconds, last_step)
+    memory = estimate(config, machine.gpus, machine.vocab_size).total
+    last_step = step_time(config, last_window(config), machine)
+    return Layout(config, machine.gpus, memory, mean_seconds(config, machine), last_step)
 
 
 def mean_seconds(config: Config, machine: Machine) -> float:
@@ -92,20 +91,30 @@ class Found(NamedTuple):
     tried: int  # number of layouts considered
     refused: Counter[str]  # the reasons other than memory, each with the number of layouts that it excludes
     too_large: list[Layout]  # the legal layouts that would be faster, but whose memory is too large
+    overfull: (
+        int  # number of layouts whose weights, gradients and optimizer alone are too large, whatever else they keep
+    )
+    smallest: int | None  # bytes of the smallest layout, if memory excludes any; exact where none fits
 
 
 def search(config: Config, machine: Machine, top: int = 10) -> Found:
     """Find the fastest layouts of a run, at most `top` of them; the run's own one, if it is legal, is tried as well."""
     refused, number = Counter[str](), count()
+    queue: list[tuple[float, int, Config]] = []
+    overfull: list[tuple[int, int, Config]] = []
 
-    def timed(candidate: Config) -> tuple[float, int, Config]:
-        return mean_seconds(candidate, machine), next(number), candidate
+    def add(candidate: Config) -> None:
+        heappush(queue, (mean_seconds(candidate, machine), next(number), candidate))
 
-    queue = [timed(candidate) for candidate in candidates(config, machine, refused)]
+    for candidate in candidates(config, machine, refused):
+        static = static_memory(candidate, machine.gpus, machine.vocab_size)
+        if static > usable(machine):
+            overfull.append((static, next(number), candidate))
+        else:
+            add(candidate)
     if next(mistakes(config, machine.gpus), None) is None:
-        queue.append(timed(config))
-    heapify(queue)
-    tried = refused.total()
+        add(config)
+    tried = refused.total() + len(overfull)
     best: list[Layout] = []
     too_large: list[Layout] = []
     while queue and len(best) < top:
@@ -121,12 +130,16 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
             continue
         if not best:
             too_large.append(layout)
-        lighter = list(with_less_kept(candidate))  # tried only if keeping more does not fit
-        if layout.static > usable(machine):  # none of them fits; the smallest is for the report
-            lighter = lighter[-1:]
-        for variant in lighter:
-            heappush(queue, timed(variant))
-    return Found(best, tried + len(queue), refused, too_large)
+        for lighter in with_less_kept(candidate):  # tried only if keeping more does not fit
+            add(lighter)
+    smallest = min((layout.memory for layout in too_large), default=None)
+    if not best:
+        for static, _, candidate in sorted(overfull):
+            if smallest is not None and smallest <= static:
+                break
+            needs = [estimate(variant, machine.gpus, machine.vocab_size).total for variant in variants(candidate)]
+            smallest = min(needs if smallest is None else [smallest, *needs])
+    return Found(best, tried + len(queue), refused, too_large, len(overfull), smallest)
 
 
 def fits(layout: Layout, machine: Machine) -> bool:
@@ -212,6 +225,13 @@ def divisions(num_layers: int, pp: int, *, interleaved: bool) -> Iterator[dict[s
     for number in sorted(numbers if interleaved else {1}):
         if pp * number <= num_layers + 2:
             yield equal | {"pipeline_model_parallel_layout": write_layout(balance(num_layers, pp * number))}
+
+
+def variants(config: Config) -> Iterator[Config]:
+    """Yield a layout and all those that keep less."""
+    yield config
+    for lighter in with_less_kept(config):
+        yield from variants(lighter)
 
 
 def with_less_kept(config: Config) -> Iterator[Config]:
@@ -312,9 +332,6 @@ def _refusals(found: Found, machine: Machine) -> Iterator[str]:
         yield f"  {number:,} layouts: {reason}"
     if len(found.refused) > len(reasons):
         yield f"  and {len(found.refused) - len(reasons):,} more reasons"
-    if found.too_large:
-        smallest = min(layout.memory for layout in found.too_large)
-        yield (
-            f"  {len(found.too_large):,} layouts: memory; the smallest needs {gibibytes(smallest)}, "
-            f"{_available(machine)}"
-        )
+    if found.smallest is not None:
+        number = len(found.too_large) + found.overfull
+        yield f"  {number:,} layouts: memory; the smallest needs {gibibytes(found.smallest)}, {_available(machine)}"
