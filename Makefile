@@ -32,10 +32,10 @@ data/smoke/corpus.idx: | $(VENV)/installed
 demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sources: about 4 minutes on 2 cores
 	examples/demo.sh
 
-test: setup      ## the tests, about 6 minutes on 2 cores
+test: setup      ## the tests, about 12 minutes on 2 cores
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m 'not slow'
 
-test-all: test   ## the slow tests as well, about 30 minutes more
+test-all: test   ## the slow tests as well, more than an hour more
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m slow
 
 VERSION ?= 0.19.2

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ext import loss
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy, loss_terms
+from tests.conftest import slow_but
 from tests.launcher import call
 
 NAMES = ("losses", "hidden.grad", "weight.grad", "log partition", "entropy")
@@ -184,7 +185,7 @@ def _tensor_parallel_rank(rank: int, block: int) -> list[list[Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
 def test_tensor_parallel_equals_one_process(ranks: int) -> None:
     by_rank = call(_tensor_parallel_rank, ranks, 16)
     for case, vocabulary in enumerate(VOCABULARIES):

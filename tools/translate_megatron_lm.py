@@ -23,7 +23,7 @@ from megatron_ext.config.from_megatron_lm import CONVERTED, Translation, transla
 from megatron_ext.config.launch_script import Script, after_program, missing_variables, readable
 from megatron_ext.config.megatron_lm import ARGUMENTS, find_argument, parse_value, set_by
 from megatron_ext.config.schema import FIELDS, SECTIONS, validate
-from megatron_ext.errors import UserError, printable
+from megatron_ext.errors import UserError, echo, printable
 
 _LISTS = {
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "recompute_modules", "cp_comm_type"),
@@ -154,6 +154,7 @@ def _comments(result: Translation, arguments: Arguments) -> Iterable[str]:
     yield from _listed("Changes the model and has no place here, so this is another model", result.model.values())
     lost = [line for name, line in result.training.items() if name not in carried]
     yield from _listed("Changes the training and has no place here", lost)
+    yield from _listed("Has another value here", _converted(result, arguments))
     reasons: dict[str, list[str]] = defaultdict(list)
     for name in arguments.values:
         argument = find_argument(name)
@@ -166,6 +167,17 @@ def _comments(result: Translation, arguments: Arguments) -> Iterable[str]:
     decide += [f"{name}: not given, has no default in Megatron-LM" for name in needed]
     yield from _listed("Decide", dict.fromkeys(decide))
     yield f"# Then: {program('pretrain')} --config FILE --dry-run --world-size GPUS"
+
+
+def _converted(result: Translation, arguments: Arguments) -> Iterable[str]:
+    """Yield a line for each given argument whose option of the same name has another value, and why."""
+    has_line = result.model | result.training | result.other
+    for name, value in arguments.values.items():
+        if name in FIELDS and name in CONVERTED and CONVERTED[name] not in has_line:
+            option = result.options.get(name, FIELDS[name].default)
+            if option not in (value, str(value)) and [option] != value:
+                reason = f" ({ARGUMENTS[name].text})" if ARGUMENTS[name].text else ""
+                yield f"{name}: got {echo(value)}, here {echo(option)}{reason}"
 
 
 def _listed(title: str, lines: Iterable[str]) -> Iterable[str]:

@@ -327,7 +327,8 @@ _READ_WITH = {
     "save": ("save_interval", "async_save"),
     "eval_interval": ("valid_data_path",),
 }
-CONVERTED = {name for names in (_MODEL | _TRAINING).values() for name in names.split()}
+# argument: the first one of its conversion, under whose name a refusal is listed
+CONVERTED = {name: names.split()[0] for names in (_MODEL | _TRAINING).values() for name in names.split()}
 
 
 def translate(given: Args) -> Translation:

@@ -239,22 +239,15 @@ class _Rank:
         spared = _BYTES["fp32"] * of_matrices if options.optimizer == "muon" else 0
         kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
 
-        local = sum(map(config.mask_options().is_local, range(1, model.num_layers + 1))) / model.num_layers
-        kinds = Counter(map(model.has_experts, self.layers))
-        of_mlp = {kind: number / len(self.layers) for kind, number in kinds.items()}  # by `experts`
-        layer = sum(
-            attention_share * mlp_share * self.layer(shapes, kind)
-            for attention_share, shapes in zip((1 - local, local), self.shapes, strict=False)
-            for kind, mlp_share in of_mlp.items()
-        )
+        has_experts = set(map(model.has_experts, self.layers))
         return Memory(
             weights=self.e * parameters,
             gradients=_BYTES[options.main_grads_dtype] * parameters,
             optimizer=math.ceil(state * kept * ((parameters - of_experts) / shares + of_experts / copies)) - spared,
             batches=self.batches(),
-            activations=math.ceil(self.activations(layer)),
+            activations=math.ceil(self.activations()),
             logits=math.ceil(self.loss_head()) if self.last else 0,
-            layer=math.ceil(max(map(self.layer_backward, of_mlp), default=0)),
+            layer=math.ceil(max(map(self.layer_backward, has_experts), default=0)),
             host=math.ceil(self.layer_inputs()[1] * self.stream),
         )
 
@@ -391,8 +384,8 @@ class _Rank:
 
     # --- what the layers of the stage keep for all micro-batches in flight
 
-    def activations(self, layer: float) -> float:
-        """All layers, each of which keeps `layer` without full recomputation.
+    def activations(self) -> float:
+        """All layers in flight.
 
         Full recomputation keeps the input of each group of layers. The output of a stage is kept until its gradient
         arrives; an interleaved pipeline prefetches the next input and the next gradient.
@@ -401,17 +394,35 @@ class _Rank:
         outputs = 0 if self.last and len(self.chunks) == 1 else len(flights) * self.stream
         if len(self.chunks) > 1:
             outputs += 2 * self.stream
-        sizes = [self.chunks[chunk] for chunk in flights]
-        layers = sum(sizes)
+        kept_by_chunk = self.kept_by_chunk()
+        kept = sum(kept_by_chunk[chunk] for chunk in flights)
         if parallel.recompute_granularity != "full":
-            return layers * layer + outputs
+            return kept + outputs
         angles = 4 * self.model.rotary_size * self.t  # fp32, the same for all layers with the same base
         if self.model.rotary_base_local is not None:
             angles *= 2
         if parallel.recompute_method == "uniform":
             return self.layer_inputs()[0] * self.stream + angles + outputs
-        recomputed = sum(min(size, parallel.recompute_num_layers) for size in sizes)
-        return recomputed * self.stream + (layers - recomputed) * layer + angles + outputs
+        recomputed = sum(min(self.chunks[chunk], parallel.recompute_num_layers) for chunk in flights)
+        return recomputed * self.stream + kept + angles + outputs
+
+    def kept_by_chunk(self) -> list[float]:
+        """Return what each model chunk keeps for its layers that are not recomputed; by blocks, for the last ones."""
+        options = self.config.mask_options()
+        recomputed = 0
+        if self.parallel.recompute_granularity == "full":
+            recomputed = self.parallel.recompute_num_layers
+        chunks = []
+        end = 0
+        for size in self.chunks:
+            layers = self.layers[end + recomputed : end + size]
+            end += size
+            kinds = Counter((options.is_local(layer + 1), self.model.has_experts(layer)) for layer in layers)
+            kept = 0.0
+            for (is_local, experts), count in kinds.items():
+                kept += count * self.layer(self.shapes[is_local], experts)
+            chunks.append(kept)
+        return chunks
 
     @property
     def flights(self) -> tuple[int, ...]:
@@ -443,13 +454,17 @@ class _Rank:
     def layer_backward(self, experts: bool) -> float:
         """One layer's backward pass, in its MLP or in attention.
 
-        Full recomputation adds the layers of a group. A recomputed module adds its kept tensors and its output; a norm
-        adds its output twice, because Megatron recomputes it and copies it back. Attention runs after the MLP and the
-        norm before it have been freed.
+        Full recomputation adds the layers of a group. By blocks it adds a layer only if a chunk in flight keeps none:
+        a chunk's kept layers are its last ones, and free as much before the others are recomputed. A recomputed module
+        adds its kept tensors and its output; a norm adds its output twice, because Megatron recomputes it and copies it
+        back. Attention runs after the MLP and the norm before it have been freed.
         """
         parallel, model, recomputed = self.parallel, self.model, 0.0
         if parallel.recompute_granularity == "full":
-            group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
+            if parallel.recompute_method == "uniform":
+                group = parallel.recompute_num_layers
+            else:
+                group = int(any(self.chunks[chunk] <= parallel.recompute_num_layers for chunk in self.flights))
             recomputed = group * max(self.layer(shapes, experts) for shapes in self.shapes)
         mlp, freed = self.mlp_backward(experts), 2 * self.stream
         if parallel.mlp_block_tokens is not None:

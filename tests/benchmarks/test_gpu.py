@@ -42,6 +42,7 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     assert "made no progress" not in output.with_suffix(".log").read_text()  # that is in the log of the stopped run
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ends_its_process_leaves_a_record(tmp_path: Path) -> None:
     """Each case has its record, with the return code, and the cases after it run."""
     output = tmp_path / "out.jsonl"

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.config import WeightingConfig
-from tests.conftest import slow_but
-from tests.context_parallel.cases import CP2, LAYOUTS, Case, Layout, Runs, errors
+from tests.context_parallel.cases import LAYOUTS, Case, Layout, Runs, errors
 
 TOLERANCE, DENSE = 1e-5, 2e-5
 UNFROZEN = WeightingConfig(token_weighting="unfrozen", short_context=32)
@@ -61,7 +60,8 @@ def runs() -> Runs:
     return Runs(lambda layout: list(cases()))
 
 
-@pytest.mark.parametrize("layout", slow_but([CP2], LAYOUTS), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_same_weights_train_the_same_model(runs: Runs, layout: Layout) -> None:
     """A token that weighed otherwise would change losses, norms and weights, and what is reported of the weights."""
     for case in cases():

@@ -36,6 +36,7 @@ def test_bins_are_means_over_powers_of_two(found: list[tuple[float, int, bool]],
     assert mean_loss(sums) == (pytest.approx(sum(every) / len(every)) if every else None)
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     """Differences of known mean and weight: of 100 samples, about 95 intervals hold it."""
     draw = np.random.default_rng(0)

@@ -109,6 +109,7 @@ def test_a_file_system_without_locks(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert f"{tmp_path} cannot be locked ({os.strerror(number)})" in caplog.messages[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["moved", "replaced"])
 def test_a_run_whose_folder_is_gone_ends(small_data: SmallData, tmp_path: Path, what: str) -> None:
     """Also if another run has begun in its place."""

@@ -270,6 +270,7 @@ def signal_and_read(running: Running, number: signal.Signals) -> None:
     running.wait_for(lambda: f"{number.name}: the run saves and stops after" in running.done()[0].stderr)
 
 
+@pytest.mark.slow
 def test_a_long_step_acknowledges_signals_and_a_second_ctrl_c_ends_it(small_data: SmallData, tmp_path: Path) -> None:
     running = in_a_long_step(small_data, tmp_path / "run")
     signal_and_read(running, signal.SIGTERM)

@@ -23,6 +23,7 @@ def test_a_closed_output_pipe_is_no_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
+@pytest.mark.slow
 def test_standard_output_that_is_full_or_closed(tmp_path: Path) -> None:
     done = run(f"$PYTHON {ROOT}/tools/recipes.py --list > /dev/full", tmp_path)
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")

@@ -51,6 +51,7 @@ def test_two_stages_that_keep_everything_are_one_run(alone: Commands, small_data
         assert relative(staged, series(tmp_path / "single", key)) < 1e-6, key
 
 
+@pytest.mark.slow
 def test_a_run_stopped_at_the_border(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     """It leaves the same trace."""
     longer = {"data": {"seq_length": 128}, "model": {"rotary_base": 1e6}, "optimizer": {"lr": 1e-3}}

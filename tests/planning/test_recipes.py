@@ -64,6 +64,7 @@ def test_every_configuration_of_a_paper_is_a_recipe() -> None:
     assert len(known()) == len(list(recipes.recipes()))  # no two of one name
 
 
+@pytest.mark.slow
 def test_no_two_recipes_share_a_folder() -> None:
     folders = [config.checkpoint.save for config in configs().values()]
     assert len(set(folders)) == len(folders)

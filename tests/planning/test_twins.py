@@ -119,6 +119,7 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
     assert records[-1]["lm_loss"] < first["lm_loss"] - 0.5  # it learns
 
 
+@pytest.mark.slow
 def test_a_twin_runs(small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
     run_twin(known()[FAST], small_data, twin_data, tmp_path, alone)
 

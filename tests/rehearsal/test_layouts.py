@@ -23,6 +23,7 @@ CONTEXT = "--context-parallel-size 4 --cp-scheme"
 AGAIN = "--recompute-granularity selective --recompute-modules"
 UNEVEN = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 ON_HOST = "--recompute-granularity full --offload-layer-inputs"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
 OFFLOAD = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 0.01"
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
@@ -48,9 +49,14 @@ LAYOUTS = {  # flags, processes, micro-batches
     "mlp in blocks, sequence": (f"--mlp-block-tokens 1024 {AGAIN} layernorm {TENSOR}", 2, 2),
     "inputs on the host": (f"--num-layers 6 {ON_HOST}", 1, 2),
     "stages of 3 and 1": (f"--num-layers 4 {UNEVEN} Ettt|tL", 2, 4),
+    "recompute block": (f"--num-layers 4 {BLOCK} 2", 1, 1),
+    "recompute block, chunks of 2": (
+        f"--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 {BLOCK} 1",
+        2,
+        4,
+    ),
     "chunks of 1 and 3, recompute block": (
-        f"--num-layers 8 {UNEVEN} Et|t*3|t*3|tL --recompute-granularity full --recompute-method block "
-        "--recompute-num-layers 2",
+        f"--num-layers 8 {UNEVEN} Et|t*3|t*3|tL {BLOCK} 2",
         2,
         4,
     ),

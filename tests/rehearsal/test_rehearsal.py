@@ -73,6 +73,7 @@ QUICK = "skyladder_120m_8k"
 LARGEST_DIFFERENCE = 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     slow_but(
@@ -157,6 +158,7 @@ def steps(folder: Path, device: str, words: list[str], processes: int) -> list[d
     return found
 
 
+@pytest.mark.slow
 def test_planted_waits_are_found_with_their_lines() -> None:
     found = mocked("waits")
     file = "megatron_ext/planted.py"
@@ -218,6 +220,7 @@ def test_many_short_segments() -> None:
     assert memory.total == pytest.approx(sum(step["memory"].values()), rel=LARGEST_DIFFERENCE)
 
 
+@pytest.mark.slow
 def test_the_command(alone: Commands, tmp_path: Path) -> None:
     flags = [*TINY.split(), "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     words = ["--world-size", "4", "--windows", "32,full", "--json", str(tmp_path / "found.json"), *flags]

@@ -46,6 +46,7 @@ def files(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> li
     return made
 
 
+@pytest.mark.slow
 def test_each_task_preprocesses_its_files(
     cluster: Cluster, alone: Commands, small_data: SmallData, files: Sequence[Path], tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def submit(cluster: Cluster, folder: Path, case: Case, *options: str) -> str:
     return cluster.submit(*words, script, "bash", "-c", case.command, environment=settings)
 
 
+@pytest.mark.slow
 def test_how_jobs_end(cluster: Cluster, tmp_path: Path) -> None:
     folders = {name: tmp_path / str(number) for number, name in enumerate(CASES)}
     for folder in folders.values():

@@ -42,6 +42,7 @@ def test_greedy_text_is_that_of_transformers(alone: Commands, tmp_path: Path, ar
     assert len({tuple(answer) for answer in ours}) > 1
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
     """Drawn texts in other batches; experts."""
     tensor, context = ["--tensor-model-parallel-size", 2], ["--context-parallel-size", 2]

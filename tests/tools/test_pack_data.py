@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.data.rows.packed import PackedRows
@@ -57,6 +58,7 @@ def test_all_stages_are_packed_at_once(alone: Commands, small_data: SmallData, t
     assert sorted(found) == ["best_fit", "carry_over"]
 
 
+@pytest.mark.slow
 def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     """From stores of the run's rows; a run reads the plan; stores of other rows, or in the wrong order, are refused."""
     flags = [*copied(small_data, tmp_path), "--packing", "best_fit"]

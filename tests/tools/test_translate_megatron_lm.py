@@ -129,6 +129,22 @@ def test_what_the_user_decides_is_listed(tmp_path: Path, words: str, text: str) 
 
 
 @pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--attention-backend fused", "attention_backend: got 'fused', here 'auto'"),
+        ("--sequence-parallel", "sequence_parallel: got True, here False"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", None),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model old.model", None),  # said where the user decides
+    ],
+)
+def test_a_given_value_that_is_another_one_here_is_listed(tmp_path: Path, words: str, text: str | None) -> None:
+    _, translation = translated(tmp_path, words.split())
+    _, _, others = translation.partition("# Has another value here:\n")
+    assert bool(others) == (text is not None)
+    assert others.startswith(f"#   {text}") or text is None
+
+
+@pytest.mark.parametrize(
     ("script", "words"),
     [
         ("A=3\nB=${A}\nrun.py --a $B --b ${C:-4} --c ${D-$A} --d ${A:+5}${E:+6}", "--a 3 --b 4 --c 3 --d 5"),
