@@ -17,23 +17,43 @@ from megatron_ext.errors import UserError
 
 _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}
 _FREE = {
-    *("model_preset", "init_method_std", "init_scheme", "micro_batch_size", "balance_batches", "loss_block_tokens"),
-    *("eval_interval", "eval_iters", "eval_lengths", "eval_packing", "eval_document_mask", "eval_stride"),
-    *(
-        "valid_data_path",
-        "data_cache_path",
-        "early_stopping_patience",
-        "early_stopping_delta",
-        "spike_window",
-        "spike_deviations",
-    ),
-    *("on_spike", "on_non_finite", "skip_limit", "lm_eval_interval", "lm_eval_tasks", "lm_eval_limit"),
-    *("lm_eval_lengths", "lm_eval_include_path", "lm_eval_batch_size"),
+    "model_preset",
+    "init_method_std",
+    "init_scheme",
+    "micro_batch_size",
+    "balance_batches",
+    "loss_block_tokens",
+    "eval_interval",
+    "eval_iters",
+    "eval_lengths",
+    "eval_packing",
+    "eval_document_mask",
+    "eval_stride",
+    "valid_data_path",
+    "data_cache_path",
+    "early_stopping_patience",
+    "early_stopping_delta",
+    "spike_window",
+    "spike_deviations",
+    "on_spike",
+    "on_non_finite",
+    "skip_limit",
+    "lm_eval_interval",
+    "lm_eval_tasks",
+    "lm_eval_limit",
+    "lm_eval_lengths",
+    "lm_eval_include_path",
+    "lm_eval_batch_size",
 }
 _LENGTH = {"train_iters", "lr_decay_iters"}  # free if no step's learning rate or window changes
 _VOCABULARY = ("model", "vocab_size"), ("data", "tokenizer_model")
 _SOFT_MODEL = {
-    *("norm_epsilon", "rotary_base", "rotary_base_local", "no_rope_freq", "local_window", "window_attn_skip_freq"),
+    "norm_epsilon",
+    "rotary_base",
+    "rotary_base_local",
+    "no_rope_freq",
+    "local_window",
+    "window_attn_skip_freq",
     "hidden_dropout",
 }
 
@@ -58,11 +78,13 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
     configuration is not listed, even if its effective value differs because another option changed.
     """
     before = from_dict(saved)
-    old, new = to_dict(before), to_dict(config)
+    old = to_dict(before)
+    new = to_dict(config)
     written = {(section, name) for section in new for name in new[section] if old[section][name] != new[section][name]}
     if not written:
         return []
-    was, now = to_dict(effective(before)), to_dict(effective(config))
+    was = to_dict(effective(before))
+    now = to_dict(effective(config))
     if written & set(_VOCABULARY):  # another tokenizer changes the vocabulary size even if neither side sets it
         written.add(_VOCABULARY[0])
         sizes: list[int | None]
@@ -76,8 +98,12 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
         for name, value in entries.items():
             if (section, name) in written and was[section][name] != now[section][name]:
                 # the written value, or the effective one if the option was omitted
-                then = was[section][name] if old[section][name] is None else old[section][name]
-                changes.append(Change(name, section, then, now[section][name] if value is None else value))
+                then = old[section][name]
+                if then is None:
+                    then = was[section][name]
+                if value is None:
+                    value = now[section][name]
+                changes.append(Change(name, section, then, value))
     return changes
 
 
@@ -88,12 +114,14 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
         UserError: shapes differ, or fields that `override` does not name.
     """
     changes = check_shapes(saved, config, source)
-    free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
+    free = set(_FREE)
+    if same_schedules(from_dict(saved), config, step):
+        free |= _LENGTH
     if config.training.moe_aux_loss_coeff and not config.balances_rows:
         free -= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced
     if config.training.early_stopping_patience:  # it would count anew
         free -= {"valid_data_path", "eval_packing"}
-    restricted = [one for one in changes if one.section not in _FREE_SECTIONS and one.name not in free]
+    restricted = [change for change in changes if change.section not in _FREE_SECTIONS and change.name not in free]
     refused = [change for change in restricted if change.name not in config.checkpoint.override]
     if refused:
         words = " ".join(change.name for change in restricted)
@@ -109,10 +137,13 @@ def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[
     changes = differences(saved, config)
     for change in changes:
         soft = change.name in _SOFT_MODEL | _FREE or change.name.startswith("rope_")
-        of_state = change.name in ("bf16", "optimizer")
-        if of_state or (change.section == "model" and not soft):
-            remedy = "begin anew with --init-from" if of_state else "use its config.yaml"
-            raise UserError(f"{change.name}: got {change.now}, {source} needs {change.saved}; {remedy}")
+        if change.name in ("bf16", "optimizer"):
+            remedy = "begin anew with --init-from"
+        elif change.section == "model" and not soft:
+            remedy = "use its config.yaml"
+        else:
+            continue
+        raise UserError(f"{change.name}: got {change.now}, {source} needs {change.saved}; {remedy}")
     return changes
 
 
@@ -123,8 +154,9 @@ def same_schedules(before: Config, config: Config, step: int) -> bool:
         training=replace(before.training, train_iters=config.training.train_iters),
         optimizer=replace(before.optimizer, lr_decay_iters=config.optimizer.lr_decay_iters),
     )
-    rates, end = (before.learning_rate_schedule(), after.learning_rate_schedule()), config.training.train_iters
-    # only the decays differ: two that are equal at both ends, at each turn and after it are equal everywhere
+    rates = (before.learning_rate_schedule(), after.learning_rate_schedule())
+    end = config.training.train_iters
+    # only the decays differ: two decays that are equal at both ends, at each turn and after it are equal everywhere
     turns = {step, end - 1}
     for rate in rates:
         for turn in (rate.warmup_steps, rate.decay_steps - rate.wsd_steps, rate.decay_steps):

@@ -53,19 +53,22 @@ def folder_name(step: int) -> str:
 def step_of(folder: Path) -> int | None:
     """Return the step in a checkpoint folder's name; None for any other name."""
     match = _NAME.fullmatch(folder.name)
-    return int(match.group(1)) if match else None
+    if match is None:
+        return None
+    return int(match.group(1))
 
 
 def saved_steps(run: Path) -> list[int]:
     """Return the steps of all folders with the name of a complete checkpoint, ascending; without checking contents."""
-    return sorted(step for folder in (run / "checkpoints").glob("iter_*") if (step := step_of(folder)) is not None)
+    steps = map(step_of, (run / "checkpoints").glob("iter_*"))
+    return sorted(step for step in steps if step is not None)
 
 
 def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
     """Find the checkpoint that an option such as `--load` names; None if the folder has none.
 
     `path` is a checkpoint folder, or a run folder, whose newest checkpoint is named by the pointer; without a pointer
-    (the run was killed before the first one was written), it is that of the highest step. Only its manifest is checked.
+    (the run was killed before the first one was written), the highest step is the newest. Only the manifest is checked.
 
     With `past_damaged` the checkpoint before a damaged one is taken, with a warning.
 
@@ -75,7 +78,8 @@ def locate(path: Path, *, past_damaged: bool = False) -> Checkpoint | None:
     """
     folder = path
     if not path.is_dir() or (step_of(path) is None and not (path / MANIFEST).is_file()):
-        newest, pointer = max(saved_steps(path), default=None), path / "checkpoints" / POINTER
+        newest = max(saved_steps(path), default=None)
+        pointer = path / "checkpoints" / POINTER
         if pointer.is_file():
             text = pointer.read_bytes().decode(errors="replace").strip()
             if not re.fullmatch(r"[0-9]{1,18}", text):
@@ -125,7 +129,8 @@ def older(folder: Path) -> Iterator[Checkpoint]:
 
     Sizes are checked too, so that no damaged checkpoint is offered as a replacement.
     """
-    step, run = step_of(folder), folder.parent.parent
+    step = step_of(folder)
+    run = folder.parent.parent
     for other in reversed(saved_steps(run)):
         if step is None or other >= step:
             continue
@@ -139,7 +144,9 @@ def older(folder: Path) -> Iterator[Checkpoint]:
 
 def with_offer(error: UserError, complete: Checkpoint | None) -> UserError:
     """Return the error of a damaged checkpoint, extended by the complete one before it, if any."""
-    return error if complete is None else UserError(f"{error}; {complete.folder} is complete: name that folder instead")
+    if complete is None:
+        return error
+    return UserError(f"{error}; {complete.folder} is complete: name that folder instead")
 
 
 def begin(run: Path, step: int) -> Path:
@@ -183,7 +190,7 @@ def rewind(folder: Path) -> list[Path]:
     if not pointer.is_file() or pointer.read_bytes().strip() != str(step).encode():
         point(folder)
     later = [folder.with_name(folder_name(other)) for other in saved_steps(folder.parent.parent) if other > step]
-    return [left.rename(left.with_name(f"{left.name}.{secrets.token_hex(4)}{LEFT}")) for left in later]
+    return [path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{LEFT}")) for path in later]
 
 
 def delete_superfluous(run: Path, newest: int, last: int, every: int) -> None:
@@ -192,7 +199,7 @@ def delete_superfluous(run: Path, newest: int, last: int, every: int) -> None:
     Each is renamed first, so that a killed process leaves no partially deleted checkpoint.
     """
     steps = [step for step in saved_steps(run) if step <= newest]
-    for step in steps[:-last] if last else []:
+    for step in steps[:-last]:  # none if `last` is 0
         if every and step % every == 0:
             continue
         folder = run / "checkpoints" / folder_name(step)
@@ -214,8 +221,12 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
         UserError: there is none, it is damaged, or `--save` has the checkpoints of another run.
     """
     options = config.checkpoint
-    load = options.save if _was_begun_by(options) else options.load
-    source = locate(Path(load), past_damaged=options.load_latest_complete) if load else None
+    load = options.load
+    if _was_begun_by(options):
+        load = options.save
+    source = None
+    if load:
+        source = locate(Path(load), past_damaged=options.load_latest_complete)
     if options.load and source is None and not options.load_if_present:
         raise UserError(
             f"load: got {options.load}, which holds no checkpoint; "
@@ -254,5 +265,5 @@ def end_of_samples(config: Config, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         return config.samples
     done = checkpoint.manifest
-    left = config.training.train_iters - done.step
-    return config.data.first_sample + done.consumed_samples + left * config.data.global_batch_size
+    remaining_steps = config.training.train_iters - done.step
+    return config.data.first_sample + done.consumed_samples + remaining_steps * config.data.global_batch_size

@@ -48,15 +48,22 @@ def note_history(folder: Path, event: str, step: int, facts: Record) -> None:
 def read_history(folder: Path) -> History:
     """Read a run's history; it is empty if there is no file. Raises what `read_jsonl` raises."""
     path = folder / HISTORY_FILE
-    lines = read_jsonl(path) if path.is_file() else []
+    if not path.is_file():
+        return History((), None)
+    lines = read_jsonl(path)
     starts = tuple(line for line in lines if line.get("event") == "start")
-    return History(starts, lines[-1] if lines and lines[-1].get("event") == "end" else None)
+    end = None
+    if lines and lines[-1].get("event") == "end":
+        end = lines[-1]
+    return History(starts, end)
 
 
 def first_start(folder: Path) -> Record:
     """Return the newest start at step 0 of a run's history; empty if there is none. Raises as `read_jsonl` does."""
-    firsts = [start for start in read_history(folder).starts if start["step"] == 0]
-    return firsts[-1] if firsts else {}
+    for start in reversed(read_history(folder).starts):
+        if start["step"] == 0:
+            return start
+    return {}
 
 
 def local_time(seconds: float) -> str:

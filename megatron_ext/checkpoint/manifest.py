@@ -12,7 +12,7 @@ import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -82,10 +82,11 @@ class Manifest:
                 f"load: {path} is damaged: it is no JSON, or its own checksum differs; take another checkpoint"
             )
         if values.get("format") != FORMAT:
-            given = echo(values.get("format"))
-            raise UserError(f"load: {path} has format {given}, this version reads {FORMAT}; use its version")
-        known = {field.name for field in fields(cls)}  # a later version may have added other fields
-        manifest = typed({name: value for name, value in values.items() if name in known}, cls, path)
+            raise UserError(
+                f"load: {path} has format {echo(values.get('format'))}, this version reads {FORMAT}; use its version"
+            )
+        names = {field.name for field in fields(cls)}  # a later version may have added other fields
+        manifest = typed({name: value for name, value in values.items() if name in names}, cls, path)
         for name in manifest.files:
             check_inside(name, path, "load")
         return manifest
@@ -103,13 +104,15 @@ class Manifest:
             OSError: the file system failed; another attempt may succeed.
         """
         for name in names:
-            path, wanted = folder / name, self.files[name]
+            path = folder / name
             with readable(path):
-                size = path.stat().st_size
-                found = facts_of(path) if content and size == wanted.size else replace(wanted, size=size)
-            if found != wanted:
-                what = "checksum" if size == wanted.size else "size"
-                raise UserError(f"load: {path} is damaged: its {what} differs; take another checkpoint")
+                if path.stat().st_size != self.files[name].size:
+                    damage = "size"
+                elif content and facts_of(path) != self.files[name]:
+                    damage = "checksum"
+                else:
+                    continue
+            raise UserError(f"load: {path} is damaged: its {damage} differs; take another checkpoint")
 
 
 def check_inside(name: Any, source: Path, field: str) -> None:
@@ -117,7 +120,9 @@ def check_inside(name: Any, source: Path, field: str) -> None:
 
     Only the name is checked: the file may be a link created by the owner of the folder. `field` begins the message.
     """
-    path = PurePosixPath(name) if isinstance(name, str) else None
+    path = None
+    if isinstance(name, str):
+        path = PurePosixPath(name)
     if path is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise UserError(
             f"{field}: {source} names {str(name)[:200]!r}, which is outside its folder, needs files in "
@@ -138,13 +143,12 @@ def readable(path: Path) -> Iterator[None]:
 
 def facts_of(path: Path) -> FileFacts:
     """Read a file completely and return its size and checksum."""
-    size, digest = 0, hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
+        for block in iter(functools.partial(file.read, 2**20), b""):
             heartbeat.beat()
             digest.update(block)
-            size += len(block)
-    return FileFacts(size, digest.hexdigest())
+        return FileFacts(file.tell(), digest.hexdigest())
 
 
 @functools.cache

@@ -4,9 +4,10 @@
     CHECKPOINT/iter_0000040/common.pt                    RUN/checkpoints/iter_0000000/
                             .metadata, *.distcp   <-->    (with the optimizer's state: iter_0000040)
 
-Megatron-Core's format torch_dist is that of torch.distributed.checkpoint: tensors are whole, of any layout. Those of
-all layers may be stacked along a new first axis, those of a layer's experts along the next. Its index and common.pt
-are pickles; here they are read without executing anything. Memory holds one tensor of one layer or expert at a time.
+Megatron-Core's format torch_dist is the format of torch.distributed.checkpoint: tensors are whole, of any layout. The
+layers' tensors may be stacked along a new first axis, the tensors of a layer's experts along the next. Its index and
+common.pt are pickles; here they are read without executing anything. Memory holds one tensor of one layer or expert at
+a time.
 """
 
 import io
@@ -37,7 +38,7 @@ from megatron_ext.checkpoint.hf.config import comparable
 from megatron_ext.checkpoint.hf.convert import Progress, check_output, open_run, stored_shape, write_run
 from megatron_ext.checkpoint.hf.names import Parameter, Place, parameters_of
 from megatron_ext.checkpoint.manifest import check_inside, readable
-from megatron_ext.checkpoint.tensors import DTYPES, Shard
+from megatron_ext.checkpoint.tensors import DTYPES, Shard, Stored
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.config.checks import mistakes
@@ -58,7 +59,7 @@ _SAME = [  # options of the model under the same name
     for name, argument in ARGUMENTS.items()
     if argument.has_same_name and FIELDS[name].section == "model" and name not in ("vocab_size", "rope_scaling_factor")
 ]
-# those of them that Megatron-LM's --use-checkpoint-args does not read from a checkpoint
+# options that Megatron-LM's --use-checkpoint-args does not read from a checkpoint
 _UNREAD = (
     *("norm_epsilon", "qk_layernorm", "no_rope_freq", "window_size", "window_attn_skip_freq", "use_rope_scaling"),
     *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "moe_router_num_groups", "moe_router_group_topk"),
@@ -66,8 +67,6 @@ _UNREAD = (
 _BALANCING = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate")
 _NO_WEIGHTS = ("optimizer", "chained_", "rng_state", "rerun_state")
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
-# those of which a common.pt may hold one number; torch's Adam keeps its step as a tensor
-_STORAGES = {"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "LongStorage": torch.int64}
 
 
 class _Opaque:
@@ -86,28 +85,18 @@ class _Opaque:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Execute nothing: only torch's dtypes and the index's data classes are known, all else becomes `_Opaque`.
+    """Execute nothing: only the names in `_KNOWN` are resolved, any other becomes `_Opaque`.
 
-    A tensor of one element in `archive` becomes its number, any other one None.
+    A tensor of one element in `archive` becomes its number, any other tensor None.
     """
 
     def __init__(self, content: bytes, archive: zipfile.ZipFile | None = None, folder: str = "") -> None:
         super().__init__(io.BytesIO(content))
-        self._archive, self._folder = archive, folder
+        self._archive = archive
+        self._folder = folder
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _number
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        found = vars(dcp).get(name) if module == dcp.__name__ else None
-        if isinstance(found, type) and found.__module__ == module:
-            return found
-        return _StorageInfo if (module, name) == (_StorageInfo.__module__, "_StorageInfo") else _Opaque
+        return _KNOWN.get((module, name), _Opaque)
 
     def persistent_load(self, pid: Any) -> float | None:
         """Return the only number of a tensor's memory."""
@@ -120,6 +109,21 @@ class _Unpickler(pickle.Unpickler):
 
 def _number(storage: float | None, *_: Any) -> float | None:
     return storage
+
+
+# a common.pt may hold one number in one of these storages; torch's Adam keeps its step as a tensor
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _number,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "Size"): torch.Size,
+    (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
+}
+_KNOWN |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+for _name, _value in vars(dcp).items():  # the index's data classes, not what their module imports
+    if isinstance(_value, type) and _value.__module__ == dcp.__name__:
+        _KNOWN[dcp.__name__, _name] = _value
 
 
 def _unpickle(content: bytes) -> Any:
@@ -146,13 +150,7 @@ class _Source(DefaultLoadPlanner):
                 index = _Unpickler((folder / ".metadata").read_bytes()).load()
             for info in index.storage_data.values():
                 check_inside(info.relative_path, folder / ".metadata", "input")
-            # newer versions save what common.pt held as an entry of the index, a list of one
-            entry = [info for at, info in index.storage_data.items() if at.fqn.startswith("common_state/")]
-            path = folder / (entry[0].relative_path if entry else "common.pt")
-            with readable(path), path.open("rb") as file:
-                file.seek(entry[0].offset if entry else 0)
-                common = _unpickle(file.read(entry[0].length if entry else -1))
-            self.common: dict[str, Any] = common[0] if entry else common
+            self.common = _read_common(folder, index)
             self.args: dict[str, Any] = vars(self.common["args"])
             stored = index.state_dict_metadata.items()
             self.tensors = {name: tensor for name, tensor in stored if isinstance(tensor, dcp.TensorStorageMetadata)}
@@ -183,13 +181,32 @@ class _Source(DefaultLoadPlanner):
         return self._whole.view(shape)
 
 
+def _read_common(folder: Path, index: Any) -> dict[str, Any]:
+    """Return what common.pt holds; newer versions of Megatron-Core save it as an entry of the index, a list of one."""
+    common: dict[str, Any]
+    for entry, info in index.storage_data.items():
+        if entry.fqn.startswith("common_state/"):
+            path = folder / info.relative_path
+            with readable(path), path.open("rb") as file:
+                file.seek(info.offset)
+                common = _unpickle(file.read(info.length))[0]
+            return common
+    with readable(folder / "common.pt"):
+        common = _unpickle((folder / "common.pt").read_bytes())
+    return common
+
+
 def _locate(path: Path, iteration: int | None) -> Path:
     """Return the checkpoint in a folder of Megatron-LM's --save, or the folder itself if it is one."""
     folder = path
-    if iteration is not None or (path / POINTER).is_file():
+    if iteration is not None:
+        folder = path / folder_name(iteration)
+    elif (path / POINTER).is_file():
         with readable(path / POINTER):
-            step = str(iteration) if iteration is not None else (path / POINTER).read_text("utf-8").strip()
-        folder = path / (f"iter_{int(step):07d}" if step.isdecimal() else "release")
+            step = (path / POINTER).read_text("utf-8").strip()
+        folder = path / "release"
+        if step.isdecimal():
+            folder = path / folder_name(int(step))
     if not folder.is_dir():
         raise UserError(f"input: {folder} does not exist; check the path")
     if folder.name.startswith("mp_rank_"):
@@ -210,15 +227,21 @@ def _locate(path: Path, iteration: int | None) -> Path:
 
 def _places_in(row: Parameter, place: Place) -> Iterator[tuple[str, Place]]:
     """Yield the keys that a parameter may have, each with its index along the leading axes; stacked ones first."""
-    names = list(row.megatron[:1] if row.of_experts else row.megatron[::-1])
+    names = list(reversed(row.megatron))
+    if row.of_experts:
+        names = [row.megatron[0]]
     # Megatron's own layers save the norm before a router, too, under the name that it has if it is fused
     names += [name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_") for name in names if "pre_mlp" in name]
     for name in names:
         for stacked in ("01", "1", "0", ""):
-            key, at = name.replace("local_experts.", "experts."), []
+            key = name.replace("local_experts.", "experts.")
+            at = []
             for number, where in zip("01", place, strict=False):
-                key = key.replace(f"{{{number}}}.", "" if number in stacked else f"{where}.")
-                at += [where] if number in stacked else []
+                if number in stacked:
+                    key = key.replace(f"{{{number}}}.", "")
+                    at.append(where)
+                else:
+                    key = key.replace(f"{{{number}}}.", f"{where}.")
             yield key, tuple(at)
 
 
@@ -231,7 +254,7 @@ def model_config(args: dict[str, Any], vocab_size: int, accepted: Sequence[str] 
     """
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not args.get(name):
-            raise UserError(f"input: the checkpoint's args have no {name}, needs those of Megatron-LM")
+            raise UserError(f"input: the checkpoint's args have no {name}, needs the args of Megatron-LM")
     translation = translate(args)
     for line in translation.model.values():
         raise UserError(f"input: the checkpoint's args have {line}; convert it by Megatron-Bridge")
@@ -242,7 +265,7 @@ def model_config(args: dict[str, Any], vocab_size: int, accepted: Sequence[str] 
     options = {name: value for name, value in translation.options.items() if FIELDS[name].section == "model"}
     options |= {"vocab_size": vocab_size, "make_vocab_size_divisible_by": math.gcd(vocab_size, 128)}
     model = typed(options, ModelConfig, "input: the checkpoint's args")
-    if mistake := next(mistakes(Config(model=model, data=DataConfig(data_path=("none",))), 1, training=False), None):
+    for mistake in mistakes(Config(model=model, data=DataConfig(data_path=("none",))), 1, training=False):
         raise UserError(f"input: the checkpoint has values with which it cannot run here: {mistake}")
     return model
 
@@ -252,7 +275,7 @@ def training_config(args: dict[str, Any], bf16: bool) -> TrainingConfig:
     translation = translate(args)
     for name, line in translation.training.items():
         if name in _BALANCING or ARGUMENTS[name].group == "training":  # others are of its data and its layout
-            logger.warning("training differs from that of the checkpoint: %s", line)
+            logger.warning("training differs from the checkpoint's: %s", line)
     carried = {name: value for name, value in translation.options.items() if name in _BALANCING}
     return typed(carried | {"bf16": bf16}, TrainingConfig, "input: the checkpoint's args")
 
@@ -267,7 +290,9 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
     args |= {"layernorm_epsilon": model.norm_epsilon, "norm_epsilon": model.norm_epsilon}  # since 0.16, and before
     args |= {"group_query_attention": True, "num_query_groups": model.num_query_groups}
     args["moe_layer_freq"] = list(model.moe_layer_freq) or 1
-    args["window_size"] = (model.local_window - 1, 0) if model.local_window else None
+    args["window_size"] = None
+    if model.local_window:
+        args["window_size"] = (model.local_window - 1, 0)
     args["use_rope_scaling"] = model.rope_scaling == "llama3"
     if model.rope_scaling == "llama3":
         args["rope_scaling_factor"] = model.rope_scaling_factor
@@ -275,9 +300,10 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
         args["rotary_seq_len_interpolation_factor"] = model.rope_scaling_factor
     assert model.vocab_size is not None
     args["padded_vocab_size"] = model.padded_vocab_size(model.vocab_size)
-    wanted, theirs = vars(comparable(model)), vars(comparable(model_config(args, model.vocab_size)))
-    if unlike := [name for name in wanted if wanted[name] != theirs[name]]:
-        raise UserError(f"{unlike[0]}: got {wanted[unlike[0]]!r}, which a checkpoint of Megatron-LM cannot have here")
+    built = vars(comparable(model_config(args, model.vocab_size)))
+    for name, value in vars(comparable(model)).items():
+        if value != built[name]:
+            raise UserError(f"{name}: got {value!r}, which a checkpoint of Megatron-LM cannot have here")
     return args
 
 
@@ -292,7 +318,7 @@ def continued_config(args: dict[str, Any], config: Config) -> Config:
     translation = translate(args)
     for name, line in translation.training.items():
         if name != "load":
-            logger.warning("training differs from that of the checkpoint: %s", line)
+            logger.warning("training differs from the checkpoint's: %s", line)
     sections = to_dict(config)
     for name, value in translation.options.items():
         if FIELDS[name].section in ("data", "training", "optimizer"):
@@ -305,8 +331,9 @@ def _entries(state: Any, names: Collection[str]) -> Iterator[Any]:
     if isinstance(state, dict):
         yield from (value for name, value in state.items() if name in names and value is not None)
         state = list(state.values())
-    for part in state if isinstance(state, list | tuple) else ():
-        yield from _entries(part, names)
+    if isinstance(state, list | tuple):
+        for part in state:
+            yield from _entries(part, names)
 
 
 def _progress(stored: _Source) -> Progress:
@@ -323,7 +350,7 @@ def _progress(stored: _Source) -> Progress:
         raise UserError(f"{has} the optimizer {echo(optimizer)}, needs adam; {remedy}")
     if not any("optimizer.state.exp_avg." in name for name in stored.tensors):
         kind = next(_entries(state, ["param_state_sharding_type"]), "none")
-        needs = f"fully_reshardable (save it with {_RESHARDABLE}) or that of the plain optimizer"
+        needs = f"fully_reshardable (save it with {_RESHARDABLE}) or the plain optimizer's"
         raise UserError(f"{has} an optimizer's state in the format {echo(kind)}, needs {needs}; {remedy}")
     counts = {
         "iteration": {stored.common.get("iteration")},
@@ -352,7 +379,7 @@ def _shard(
 
 
 def _weights(stored: _Source, model: ModelConfig, vocab_size: int) -> tuple[list[Shard], dict[str, tuple[str, Place]]]:
-    """Return all weights, and the keys and indices of those that are trained, by name.
+    """Return all weights, and the keys and indices of the trained ones, by name.
 
     Raises:
         UserError: a weight is missing, or there is one that the model does not have.
@@ -363,16 +390,17 @@ def _weights(stored: _Source, model: ModelConfig, vocab_size: int) -> tuple[list
     for row in parameters_of(model):
         shape = stored_shape(row, model, vocab_size)
         for place in row.places(model):
-            found = [(key, at) for key, at in _places_in(row, place) if key in stored.tensors]
-            if not found:
+            stored_at = [(key, at) for key, at in _places_in(row, place) if key in stored.tensors]
+            if not stored_at:
                 raise UserError(f"input: {stored.folder} has no {row.checkpoint(place)}, needs all weights of its args")
-            key, at = found[0]
-            used.update(key for key, _ in found)
+            key, at = stored_at[0]
+            used.update(key for key, _ in stored_at)
             shards.append(_shard(stored, key, at, shape, row.checkpoint(place), DTYPES.values()))
             if row.trained:
                 places[shards[-1].name] = key, at
-    if more := sorted(key for key in stored.tensors.keys() - used if not key.startswith(_NO_WEIGHTS)):
-        raise UserError(f"input: {stored.folder} has {more[0]}, which this package does not support")
+    for key in sorted(stored.tensors.keys() - used):
+        if not key.startswith(_NO_WEIGHTS):
+            raise UserError(f"input: {stored.folder} has {key}, which this package does not support")
     return shards, places
 
 
@@ -388,7 +416,10 @@ def _adam_states(stored: _Source, places: dict[str, tuple[str, Place]], weights:
         key, at = places[weight.name]
         if weight.dtype is torch.float16:
             raise UserError(f"input: {key} in {stored.folder} is in float16, needs bfloat16 or float32 to go on here")
-        for name in ("exp_avg", "exp_avg_sq", *(["fp32_param"] if weight.dtype is torch.bfloat16 else [])):
+        names = ["exp_avg", "exp_avg_sq"]
+        if weight.dtype is torch.bfloat16:
+            names.append("fp32_param")
+        for name in names:
             state = plain.get(f"optimizer.state.{name}.{key}")
             if state is None:
                 raise UserError(
@@ -396,7 +427,9 @@ def _adam_states(stored: _Source, places: dict[str, tuple[str, Place]], weights:
                 )
             grid = tuple(stored.tensors[state].size[len(at) :])
             is_flat = len(grid) > len(weight.sizes) and math.prod(grid) == math.prod(weight.sizes)
-            sizes = grid if is_flat else weight.sizes
+            sizes = weight.sizes
+            if is_flat:
+                sizes = grid
             shard = _shard(stored, state, at, sizes, f"optimizer.state.{name}.{weight.name}", [torch.float32])
             if is_flat:
                 data = partial(_from_blocks, shard.data, weight.sizes)
@@ -427,8 +460,10 @@ def flags(args: dict[str, Any]) -> list[str]:
         words.append(flag(name))
         if isinstance(value, tuple | list):
             words.append(",".join(map(str, value)))
+        elif isinstance(value, float):
+            words.append(format(value, "g"))
         elif value is not True:
-            words.append(format(value, "g") if isinstance(value, float) else str(value))
+            words.append(str(value))
     return words
 
 
@@ -455,11 +490,14 @@ def megatron_lm_to_megatron(
     began = time.perf_counter()
     check_output(output, source)
     stored = _Source(source, iteration)
-    if (embedding := stored.tensors.get("embedding.word_embeddings.weight")) is None:
+    embedding = stored.tensors.get("embedding.word_embeddings.weight")
+    if embedding is None:
         raise UserError(f"input: {stored.folder} has no embedding.word_embeddings.weight, needs a GPT model's weights")
     vocab_size = embedding.size[0]
     model = model_config(stored.args, vocab_size, accepted)
-    progress = _progress(stored) if with_optimizer else Progress()
+    progress = Progress()
+    if with_optimizer:
+        progress = _progress(stored)
     shards, places = _weights(stored, model, vocab_size)
     data = DataConfig(seq_length=stored.args.get("max_position_embeddings") or DataConfig.seq_length)
     bf16 = shards[0].dtype is torch.bfloat16
@@ -493,6 +531,32 @@ def _nothing() -> io.BytesIO:
     return content
 
 
+def _add_weight(target: _Target, model: ModelConfig, stored: Stored, row: Parameter, place: Place) -> None:
+    """Add a weight to a checkpoint of Megatron-LM, under every key that its layers may look for."""
+    name = row.checkpoint(place)
+    weight = stored.tensors[name]
+    stacked_axes = len(place)
+    if model.moe_layer_freq:  # layers differ and are not stacked
+        stacked_axes = max(stacked_axes - 1, 0)
+    keys = [(key, at) for key, at in _places_in(row, place) if len(at) == stacked_axes]
+    if "pre_mlp" not in keys[0][0]:
+        keys = keys[:1]
+    for key, at in dict.fromkeys(keys):
+        stacked = (model.num_layers, model.num_experts or 0)[len(place) - len(at) : len(place)]
+        offset = torch.Size((*at, *(0 for _ in weight.shape)))
+        sizes = torch.Size((*(1 for _ in at), *weight.shape))
+        properties = dcp.TensorProperties(dtype=DTYPES[weight.dtype])
+        whole = torch.Size((*stacked, *weight.shape))
+        described = TensorWriteData(dcp.ChunkStorageMetadata(offset, sizes), properties, whole)
+        data = partial(lambda name, shape: stored.read(name).view(shape), name, sizes)
+        target.add(dcp.MetadataIndex(key, offset), data, WriteItemType.SHARD, described)
+        if ".linear_" in key and key.endswith(".weight"):  # of which layers may keep more than weights: nothing
+            number = ".".join(map(str, at or (0,)))
+            count = ".".join(map(str, stacked or (1,)))
+            state = dcp.MetadataIndex(f"{key.removesuffix('weight')}_extra_state/shard_{number}_{count}")
+            target.add(state, _nothing, WriteItemType.BYTE_IO, None)
+
+
 def megatron_to_megatron_lm(source: Path, output: Path) -> list[str]:
     """Write a checkpoint, with weights alone, that Megatron-LM loads; return what its command line needs.
 
@@ -501,25 +565,11 @@ def megatron_to_megatron_lm(source: Path, output: Path) -> list[str]:
     """
     check_output(output, source)
     run, places, stored = open_run(source)
-    model, step = run.model, run.checkpoint.manifest.step  # type: ignore[union-attr]
-    args = arguments(model) | {"seq_length": run.length, "max_position_embeddings": run.length, "iteration": step}
+    step = run.checkpoint.manifest.step  # type: ignore[union-attr]
+    args = arguments(run.model) | {"seq_length": run.length, "max_position_embeddings": run.length, "iteration": step}
     target = _Target()
     for row, place in places:
-        found = stored.tensors[row.checkpoint(place)]
-        single = bool(model.moe_layer_freq)
-        sizes = (model.num_layers, model.num_experts or 0)
-        keys = [(key, at) for key, at in _places_in(row, place) if len(at) == max(len(place) - single, 0)]
-        for key, at in dict.fromkeys(keys if "pre_mlp" in keys[0][0] else keys[:1]):
-            whole = torch.Size((*sizes[len(place) - len(at) : len(place)], *found.shape))
-            part = torch.Size((*at, *(0 for _ in found.shape))), torch.Size((*(1 for _ in at), *found.shape))
-            properties = dcp.TensorProperties(dtype=DTYPES[found.dtype])
-            described = TensorWriteData(dcp.ChunkStorageMetadata(*part), properties, whole)
-            data = partial(lambda name, shape: stored.read(name).view(shape), row.checkpoint(place), part[1])
-            target.add(dcp.MetadataIndex(key, part[0]), data, WriteItemType.SHARD, described)
-            if ".linear_" in key and key.endswith(".weight"):  # of which layers may keep more than weights: nothing
-                number, count = (".".join(map(str, axes)) for axes in (at or (0,), whole[: len(at)] or (1,)))
-                state = dcp.MetadataIndex(f"{key.removesuffix('weight')}_extra_state/shard_{number}_{count}")
-                target.add(state, _nothing, WriteItemType.BYTE_IO, None)
+        _add_weight(target, run.model, stored, row, place)
     with atomic_folder(output.absolute()) as folder:
         checkpoint = folder / folder_name(step)
         checkpoint.mkdir()
@@ -531,5 +581,8 @@ def megatron_to_megatron_lm(source: Path, output: Path) -> list[str]:
         torch.save({"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": step}, checkpoint / "common.pt")
         (checkpoint / "metadata.json").write_text(json.dumps(_FORMAT))
         (folder / POINTER).write_text(str(step))
-    bf16 = stored.tensors[places[0][0].checkpoint(places[0][1])].dtype == "BF16"
-    return ["--load", str(output), *flags(args), *(["--bf16"] if bf16 else [])]
+    words = ["--load", str(output), *flags(args)]
+    row, place = places[0]
+    if stored.tensors[row.checkpoint(place)].dtype == "BF16":
+        words.append("--bf16")
+    return words

@@ -42,11 +42,14 @@ class Pretrained:
         Raises:
             UserError: the folder is neither of these, is damaged, or is from a version with other model options.
         """
-        if (checkpoint := locate(path)) is None:
+        checkpoint = locate(path)
+        if checkpoint is None:
             raise UserError(f"checkpoint: {path} holds no checkpoint of this package; check the path")
-        folder, saved = checkpoint.folder, checkpoint.manifest.config
-        given, known = saved.get("model", {}).items(), vars(ModelConfig())
-        if unknown := sorted(name for name, value in given if value and name not in known):
+        folder = checkpoint.folder
+        saved = checkpoint.manifest.config
+        options = vars(ModelConfig())
+        unknown = sorted(name for name, value in saved.get("model", {}).items() if value and name not in options)
+        if unknown:
             raise UserError(
                 f"checkpoint: {folder} has a model with {unknown[0]}, which this version does not know; use its own"
             )
@@ -54,7 +57,8 @@ class Pretrained:
             config = from_dict(saved)
         except UserError as error:
             raise UserError(f"checkpoint: {folder} has a configuration that cannot be read: {error}") from None
-        model, data = config.model, config.data
+        model = config.model
+        data = config.data
         if model.rope_window_bases:  # the base of the last step, whose window may not have been the final one
             window = config.window_schedule().window_at(max(checkpoint.manifest.step - 1, 0))
             model = replace(model, rotary_base=model.rotary_base_at(window), rope_window_bases=())
@@ -73,11 +77,15 @@ class Pretrained:
 
         Dynamic rotary scaling depends on the length of each text in transformers, of the rows in our runs.
         """
-        return settled(self.model, length if self.checkpoint is None else self.length or length)
+        if self.checkpoint is not None:
+            length = self.length or length
+        return settled(self.model, length)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of all files that contain weights or shapes."""
-        names = ("*.safetensors", "config.json") if self.checkpoint is None else ("*",)
+        names = ["*"]
+        if self.checkpoint is None:
+            names = ["*.safetensors", "config.json"]
         return fingerprint(*sorted(file for name in names for file in self.folder.glob(name) if file.is_file()))
 
     def check_shapes(self, model: ModelConfig, vocab_size: int) -> None:
@@ -86,10 +94,13 @@ class Pretrained:
         Raises:
             UserError: the message names every field that differs, with the flags that would match.
         """
-        wanted, given = vars(self.model), vars(replace(model, vocab_size=vocab_size))
-        unlike = [name for name in differences(ModelConfig(**given), self.model) if given[name] != wanted[name]]
-        unlike = [name for name in unlike if name != "rotary_base_local"]  # continued training may change it
+        model = replace(model, vocab_size=vocab_size)
+        new = vars(model)
+        wanted = vars(self.model)
+        unlike = [name for name in differences(model, self.model) if new[name] != wanted[name]]
+        if "rotary_base_local" in unlike:  # continued training may change it
+            unlike.remove("rotary_base_local")
         if unlike:
-            got = ", ".join(f"{name}: got {given[name]}" for name in unlike)
+            got = ", ".join(f"{name}: got {new[name]}" for name in unlike)
             flags = " ".join(as_flag(name, wanted[name]) for name in unlike)
             raise UserError(f"{got}; init_from {self.folder} needs others; use {flags}")

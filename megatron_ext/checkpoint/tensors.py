@@ -93,14 +93,17 @@ def write(folder: Path, rank: int, shards: Iterable[Shard]) -> Written:
     places = list(accumulate((math.prod(shard.sizes) * shard.dtype.itemsize for shard in shards), initial=0))
     entries = {}
     for shard, span in zip(shards, pairwise(places), strict=True):
-        key = shard.name if shard.sizes == shard.shape else f"{shard.name}{list(shard.offset)}"
+        key = shard.name
+        if shard.sizes != shard.shape:
+            key += str(list(shard.offset))
         entries[key] = {"dtype": words[shard.dtype], "shape": shard.sizes, "data_offsets": span}
     assert len(entries) == len(shards)
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
 
-    path, digest = folder / f"tensors_{rank:05d}.safetensors", hashlib.sha256(header)
+    path = folder / f"tensors_{rank:05d}.safetensors"
+    digest = hashlib.sha256(header)
     tensors = []
     with atomic_write(path) as partial, partial.open("wb") as file:
         file.write(header)
@@ -150,7 +153,8 @@ class Stored:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, path = folder, folder / INDEX
+        self.folder = folder
+        path = folder / INDEX
         try:
             with readable(path):
                 self.tensors = _INDEX_FILE.validate_json(path.read_bytes())
@@ -185,23 +189,28 @@ class Stored:
             UserError: a tensor is missing, has another shape or is damaged; the message names the tensor or the file.
         """
         for name, group in groupby(shards, lambda shard: shard.name):
-            mine, stored = list(group), self.tensors.get(name)
+            stored = self.tensors.get(name)
             if stored is None:
                 raise UserError(f"load: {self.folder} has no tensor {name}; take another checkpoint")
-            shape = mine[0].shape
+            parts = list(group)
+            shape = parts[0].shape
             if shape[padded:] != stored.shape[padded:]:
                 raise UserError(
                     f"{name}: got {shape}, {self.folder} needs {stored.shape}; use its config.yaml and its tokenizer"
                 )
             for block in stored.blocks:
-                overlaps = [(shard, indices) for shard in mine if (indices := _overlap(shard, block)) is not None]
-                tensor = self._load(block, DTYPES[stored.dtype]) if overlaps else torch.empty(0)
+                pairs = [(shard, _overlap(shard, block)) for shard in parts]
+                overlaps = [(shard, overlap) for shard, overlap in pairs if overlap is not None]
+                if not overlaps:
+                    continue
+                tensor = self._load(block, DTYPES[stored.dtype])
                 for shard, (in_shard, in_block) in overlaps:
                     shard.data()[in_shard].copy_(tensor[in_block])
 
     def _load(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Read a block, with plain reads: a file that is mapped to memory would raise SIGBUS if its disk failed."""
-        path, tensor = self.folder / block.file, torch.empty(block.sizes, dtype=dtype)
+        path = self.folder / block.file
+        tensor = torch.empty(block.sizes, dtype=dtype)
         heartbeat.beat()
         with readable(path), path.open("rb") as file:
             file.seek(block.first)

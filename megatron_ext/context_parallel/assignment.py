@@ -33,6 +33,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import merge
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ class Pieces:
     # start, end: int64 [P], its tokens [start, end)
     start: Int64
     end: Int64
-    rank: Int64  # int64 [P], the rank that holds it
+    rank: Int64  # int64 [P], the rank that holds each piece
 
 
 def contiguous(layout: PackedLayout, cp_size: int) -> Pieces:
@@ -96,7 +97,8 @@ def cut_at_segments(layout: PackedLayout, starts: Int64, owners: Int64) -> Piece
     starts 0 2, owners 0 1        [0 0][1 1][1 1 1]        pieces [0,2) [2,4) [4,7)
     """
     changes = np.append(True, np.diff(owners) != 0)  # join neighbours of the same owner
-    starts, owners = starts[changes], owners[changes]
+    starts = starts[changes]
+    owners = owners[changes]
     borders = layout.cu_seqlens.astype(np.int64)
     inside = starts[borders[np.searchsorted(borders, starts)] != starts]  # these cut a segment, the others are borders
     at = np.searchsorted(borders, inside)
@@ -147,7 +149,9 @@ class Assignment:
         start = np.concatenate([borders[whole], borders[cuts[:, 0]] + cuts[:, 1]])
         rank = np.concatenate([self._whole[whole], cuts[:, 2]])
         order = np.argsort(start, kind="stable")
-        segment, start, rank = segment[order], start[order], rank[order]
+        segment = segment[order]
+        start = start[order]
+        rank = rank[order]
         first = np.append(True, (np.diff(segment) != 0) | (np.diff(rank) != 0))
         start = start[first]
         return Pieces(segment[first], start, np.append(start[1:], self._layout.tokens), rank[first])
@@ -166,7 +170,8 @@ class ShortSegments:
         self._assignment = assignment
         self._tokens: list[int] = [0, *np.cumsum(lengths[order]).tolist()]
         self._pairs: list[int] = [0, *np.cumsum(segment_pairs(lengths[order], left_window)).tolist()]
-        self._low, self._high = 0, self._tokens[-1]
+        self._low = 0
+        self._high = self._tokens[-1]
 
     @property
     def tokens(self) -> int:
@@ -206,8 +211,10 @@ class ShortSegments:
         """Assign tokens [low, high) of the row: the tail of a segment, whole segments, the head of one."""
         if low == high:
             return
-        first, last = bisect_right(self._tokens, low) - 1, bisect_left(self._tokens, high) - 1
-        head, tail = low - self._tokens[first], high - self._tokens[last]
+        first = bisect_right(self._tokens, low) - 1
+        last = bisect_left(self._tokens, high) - 1
+        head = low - self._tokens[first]
+        tail = high - self._tokens[last]
         if first == last:
             self._assignment.cut(rank, int(self._segments[first]), head, tail)
             return
@@ -237,14 +244,16 @@ class Balancer:
     def __init__(self, layout: PackedLayout, cp_size: int, left_window: int | None, tolerance: float) -> None:
         self._left_window = left_window
         self._tokens_per_rank = layout.tokens // cp_size  # t
-        self._rank, self._later = 0, cp_size - 1  # the current rank, and the number of ranks after it
+        self._rank = 0  # the current rank
+        self._later = cp_size - 1  # the number of ranks after it
         self._pairs_left: float = layout.attention_pairs(left_window)  # for this rank and those after it
         self._mean = self._pairs_left / cp_size
         self._target = self._mean  # an equal share of the remaining pairs, updated for each rank
         self._limit = tolerance * self._mean
         self._assignment = Assignment(layout)
         short = layout.lengths * _SHORT <= self._tokens_per_rank
-        short_segments, intervals = np.flatnonzero(short), np.flatnonzero(~short)
+        short_segments = np.flatnonzero(short)
+        intervals = np.flatnonzero(~short)
         self._short = ShortSegments(short_segments, layout.lengths[short_segments], left_window, self._assignment)
         self._intervals: list[Interval] = []  # shorter than t, sorted by density
         self._long: list[Interval] = []  # the others, sorted by density
@@ -259,7 +268,8 @@ class Balancer:
         while self._later:
             self._target = self._pairs_left / (self._later + 1)
             self._pairs_left -= self._fill_rank()
-            self._rank, self._later = self._rank + 1, self._later - 1
+            self._rank += 1
+            self._later -= 1
         for interval in chain(self._intervals, self._long, self._leftovers):
             self._assignment.cut(self._rank, interval.segment, interval.low, interval.high)
         self._short.take(self._rank, self._short.tokens)
@@ -267,13 +277,15 @@ class Balancer:
 
     def _fill_rank(self) -> float:
         """Fill the rank by one of the three moves, chosen by the densest interval."""
-        leftovers, self._leftovers = self._leftovers, []
+        leftovers = self._leftovers
+        self._leftovers = []
         if not self._intervals:
-            self._intervals, leftovers = sorted(leftovers), []
+            self._intervals = sorted(leftovers)
+            leftovers = []
         if self._intervals and not self._long:
             densest = self._intervals.pop()
-            rest = self._tokens_per_rank - densest.length
-            if densest.pairs + self._pairs_of_lightest(rest, self._lightest(rest)) <= self._limit:
+            needed = self._tokens_per_rank - densest.length
+            if densest.pairs + self._pairs_of_lightest(needed, self._lightest(needed)) <= self._limit:
                 return self._gather(densest, leftovers)
             self._intervals.append(densest)
         for leftover in leftovers:
@@ -297,25 +309,29 @@ class Balancer:
         pairs: float = self._short.take(self._rank, tokens)
         for light in lightest:
             self._list_of(light).remove(light)
-            some = min(needed - tokens, light.length)
-            tokens, pairs = tokens + some, pairs + self._assign_ends(light, some, 0)
+            count = min(needed - tokens, light.length)
+            tokens += count
+            pairs += self._assign_ends(light, count, 0)
         front = needed - tokens  # 0 unless there are too few light tokens
         return pairs + self._assign_ends(interval, front, back)
 
     def _affordable_end(self, interval: Interval, needed: int, budget: float) -> int:
         """Return how many tokens of an interval's end fit the budget together with the lightest tokens."""
-        light, most = [*self._lightest(needed), interval], min(needed, interval.length)
+        light = [*self._lightest(needed), interval]
+        most = min(needed, interval.length)
 
         def fits(less: int) -> bool:
-            of_end = self._pairs_between(interval.high - (most - less), interval.high)
-            return of_end + self._pairs_of_lightest(needed - (most - less), light) <= budget
+            back = most - less
+            of_end = self._pairs_between(interval.high - back, interval.high)
+            return of_end + self._pairs_of_lightest(needed - back, light) <= budget
 
         return most - bisect_left(range(most), True, key=fits)
 
     def _lightest(self, needed: int) -> list[Interval]:
         """Return the lightest intervals that fill the rank after the short segments."""
-        intervals, tokens = [], self._short.tokens
-        for interval in sorted(self._intervals + self._long) if self._long else self._intervals:
+        intervals = []
+        tokens = self._short.tokens
+        for interval in merge(self._intervals, self._long):
             if tokens >= needed:
                 break
             intervals.append(interval)
@@ -324,23 +340,26 @@ class Balancer:
 
     def _pairs_of_lightest(self, tokens: int, intervals: list[Interval]) -> float:
         """Count the pairs of `tokens` tokens: of the short segments, then of these intervals, from the front."""
-        some = min(tokens, self._short.tokens)
-        pairs, tokens = self._short.light(some), tokens - some
+        count = min(tokens, self._short.tokens)
+        pairs = self._short.light(count)
         for interval in intervals:
+            tokens -= count
             if tokens <= 0:
                 break
-            some = min(tokens, interval.length)
-            pairs, tokens = pairs + self._pairs_between(interval.low, interval.low + some), tokens - some
+            count = min(tokens, interval.length)
+            pairs += self._pairs_between(interval.low, interval.low + count)
         return pairs
 
     # Intervals that fit
 
     def _gather(self, interval: Interval, leftovers: list[Interval]) -> float:
         """Assign this interval (already removed), leftovers that fit and more whole intervals, then fill the rank."""
-        needed, budget = self._tokens_per_rank, self._target
+        needed = self._tokens_per_rank
+        budget = self._target
         for whole in (interval, *leftovers):
             if whole.length <= needed:
-                needed, budget = needed - whole.length, budget - self._assign_ends(whole, whole.length, 0)
+                needed -= whole.length
+                budget -= self._assign_ends(whole, whole.length, 0)
             else:
                 insort(self._intervals, whole)
         while needed:
@@ -348,7 +367,8 @@ class Balancer:
             if index is None:
                 return self._target - budget + self._fill_rest_of_rank(needed, budget)
             interval = self._intervals.pop(index)
-            needed, budget = needed - interval.length, budget - self._assign_ends(interval, interval.length, 0)
+            needed -= interval.length
+            budget -= self._assign_ends(interval, interval.length, 0)
         return self._target - budget
 
     def _next_whole_interval(self, needed: int, budget: float) -> int | None:
@@ -366,9 +386,12 @@ class Balancer:
         for index in reversed(range(min(suiting, too_long))):
             interval = self._intervals[index]
             if interval.length <= needed:  # the densest of the lighter ones; the rest needs denser tokens
-                rest, wanted = needed - interval.length, budget - interval.pairs
-                fits = suiting == len(self._intervals) or not rest or self._short_segments_suffice(rest, wanted)
-                return index if fits or self._denser_interval(rest, wanted) is not None else None
+                needed -= interval.length
+                budget -= interval.pairs
+                fits = suiting == len(self._intervals) or not needed or self._short_segments_suffice(needed, budget)
+                if fits or self._denser_interval(needed, budget) is not None:
+                    return index
+                break
         return None
 
     def _denser_interval(self, needed: int, budget: float) -> int | None:
@@ -377,9 +400,12 @@ class Balancer:
         for index in range(first, min(first + 8, len(self._intervals))):
             interval = self._intervals[index]
             if interval.length <= needed:
-                some = min(needed - interval.length, self._short.tokens)
-                rest = self._short.light(some) + (needed - interval.length - some) * self._intervals[0].density
-                return index if interval.pairs + rest <= budget + _SLACK * self._mean else None
+                needed -= interval.length
+                short = min(needed, self._short.tokens)
+                lightest = self._short.light(short) + (needed - short) * self._intervals[0].density
+                if interval.pairs + lightest <= budget + _SLACK * self._mean:
+                    return index
+                break
         return None
 
     def _short_segments_suffice(self, needed: int, budget: float) -> bool:
@@ -413,12 +439,16 @@ class Balancer:
         # try only one of several intervals with the same density and length
         different = {self._intervals[i][:2]: i for i in indices if self._intervals[i].length >= needed}
         for index, back in product(different.values(), {needed * eighth // 8 for eighth in range(9)}):
-            interval, front = self._intervals[index], needed - back
-            left, taken = interval.length - needed, self._pairs_of_ends(interval, front, back)
-            # this rank fetches what precedes its front and what lies between its ends; the owner of the rest, all
-            # before it
-            rows = interval.low + (left if back else 0) + (interval.low + front if left else 0)
-            yield _Cut(rows + self._penalty(budget, taken, left, interval.pairs - taken), index, front, back, False)
+            interval = self._intervals[index]
+            front = needed - back
+            middle = interval.length - needed
+            taken = self._pairs_of_ends(interval, front, back)
+            rows = interval.low  # this rank fetches what precedes its front
+            if back:  # and what lies between its ends
+                rows += middle
+            if middle:  # the owner of the middle fetches all before it
+                rows += interval.low + front
+            yield _Cut(rows + self._penalty(budget, taken, middle, interval.pairs - taken), index, front, back, False)
 
     def _cuts_with_lightest(self, needed: int, budget: float) -> Iterator[_Cut]:
         """Yield cuts of two intervals' ends with the lightest tokens: one of ideal density, one denser."""
@@ -428,30 +458,35 @@ class Balancer:
         for index in {suiting, denser}:
             interval = self._intervals.pop(index)  # it cannot be combined with itself
             back = self._affordable_end(interval, needed, budget)
-            light, rest = self._lightest(needed - back), needed - back - self._short.tokens
-            of_lightest = self._pairs_of_lightest(needed - back, [*light, interval])
+            front = needed - back
+            lightest = self._lightest(front)
+            of_lightest = self._pairs_of_lightest(front, [*lightest, interval])
             taken = of_lightest + self._pairs_between(interval.high - back, interval.high)
             rows = interval.high - back
-            for other in light:  # what precedes it and, if it is cut, what its rest will fetch
-                rows += other.low + (other.low + rest if other.length > rest else 0)
-                rest -= other.length
+            missing = front - self._short.tokens
+            for light in lightest:
+                rows += light.low  # what precedes it
+                if light.length > missing:  # it is cut, and its remainder will fetch what precedes that
+                    rows += light.low + missing
+                missing -= light.length
             self._intervals.insert(index, interval)
             yield _Cut(rows + self._penalty(budget, taken, 0, 0), index, 0, back, True)
 
-    def _penalty(self, budget: float, taken: float, left: int, left_pairs: float) -> float:
+    def _penalty(self, budget: float, taken: float, remaining: int, remaining_pairs: float) -> float:
         """Return the price, in rows, of the pairs above the limit that a cut causes.
 
-        The rank should still get `budget` pairs and gets `taken`; `left` tokens with `left_pairs` pairs remain of the
-        interval.
+        The rank should still get `budget` pairs and gets `taken`. The interval keeps `remaining` tokens with
+        `remaining_pairs` pairs.
         """
         after = self._pairs_left - (self._target - budget + taken)  # for the later ranks
         # The later ranks' mean must stay below the limit, by a margin that grows with their number.
         limit = self._mean + (self._limit - self._mean) / self._later**0.5
         over = max(self._target - budget + taken - self._limit, 0) + max(after / self._later - limit, 0) * self._later
-        if left:
+        if remaining:
             # A later rank takes the rest of the interval, at most t tokens of it, and fills up with average tokens.
-            around = (after - left_pairs) / max(self._later * self._tokens_per_rank - left, 1)
-            dense = left_pairs * min(1.0, self._tokens_per_rank / left) + max(self._tokens_per_rank - left, 0) * around
+            around = (after - remaining_pairs) / max(self._later * self._tokens_per_rank - remaining, 1)
+            share = min(1.0, self._tokens_per_rank / remaining)
+            dense = remaining_pairs * share + max(self._tokens_per_rank - remaining, 0) * around
             over += max(dense - self._limit, 0)
         price: float = _STEEP * over * self._tokens_per_rank / self._mean
         return price
@@ -463,15 +498,17 @@ class Balancer:
         self._assignment.cut(self._rank, interval.segment, interval.low, interval.low + front)
         self._assignment.cut(self._rank, interval.segment, interval.high - back, interval.high)
         if front + back < interval.length:
-            rest = self._interval(interval.segment, interval.low + front, interval.high - back)
-            if rest.low and rest.length * _SHORT <= self._tokens_per_rank:
-                self._leftovers.append(rest)
+            remainder = self._interval(interval.segment, interval.low + front, interval.high - back)
+            if remainder.low and remainder.length * _SHORT <= self._tokens_per_rank:
+                self._leftovers.append(remainder)
             else:
-                insort(self._list_of(rest), rest)
+                insort(self._list_of(remainder), remainder)
         return self._pairs_of_ends(interval, front, back)
 
     def _list_of(self, interval: Interval) -> list[Interval]:
-        return self._intervals if interval.length < self._tokens_per_rank else self._long
+        if interval.length < self._tokens_per_rank:
+            return self._intervals
+        return self._long
 
     def _interval(self, segment: int, low: int, high: int) -> Interval:
         return Interval(self._pairs_between(low, high) / (high - low), high - low, segment, low, high)

@@ -47,20 +47,26 @@ class ContextOptions:
         # Rows per head that leave a rank: queries, keys, values and outputs (Ulysses), or keys and values (exchange).
         key_heads = self.key_heads * copies_of_keys(self.key_heads, size)
         ulysses = plan.layout.tokens * (size - 1) / size * 2 * (self.heads + key_heads)
-        exchanged_heads = self.key_heads if self.exchanged_heads is None else self.exchanged_heads
-        exchange = int(plan.rows_moved.sum()) * 2 * exchanged_heads
-        return Scheme.ULYSSES if ulysses < exchange else Scheme.EXCHANGE
+        exchange = int(plan.rows_moved.sum()) * 2 * (self.exchanged_heads or self.key_heads)
+        if ulysses < exchange:
+            return Scheme.ULYSSES
+        return Scheme.EXCHANGE
 
 
 def context_options(config: Config, group: ContextGroup) -> ContextOptions | None:
     """Return how rows are split over the ranks of a group; None if each process holds whole rows."""
     if group.size == 1:
         return None
-    model, parallel, tp = config.model, config.parallel, config.parallel.tensor_model_parallel_size
+    model = config.model
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    scheme = None
+    if parallel.cp_scheme != "auto":
+        scheme = Scheme(parallel.cp_scheme)
     return ContextOptions(
         group=group,
         policy=parallel.cp_policy,
-        scheme=None if parallel.cp_scheme == "auto" else Scheme(parallel.cp_scheme),
+        scheme=scheme,
         heads=model.num_attention_heads // tp,
         key_heads=model.num_query_groups // tp,
         exchanged_heads=model.exchanged_width(tp) / model.key_value_size,

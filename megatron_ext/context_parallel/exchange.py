@@ -7,9 +7,9 @@ If no rank needs anything, there is no collective.
     rank 1 holds  a2 b1 b2 c0     its queries need  a0 a1 a2 | b0 b1 b2 | c0     so it receives a0 a1 b0
 
 A piece that needs only keys of its own rank (a0 a1 and b0; c0) is *local*, the others are *remote*. Attention of local
-pieces runs while rows are in transit, then that of remote pieces. The heads can be split into parts, so that one part
-is in transit while another is computed. Backward runs in reverse: gradients are sent once the remote pieces are
-done, and the local pieces are computed while they travel.
+pieces is computed while rows are in transit, then attention of remote pieces. The heads can be split into parts, so
+that one part is in transit while another is computed. Backward runs in reverse: gradients are sent once the remote
+pieces are done, and the local pieces are computed while they travel.
 """
 
 import math
@@ -42,7 +42,7 @@ def copies_of_keys(key_heads: int, ranks: int) -> int:
 
 
 def heads_can_be_exchanged(heads: int, key_heads: int, ranks: int) -> bool:
-    """Return whether Ulysses can give every rank as many heads, and of the keys those that its queries use."""
+    """Return whether Ulysses can give every rank as many heads, and the key heads that its queries use."""
     return heads % ranks == 0 and key_heads * copies_of_keys(key_heads, ranks) % ranks == 0
 
 
@@ -68,7 +68,9 @@ class AsyncAllToAll:
     """
 
     def __init__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup) -> None:
-        self.send_counts, self.receive_counts, self.context = send_counts, receive_counts, context
+        self.send_counts = send_counts
+        self.receive_counts = receive_counts
+        self.context = context
         self.work: dist.Work | None = None
         self.gradients: Tensor | None = None
         self.received: Tensor | None = _Start.apply(rows, self)
@@ -76,7 +78,8 @@ class AsyncAllToAll:
     def wait(self) -> Tensor:
         """Wait for and return the received rows, [sum of receive_counts, ...]."""
         # drop the reference: the graph of the received rows refers to this object, a cycle that only the GC would free
-        started, self.received = self.received, None
+        started = self.received
+        self.received = None
         received: Tensor = _Wait.apply(started, self)
         return received
 
@@ -88,7 +91,7 @@ class AsyncAllToAll:
             received, rows.contiguous(), receive_counts, send_counts, group=context.group, async_op=True
         )
         to_others = len(rows) - send_counts[context.rank]
-        context.sent_bytes += to_others * rows[:1].numel() * rows.element_size() if to_others else 0
+        context.sent_bytes += to_others * rows[:1].numel() * rows.element_size()
         return received
 
     def finish(self) -> None:
@@ -140,18 +143,20 @@ class KeyExchange:
     context: ContextGroup
 
     @classmethod
-    def of_rank(cls, mine: RankPlan, context: ContextGroup) -> "KeyExchange":
-        local, own = mine.is_local, int(mine.cu_seqlens_q[-1])
-        changes = np.flatnonzero(np.diff(local, prepend=True, append=not local[-1]))
-        runs = np.diff(mine.cu_seqlens_q[changes], prepend=0).tolist()
-        remote_rows = mine.kv_rows[np.repeat(~local, np.diff(mine.cu_seqlens_kv))]
-        kept = np.unique(remote_rows[remote_rows < own])
-        received = remote_rows - own + len(kept)
-        places = np.where(remote_rows < own, np.searchsorted(kept, remote_rows), received)
+    def of_rank(cls, plan: RankPlan, context: ContextGroup) -> "KeyExchange":
+        is_local = plan.is_local
+        changes = np.flatnonzero(np.diff(is_local, prepend=True, append=not is_local[-1]))
+        runs = np.diff(plan.cu_seqlens_q[changes], prepend=0).tolist()
+        remote_rows = plan.kv_rows[np.repeat(~is_local, np.diff(plan.cu_seqlens_kv))]
+        rows_held = int(plan.cu_seqlens_q[-1])
+        is_held = remote_rows < rows_held
+        kept = np.unique(remote_rows[is_held])
+        received = remote_rows - rows_held + len(kept)
+        places = np.where(is_held, np.searchsorted(kept, remote_rows), received)
         return cls(
-            sends=RowPicks.of(np.concatenate(mine.send)),
-            send_counts=[len(rows) for rows in mine.send],
-            receive_counts=[len(rows) for rows in mine.receive],
+            sends=RowPicks.of(np.concatenate(plan.send)),
+            send_counts=[len(rows) for rows in plan.send],
+            receive_counts=[len(rows) for rows in plan.receive],
             kept_rows=torch.from_numpy(kept),
             kv_picks=RowPicks.of(places),
             runs=runs + [0] * (len(runs) % 2),
@@ -159,20 +164,29 @@ class KeyExchange:
         )
 
     def attend(self, inputs: QKV, attend_local: LocalAttention, attend_remote: LocalAttention) -> Tensor:
-        """Return the attention output of this rank's queries, [t, N, W], from that of local and of remote pieces."""
+        """Compute local and remote pieces; return the attention output of this rank's queries, [t, N, W]."""
         query_tNH, key_tGH, value_tGW, sink_N = inputs
         parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
         # keys and values are sent as one tensor; all parts are started before anything is computed
-        owns = torch.cat([key_tGH, value_tGW], dim=-1).chunk(parts, dim=1)
-        counts = self.send_counts, self.receive_counts
-        transfers = [AsyncAllToAll(self.sends.of_rows(own), *counts, self.context) for own in owns]
+        rows_of_parts = torch.cat([key_tGH, value_tGW], dim=-1).chunk(parts, dim=1)
+        transfers = [
+            AsyncAllToAll(self.sends.of_rows(rows), self.send_counts, self.receive_counts, self.context)
+            for rows in rows_of_parts
+        ]
         query, key, value = (self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGW))
-        local = attend_local(QKV(query, key, value, sink_N)) if len(query) else None
-        outputs, sizes = [], (key_tGH.shape[-1], value_tGW.shape[-1])
+        local = None
+        if len(query):
+            local = attend_local(QKV(query, key, value, sink_N))
+        outputs = []
+        sizes = (key_tGH.shape[-1], value_tGW.shape[-1])
         queries = self._runs_of(query_tNH, 1).chunk(parts, dim=1)
-        sinks: Sequence[Tensor | None] = [None] * parts if sink_N is None else sink_N.chunk(parts)
-        for query, own, transfer, sink in zip(queries, owns, transfers, sinks, strict=True):
-            kept = own if len(self.kept_rows) == len(own) else own.index_select(0, self.kept_rows)
+        sinks: Sequence[Tensor | None] = [None] * parts
+        if sink_N is not None:
+            sinks = sink_N.chunk(parts)
+        for query, rows, transfer, sink in zip(queries, rows_of_parts, transfers, sinks, strict=True):
+            kept = rows
+            if len(self.kept_rows) < len(rows):
+                kept = rows.index_select(0, self.kept_rows)
             kept_and_received = torch.cat([kept, transfer.wait()])
             if len(query):
                 key_u, value_u = self.kv_picks.of_rows(kept_and_received).split(sizes, dim=-1)
@@ -180,7 +194,7 @@ class KeyExchange:
             else:  # nothing was received, but backward must still receive the gradients of the rows sent
                 assert local is not None
                 outputs.append(kept_and_received.reshape(*query.shape[:2], local.shape[-1]))
-        remote = outputs[0] if parts == 1 else torch.cat(outputs, dim=1)
+        remote = _joined(outputs, dim=1)
         if local is None:
             return remote
         pairs = zip(local.split(self.runs[::2]), remote.split(self.runs[1::2]), strict=True)
@@ -190,7 +204,14 @@ class KeyExchange:
         """Return the local (first 0) or remote (first 1) rows, without a copy if they are one run."""
         runs = x_t.split(self.runs)[first::2]
         filled = [run for run in runs if len(run)] or [runs[0]]
-        return filled[0] if len(filled) == 1 else torch.cat(filled)
+        return _joined(filled, dim=0)
+
+
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors, without a copy if there is only one."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors, dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,26 +227,29 @@ class HeadExchange:
     def attend(self, inputs: QKV, attend: LocalAttention) -> Tensor:
         """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, W]."""
         query_tNH, key_tGH, value_tGW, sink_N = inputs
-        sink = None if sink_N is None else sink_N.chunk(self.context.size)[self.context.rank]
+        if sink_N is not None:
+            sink_N = sink_N.chunk(self.context.size)[self.context.rank]
         copies = copies_of_keys(key_tGH.shape[1], self.context.size)
         if copies > 1:
             key_tGH = key_tGH.repeat_interleave(copies, dim=1)
             value_tGW = value_tGW.repeat_interleave(copies, dim=1)
         query, key, value = map(self._all_tokens, (query_tNH, key_tGH, value_tGW))
-        return self._own_tokens(attend(QKV(query, key, value, sink)))
+        return self._own_tokens(attend(QKV(query, key, value, sink_N)))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:
         """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""
-        size, t = self.context.size, len(x_tNH)
+        size = self.context.size
+        counts = [len(x_tNH)] * size
         by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
-        received = AsyncAllToAll(by_rank, [t] * size, [t] * size, self.context).wait()
+        received = AsyncAllToAll(by_rank, counts, counts, self.context).wait()
         return self.order.inverse().of_rows(received)
 
     def _own_tokens(self, x_TNH: Tensor) -> Tensor:
         """Exchange back: [T, N/cp, H] -> [t, N, H]."""
-        size, t = self.context.size, len(x_TNH) // self.context.size
-        by_rank = AsyncAllToAll(self.order.of_rows(x_TNH), [t] * size, [t] * size, self.context).wait()
-        return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)
+        size = self.context.size
+        counts = [len(x_TNH) // size] * size
+        by_rank = AsyncAllToAll(self.order.of_rows(x_TNH), counts, counts, self.context).wait()
+        return by_rank.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)
 
 
 class _Start(torch.autograd.Function):
@@ -241,7 +265,8 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:
         transfer: AsyncAllToAll = ctx.transfer
         transfer.finish()
-        gradients, transfer.gradients = transfer.gradients, None
+        gradients = transfer.gradients
+        transfer.gradients = None
         return gradients, None
 
 
@@ -270,7 +295,8 @@ class _Pick(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, picks: RowPicks) -> Tensor:
-        ctx.picks, ctx.count = picks, len(rows)
+        ctx.picks = picks
+        ctx.count = len(rows)
         return rows.index_select(0, picks.rows_u)
 
     @staticmethod
@@ -285,13 +311,14 @@ class _Pick(torch.autograd.Function):
             return gradient, None
         # The sum of two is rounded once in any precision. For more, the two halves of each row are added one after the
         # other, which halves the memory of their copies in fp32.
-        wide = picks.most > 2 and grad_u.element_size() < 4
-        halves = (x.flatten(1).chunk(2 if wide else 1, dim=1) for x in (gradient, grad_u))
-        for sums, part_u in zip(*halves, strict=True):
+        dtype = gradient.dtype
+        parts = 1
+        if picks.most > 2 and grad_u.element_size() < 4:
+            dtype = torch.float32
+            parts = 2
+        for sums, part_u in zip(*(x.flatten(1).chunk(parts, dim=1) for x in (gradient, grad_u)), strict=True):
             ordered_u = part_u.index_select(0, picks.order_u)
             # unsafe=True: torch does not copy the lengths to the host to check their sum
-            sums_d = torch.segment_reduce(
-                ordered_u.float() if wide else ordered_u, "sum", lengths=picks.times_d, unsafe=True
-            )
+            sums_d = torch.segment_reduce(ordered_u.to(dtype), "sum", lengths=picks.times_d, unsafe=True)
             sums.index_copy_(0, picks.distinct_d, sums_d.to(gradient.dtype))
         return gradient, None

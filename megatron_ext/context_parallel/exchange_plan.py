@@ -20,6 +20,7 @@ With a sliding window of `left_window` tokens a piece needs only [max(s, a - lef
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -79,16 +80,15 @@ class CPPlan:
     @cached_property
     def rows(self) -> tuple[Int64, ...]:
         """rows[r]: int64 [T/cp], the tokens of rank r, ascending."""
-        lengths, pieces = self.pieces.end - self.pieces.start, map(self.pieces_of, range(self.cp_size))
-        return tuple(ranges(self.pieces.start[own], lengths[own]) for own in pieces)
+        lengths = self.pieces.end - self.pieces.start
+        pieces = map(self.pieces_of, range(self.cp_size))
+        return tuple(ranges(self.pieces.start[index], lengths[index]) for index in pieces)
 
     @cached_property
     def pairs(self) -> Int64:
         """int64 [cp]: attention pairs (query, visible key) of each rank."""
-        first = self._segment_start
-        up_to_end, before_start = (
-            segment_pairs(token - first, self.left_window) for token in (self.pieces.end, self.pieces.start)
-        )
+        up_to_end = segment_pairs(self.pieces.end - self._segment_start, self.left_window)
+        before_start = segment_pairs(self.pieces.start - self._segment_start, self.left_window)
         return _sums(self.pieces.rank, up_to_end - before_start, self.cp_size)
 
     @cached_property
@@ -151,8 +151,10 @@ class CPPlan:
             fetched      ^ ^ ^ ^            its second one sees [0, 6), of which its rank lacks [2, 6)
         """
         order = np.argsort(self.pieces.rank, kind="stable")
-        rank, segment = self.pieces.rank[order], self.pieces.segment[order]
-        low, high = self.key_start[order], self.pieces.start[order]
+        rank = self.pieces.rank[order]
+        segment = self.pieces.segment[order]
+        low = self.key_start[order]
+        high = self.pieces.start[order]
         follows = np.flatnonzero((np.diff(rank) == 0) & (np.diff(segment) == 0)) + 1
         low[follows] = np.maximum(low[follows], self.pieces.end[order[follows - 1]])
         wanted = np.flatnonzero(low < high)
@@ -161,18 +163,21 @@ class CPPlan:
 
     def rank(self, rank: int) -> RankPlan:
         """Compute the rows that a rank sends, receives and attends to."""
-        own = self.pieces_of(rank)
-        start, end, key_start = self.pieces.start[own], self.pieces.end[own], self.key_start[own]
+        pieces = self.pieces_of(rank)
+        start = self.pieces.start[pieces]
+        end = self.pieces.end[pieces]
+        key_start = self.key_start[pieces]
         cu_seqlens_q = np.concatenate([[0], np.cumsum(end - start)])
         coming = self._in_order(self._transfers.destination == rank, self._transfers.source)
         going = self._in_order(self._transfers.source == rank, self._transfers.destination)
-        sender = np.searchsorted(own, going.piece)
+        sender = np.searchsorted(pieces, going.piece)
         rows_sent = ranges(going.start - start[sender] + cu_seqlens_q[sender], going.end - going.start)
         rows_received = ranges(coming.start, coming.end - coming.start)
         cu_seqlens_kv = np.concatenate([[0], np.cumsum(end - key_start)])
         check_tokens(int(cu_seqlens_kv[-1]))  # keys that several pieces see count once for each
-        # the intervals of tokens held here, own ones before received ones, and the local row at which each starts
-        starts, ends = np.concatenate([start, coming.start]), np.concatenate([end, coming.end])
+        # the intervals of tokens held here, its pieces before received ones, and the local row at which each starts
+        starts = np.concatenate([start, coming.start])
+        ends = np.concatenate([end, coming.end])
         local_row = np.cumsum(ends - starts) - (ends - starts)
         order = np.argsort(starts, kind="stable")
         _, interval, first, last = overlaps(key_start, end, starts[order], ends[order])
@@ -182,7 +187,7 @@ class CPPlan:
             send=tuple(np.split(rows_sent, np.cumsum(self.rows_moved[rank])[:-1])),
             receive=tuple(np.split(rows_received, np.cumsum(self.rows_moved[:, rank])[:-1])),
             kv_rows=ranges(local_row[order][interval] + first - starts[order][interval], last - first),
-            is_local=self.is_local[own],
+            is_local=self.is_local[pieces],
         )
 
     def _in_order(self, chosen: Bool, peer: Int64) -> _Transfers:
@@ -205,7 +210,7 @@ def plan(
     Args:
         layout: the segments; several rows may be laid end to end.
         cp_size: the number of ranks, >= 1; T must be divisible by it.
-        policy: a name of `Policy`; "auto" chooses the cheapest of those that keep the slowest rank within `UNEVEN`.
+        policy: a name of `Policy`; "auto" chooses the cheapest plan whose slowest rank stays within `UNEVEN`.
         left_window: for sliding-window layers, how many tokens before itself a token sees, >= 0; None for all.
         row_cost: cost of moving a row of keys and values, in attention pairs; a higher cost moves fewer rows.
 
@@ -228,8 +233,8 @@ def plan(
     if policy == Policy.ZIGZAG:
         return zigzag
     plans = [first, zigzag, _balanced(first)]
-    even = [made for made in plans if made.pairs.max() <= UNEVEN * made.pairs.mean()]
-    return min(even or plans, key=lambda made: made.cost)
+    even = [candidate for candidate in plans if candidate.pairs.max() <= UNEVEN * candidate.pairs.mean()]
+    return min(even or plans, key=attrgetter("cost"))
 
 
 def _balanced(first: CPPlan) -> CPPlan:
@@ -241,25 +246,28 @@ def _balanced(first: CPPlan) -> CPPlan:
     """
     if _good_enough(first):
         return replace(first, policy=Policy.BALANCED)
-    mean, tries = first.pairs.mean(), []
+    mean = first.pairs.mean()
+    candidates = []
     best: CPPlan | None = None
     for tolerance in assignment.TOLERANCES:
         if best is not None and best.exchange_cost <= tolerance * mean - max(best.pairs.max(), EVEN * mean):
             break
         pieces = assignment.Balancer(first.layout, first.cp_size, first.left_window, tolerance).assign()
-        made = replace(first, policy=Policy.BALANCED, pieces=pieces)
-        tries.append(made)
-        if made.pairs.max() <= (tolerance + 0.005) * mean:
-            if best is not None and not (made.cost < best.cost and made.rows_moved.sum() <= best.rows_moved.sum()):
+        candidate = replace(first, policy=Policy.BALANCED, pieces=pieces)
+        candidates.append(candidate)
+        if candidate.pairs.max() <= (tolerance + 0.005) * mean:
+            if best is not None and not (
+                candidate.cost < best.cost and candidate.rows_moved.sum() <= best.rows_moved.sum()
+            ):
                 break
-            best = made
-    return best or min(tries, key=lambda made: made.cost)
+            best = candidate
+    return best or min(candidates, key=attrgetter("cost"))
 
 
-def _good_enough(made: CPPlan) -> bool:
+def _good_enough(plan: CPPlan) -> bool:
     """Return whether ranks are even and almost nothing is moved, so that no other plan is needed."""
-    few = made.rows_moved.sum() * FEW <= made.layout.tokens
-    return bool(few and made.pairs.max() <= EVEN * made.pairs.mean())
+    few = plan.rows_moved.sum() * FEW <= plan.layout.tokens
+    return bool(few and plan.pairs.max() <= EVEN * plan.pairs.mean())
 
 
 def _sums(index: Int64, values: Int64, length: int) -> Int64:

@@ -19,7 +19,8 @@ class ContextGroup:
     sent_bytes: int = 0  # by this process, since `take_sent_bytes` was last called
 
     def take_sent_bytes(self) -> int:
-        sent, self.sent_bytes = self.sent_bytes, 0
+        sent = self.sent_bytes
+        self.sent_bytes = 0
         return sent
 
     def gather(self, values_t: Tensor, counts: Sequence[int]) -> Tensor:
@@ -27,9 +28,9 @@ class ContextGroup:
         if self.size == 1:
             return values_t
         longest = max(counts)  # all_gather needs equal shapes
-        mine = values_t.new_zeros(longest)
-        mine[: len(values_t)] = values_t
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.group)
-        self.sent_bytes += (self.size - 1) * longest * values_t.element_size()
-        return torch.cat([values[:count] for values, count in zip(everyone, counts, strict=True)])
+        padded = values_t.new_zeros(longest)
+        padded[: len(values_t)] = values_t
+        by_rank = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(by_rank, padded, group=self.group)
+        self.sent_bytes += (self.size - 1) * padded.nbytes
+        return torch.cat([values[:count] for values, count in zip(by_rank, counts, strict=True)])

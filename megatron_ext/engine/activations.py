@@ -33,13 +33,18 @@ def compute_in_blocks(mlp: MLP, block_tokens: int) -> None:
     time and adds the blocks' weight gradients in float32. Under sequence parallelism a block has block_tokens / tp
     tokens of each tensor-parallel rank.
     """
-    config, whole = mlp.config, mlp.forward
-    rows = max(block_tokens // (config.tensor_model_parallel_size if config.sequence_parallel else 1), 1)
-    last_bias = mlp.linear_fc2.bias if config.add_bias_linear else None  # returned, and added by the layer
+    config = mlp.config
+    compute = mlp.forward
+    rows = block_tokens
+    if config.sequence_parallel:
+        rows = max(block_tokens // config.tensor_model_parallel_size, 1)
+    last_bias = None
+    if config.add_bias_linear:
+        last_bias = mlp.linear_fc2.bias  # returned, and added by the layer
     weights = [weight for weight in mlp.parameters() if weight is not last_bias]
 
     def forward(hidden_t1D: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None]:
-        return _Blocks.apply(whole, rows, weights, hidden_t1D, *weights), last_bias
+        return _Blocks.apply(compute, rows, weights, hidden_t1D, *weights), last_bias
 
     mlp.forward = forward
 
@@ -49,7 +54,9 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mlp: Any, rows: int, weights: list[Tensor], hidden_t1D: Tensor, *unused: Tensor) -> Tensor:
-        ctx.mlp, ctx.rows, ctx.weights = mlp, rows, weights
+        ctx.mlp = mlp
+        ctx.rows = rows
+        ctx.weights = weights
         ctx.save_for_backward(hidden_t1D)
         out_t1D = torch.empty_like(hidden_t1D)
         for out_b1D, hidden_b1D in zip(out_t1D.split(rows), hidden_t1D.split(rows), strict=True):
@@ -60,21 +67,23 @@ class _Blocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_t1D,) = ctx.saved_tensors
-        grad_t1D, grad_hidden_t1D = grads[0], torch.empty_like(hidden_t1D)
+        grad_hidden_t1D = torch.empty_like(hidden_t1D)
         sums: list[Tensor] = []
-        for own_b1D, grad_b1D, hidden_b1D in zip(
-            *(x.split(ctx.rows) for x in (grad_hidden_t1D, grad_t1D, hidden_t1D)), strict=True
+        for grad_hidden_b1D, grad_b1D, hidden_b1D in zip(
+            *(x.split(ctx.rows) for x in (grad_hidden_t1D, grads[0], hidden_t1D)), strict=True
         ):
             with torch.enable_grad():
                 input_b1D = hidden_b1D.detach().requires_grad_()
                 out_b1D = ctx.mlp(input_b1D)[0]
-            own, *parts = torch.autograd.grad(out_b1D, (input_b1D, *ctx.weights), grad_b1D)
-            own_b1D.copy_(own)
-            # Transformer Engine adds a matrix's gradient to its buffer by itself and returns a placeholder
-            sums = [
-                part if getattr(weight, "grad_added_to_main_grad", False) else total.float().add_(part)
-                for total, part, weight in zip(sums, parts, ctx.weights, strict=True)
-            ] if sums else parts  # fmt: skip
+            grad_input_b1D, *parts = torch.autograd.grad(out_b1D, (input_b1D, *ctx.weights), grad_b1D)
+            grad_hidden_b1D.copy_(grad_input_b1D)
+            if sums:  # Transformer Engine adds a matrix's gradient to its buffer by itself and returns a placeholder
+                sums = [
+                    part if getattr(weight, "grad_added_to_main_grad", False) else total.float().add_(part)
+                    for total, part, weight in zip(sums, parts, ctx.weights, strict=True)
+                ]
+            else:
+                sums = parts
             del parts  # before the next block computes its own
         grad_weights = [total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)]
         return None, None, None, grad_hidden_t1D, *grad_weights
@@ -85,13 +94,17 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream()
         self._free: dict[Any, list[Tensor]] = defaultdict(list)  # buffers, by shape and dtype
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """Return a buffer and the event after which it holds x, which must exist until then."""
         free = self._free[x.shape, x.dtype]
-        host = free.pop() if free else torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+        if not free:
+            free.append(torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda))
+        host = free.pop()
         return host, self._copy(host, x)
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
@@ -144,7 +157,8 @@ def keep_inputs_on_host(decoder: TransformerBlock, copies: HostCopies, group: in
     `group` layers are recomputed together and keep one input. The pipeline keeps the first one on the device if it was
     `received` from another stage.
     """
-    whole, count = decoder.forward, len(decoder.layers) // group
+    run_layers = decoder.forward
+    count = len(decoder.layers) // group
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         inputs: list[_Input] = []
@@ -153,9 +167,10 @@ def keep_inputs_on_host(decoder: TransformerBlock, copies: HostCopies, group: in
             # not the angles [t, 1, 1, H], what a norm keeps for a moment inside a layer, what the final norm keeps
             if x.dim() != 3 or not x.requires_grad or len(inputs) == count:
                 return x
+            kept = _Input(x, before=None)
             if inputs:
-                inputs[-1].leave_device()
-            kept = _Input(x, inputs[-1] if inputs else None)
+                kept.before = inputs[-1]
+                kept.before.leave_device()
             if int(received) <= len(inputs) < count - 1:
                 kept.host, kept.copied = copies.to_host(x)
             inputs.append(kept)
@@ -164,16 +179,16 @@ def keep_inputs_on_host(decoder: TransformerBlock, copies: HostCopies, group: in
         def unpack(kept: Tensor | _Input) -> Tensor:
             if isinstance(kept, Tensor):
                 return kept
-            kept.return_to_device(copies)  # already there, unless the order is not that of the layers
+            kept.return_to_device(copies)  # already there, unless the order of the layers was another
             kept.wait()
-            before, kept.before = kept.before, None
-            if before is not None:
-                before.return_to_device(copies)
+            if kept.before is not None:
+                kept.before.return_to_device(copies)
+                kept.before = None
             assert kept.x is not None
             return kept.x
 
         with saved_tensors_hooks(pack, unpack):
-            out: Tensor = whole(*args, **kwargs)
+            out: Tensor = run_layers(*args, **kwargs)
         inputs.clear()  # from here on only the graph keeps them
         return out
 

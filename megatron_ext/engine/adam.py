@@ -25,13 +25,16 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             if params:
                 group["step"] = group.get("step", 0) + 1
-                update = self._update_on_cuda if params[0].is_cuda else self._update
-                update(params, group)
+                if params[0].is_cuda:
+                    self._update_on_cuda(params, group)
+                else:
+                    self._update(params, group)
 
     def _update(self, params: list[Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         for param in params:
-            first, second = self.state[param]["exp_avg"], self.state[param]["exp_avg_sq"]
+            first = self.state[param]["exp_avg"]
+            second = self.state[param]["exp_avg_sq"]
             first.lerp_(param.grad, 1 - beta1)
             second.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
             corrected = (second / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])

@@ -23,25 +23,30 @@ def together(action: Callable[[], Answer], group: dist.ProcessGroup | None = Non
     Without an error each process sends one number. `group` is a gloo group of all processes, for a thread.
 
     Raises:
-        UserError: that of the first process with one; the same on all.
+        UserError: a process raised one; all raise the error of the first such process.
         OtherProcessError: another process had another error, which it raises itself.
     """
-    mine: BaseException | None = None
+    failure: BaseException | None = None
     try:
         answer = action()
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
-        mine = error
-    failed = torch.tensor(float(mine is not None), device="cpu" if group is not None else current_device())
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group)
-    if not failed:
+        failure = error
+    device = current_device()
+    if group is not None:
+        device = torch.device("cpu")
+    has_failed = torch.tensor(float(failure is not None), device=device)
+    dist.all_reduce(has_failed, dist.ReduceOp.MAX, group)
+    if not has_failed:
         return answer
-    own = None if mine is None else (isinstance(mine, UserError), str(mine))
-    everyone = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own, group)
-    if mine is not None and not isinstance(mine, UserError):
-        raise mine
-    failures = [failure for failure in everyone if failure is not None]
-    is_user_error, text = max(failures, key=lambda failure: failure[0])  # the first of its kind
+    message = None
+    if failure is not None:
+        message = isinstance(failure, UserError), str(failure)
+    messages = [message] * dist.get_world_size()
+    dist.all_gather_object(messages, message, group)
+    if failure is not None and not isinstance(failure, UserError):
+        raise failure
+    failures = [message for message in messages if message is not None]
+    is_user_error, text = max(failures, key=lambda message: message[0])  # the first of its kind
     if not is_user_error:
         raise OtherProcessError(f"another process has failed: {text}")
     agreed = UserError(text)
@@ -71,8 +76,10 @@ def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = Fals
     """
 
     def on_rank0() -> Answer | None:
+        if dist.get_rank() != 0:
+            return None
         try:
-            return action() if dist.get_rank() == 0 else None
+            return action()
         except OSError as error:
             if error.errno not in PERMANENT:
                 raise
@@ -88,6 +95,16 @@ def run_on_rank0(action: Callable[[], Answer], path: Path, *, reads: bool = Fals
     dist.broadcast_object_list(box, src=0)
     everyones: Answer = box[0]
     return everyones
+
+
+def gather(value: Answer, group: dist.ProcessGroup | None = None) -> list[Answer]:
+    """Return the values of all processes on process 0, and an empty list on the others; pickled. Collective."""
+    if dist.get_rank() != 0:
+        dist.gather_object(value, group=group)
+        return []
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(value, values, group=group)
+    return values
 
 
 def in_thread(name: str, work: Callable[[], Answer]) -> Future[Answer]:
@@ -122,10 +139,11 @@ def wait_for_threads(working: Future[Any]) -> None:
     A thread may take longer than the timeout of a collective or of the watchdog, as long as any process sends
     heartbeats; these count for all processes.
     """
-    before, pause_s = -1, 0.001
+    before = -1
+    pause_s = 0.001
     while True:
-        mine = [float(not working.done()), float(heartbeat.beats)]
-        state = torch.tensor(mine, dtype=torch.float64, device=current_device())
+        numbers = [float(not working.done()), float(heartbeat.beats)]
+        state = torch.tensor(numbers, dtype=torch.float64, device=current_device())
         dist.all_reduce(state)
         alive, beats = state.tolist()
         if not alive:
@@ -138,7 +156,9 @@ def wait_for_threads(working: Future[Any]) -> None:
 
 
 def current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def cannot_write(error: OSError, path: Path) -> str:

@@ -6,7 +6,7 @@ gemma3  x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
 olmo3   x + norm(attention(x)), then x + norm(mlp(x))
 
 With experts, the mlp of a llama or gpt_oss block is a router and its experts, and shared experts if there are any. With
-`multi_latent_attention`, the attention of a llama block is that of latent_attention.py.
+`multi_latent_attention`, the attention of a llama block is defined in latent_attention.py.
 
 Legend: t tokens, N heads of this rank, H head size, D hidden size.
 """
@@ -121,13 +121,16 @@ class HeadsNorm(torch.nn.Module):
     A tensor-parallel rank holds N / tp heads of x and w. The ranks sum the squares in forward, and in backward the
     products of x with its gradient. Megatron and Transformer Engine only normalize each head alone.
 
-    `heads` are those of all tensor-parallel ranks.
+    `heads` counts the heads of all tensor-parallel ranks.
     """
 
     def __init__(self, heads: int, config: Any) -> None:
         super().__init__()
         group = get_tensor_model_parallel_group()
-        self.width, self.group = heads * config.kv_channels, group if group.size() > 1 else None
+        self.group = None
+        if group.size() > 1:
+            self.group = group
+        self.width = heads * config.kv_channels
         self.eps = config.layernorm_epsilon
         self.weight = torch.nn.Parameter(torch.ones(self.width // group.size(), dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
@@ -150,7 +153,8 @@ class _Normalize(torch.autograd.Function):
             dist.all_reduce(squares_t111, group=group)
         scale_t111 = torch.rsqrt(squares_t111 / width + eps)
         ctx.save_for_backward(x_t1NH, weight_NH, scale_t111)
-        ctx.width, ctx.group = width, group
+        ctx.width = width
+        ctx.group = group
         return (x_t1NH * scale_t111).mul_(weight_NH).to(x_t1NH.dtype)
 
     @staticmethod
@@ -173,7 +177,7 @@ def layer_specs(
 ) -> TransformerBlockSubmodules:
     """Return the specification of a model chunk.
 
-    Its modules are Transformer Engine's or Megatron's, except for `core_attention` and those of this file.
+    Its modules are Transformer Engine's or Megatron's, except for `core_attention` and the classes of this file.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = [
@@ -191,12 +195,16 @@ def _norm(config: PackedTransformerConfig, transformer_engine: bool) -> type:
         return norm
     if config.normalization == "LayerNorm":
         return LayerNorm
-    return ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
+    if config.layernorm_zero_centered_gamma:
+        return ZeroCentredRMSNorm
+    return RMSNorm
 
 
 def _submodules(module: Any) -> Any:
     """Return the submodules of a module's specification, or from Megatron-Core 0.18 on of its `functools.partial`."""
-    return module.keywords["submodules"] if isinstance(module, functools.partial) else module.submodules
+    if isinstance(module, functools.partial):
+        return module.keywords["submodules"]
+    return module.submodules
 
 
 def _layer_spec(
@@ -204,7 +212,8 @@ def _layer_spec(
 ) -> ModuleSpec:
     """Return the specification of a layer with or without experts."""
     norm = _norm(config, transformer_engine)
-    traits, num_experts = config.packed_model.traits, config.num_moe_experts if experts else None
+    traits = config.packed_model.traits
+    num_experts = config.num_moe_experts if experts else None
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
@@ -235,7 +244,8 @@ def _layer_spec(
         )
     if traits.parallel:
         layer.module = ParallelLayer
-        layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = norm, IdentityOp
+        layer.submodules.input_layernorm = norm
+        layer.submodules.pre_mlp_layernorm = IdentityOp
     if traits.qk_norm == "all_heads":
         layer.submodules.self_attention.module = WholeNorms
     if not traits.pre_norm:

@@ -1,4 +1,4 @@
-"""Patches of Megatron-Core 0.16.1 to 0.19, and what its private names are needed for.
+"""Patches of Megatron-Core 0.16.1 to 0.19, and the functions that use its private names.
 
 Each states its reason and when to remove it: "Remove with 0.16." marks what later series do not need.
 tests/engine/test_compat.py fails when one is no longer needed. Branches ask for a name, never for a version.
@@ -63,7 +63,7 @@ def _replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     One with keyword-only parameters and `**others` has Megatron's first ones: the rest may differ between versions.
     """
     theirs, ours = (inspect.signature(function).parameters for function in (getattr(owner, name), replacement))
-    first = [one.name for one in ours.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    first = [parameter.name for parameter in ours.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     assert first == list(theirs)[: len(first)], (owner, name, theirs, ours)
     assert len(first) == len(theirs) or list(ours)[-1] == "others", (owner, name, theirs, ours)
     setattr(owner, name, replacement)
@@ -162,8 +162,12 @@ def one_by_one(
     finally:
         torch_distributed._world.pg_coalesce_state.pop(group)
     for call in calls:
-        tensors = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
-        reduction = {} if call.redop is None else {"op": call.redop}
+        tensors = [call.tensor]
+        if call.dst_tensor is not None:
+            tensors.insert(0, call.dst_tensor)
+        reduction = {}
+        if call.redop is not None:
+            reduction["op"] = call.redop
         handle.append(call.op(*tensors, group=group, async_op=async_ops, **reduction))
 
 
@@ -197,7 +201,7 @@ def rotate(
     """
     assert mscale == 1.0
     assert not any((rotary_interleaved, *others.values())), others
-    angles = freqs[..., : freqs.shape[-1] // 2]  # those of both halves are equal
+    angles = freqs[..., : freqs.shape[-1] // 2]  # both halves have the same angles
     rotated: torch.Tensor = _Rotate.apply(t, angles.cos().to(t.dtype), angles.sin().to(t.dtype))
     return rotated
 
@@ -216,7 +220,8 @@ def counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None
     return tokens_per_expert
 
 
-_gather, _reduce_scatter = megatron_mappings._gather_along_first_dim, megatron_mappings._reduce_scatter_along_first_dim
+_gather = megatron_mappings._gather_along_first_dim
+_reduce_scatter = megatron_mappings._reduce_scatter_along_first_dim
 
 
 def uneven_gather(
@@ -230,15 +235,15 @@ def uneven_gather(
     if output_split_sizes is None or group.size() == 1:
         return _gather(input_, group, output_split_sizes, use_global_buffer)
     gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
-    mine = [len(input_)] * group.size()
-    dist.all_to_all_single(gathered, torch.cat([input_] * group.size()), output_split_sizes, mine, group=group)
+    sent = [len(input_)] * group.size()
+    dist.all_to_all_single(gathered, torch.cat([input_] * group.size()), output_split_sizes, sent, group=group)
     return gathered
 
 
 def uneven_reduce_scatter(
     input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> torch.Tensor:
-    """Sum the ranks' rows and return those of this rank; `input_split_sizes` gives the number of rows of each."""
+    """Sum the ranks' rows and return the rows of this rank; `input_split_sizes` gives the number of rows of each."""
     if input_split_sizes is None or group.size() == 1:
         return _reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
     rows = input_split_sizes[group.rank()]
@@ -296,18 +301,19 @@ def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Te
     states: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(weight)
     inner = optimizer.optimizer
     if has_lowered_states(optimizer):
-        own = _inner_parameter(optimizer, weight)
-        states |= {name: inner.get_unscaled_state(own, name) for name in ("exp_avg", "exp_avg_sq")}
+        parameter = _inner_parameter(optimizer, weight)
+        states |= {name: inner.get_unscaled_state(parameter, name) for name in ("exp_avg", "exp_avg_sq")}
     return states
 
 
 def set_optimizer_states(optimizer: Any, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
     """Store changed states, as returned by `optimizer_states`, in the dtypes of a precision-aware optimizer."""
-    inner, own = optimizer.optimizer, _inner_parameter(optimizer, weight)
+    inner = optimizer.optimizer
+    parameter = _inner_parameter(optimizer, weight)
     for name in ("exp_avg", "exp_avg_sq"):
-        inner.set_scaled_state(own, name, states[name])
+        inner.set_scaled_state(parameter, name, states[name])
     if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        inner.set_scaled_state(own, "master_param", states["param"])  # otherwise it is Megatron's own memory
+        inner.set_scaled_state(parameter, "master_param", states["param"])  # otherwise it is Megatron's own memory
 
 
 def has_lowered_states(optimizer: Any) -> bool:
@@ -322,17 +328,23 @@ def _inner_parameter(optimizer: Any, weight: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
+def _adams(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the parts of an offloaded Adam, or the Adam itself."""
+    if isinstance(inner, HybridDeviceOptimizer):
+        return list(inner.sub_optimizers)
+    return [inner]
+
+
 def adam_steps(inner: torch.optim.Optimizer) -> int:
     """Return the step count of an Adam, which is in its groups or, if it is offloaded, in its parts."""
-    parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
+    parts = _adams(inner)
     groups = [int(group["step"]) for part in parts for group in part.param_groups if "step" in group]
     states = [int(state["step"]) for part in parts for state in part.state.values() if "step" in state]
     return max(groups + states, default=0)
 
 
 def set_adam_steps(inner: torch.optim.Optimizer, steps: int) -> None:
-    parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
-    for part in parts:
+    for part in _adams(inner):
         for group in part.param_groups:
             group["step"] = steps
         for state in part.state.values():
@@ -351,8 +363,10 @@ def install_swiglu(
     The weighted versions multiply an expert's y [t, 2 F] by weights [t, 1]. A rehearsal has no device to compile them
     for. Remove when Megatron calls torch operators instead.
     """
-    megatron_swiglu.swiglu, megatron_swiglu.swiglu_back = forward, backward
-    megatron_swiglu.weighted_swiglu, megatron_swiglu.weighted_swiglu_back = weighted, weighted_backward
+    megatron_swiglu.swiglu = forward
+    megatron_swiglu.swiglu_back = backward
+    megatron_swiglu.weighted_swiglu = weighted
+    megatron_swiglu.weighted_swiglu_back = weighted_backward
 
 
 def observe_routing(observe: Callable[[torch.Tensor], None]) -> None:

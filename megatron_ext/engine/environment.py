@@ -6,7 +6,6 @@ import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import megatron.core
 import torch
@@ -14,8 +13,10 @@ import torch.distributed as dist
 
 from megatron_ext.attention.backends import objections
 from megatron_ext.config import Config
+from megatron_ext.engine import agreement
 from megatron_ext.engine.agreement import same_everywhere
 from megatron_ext.engine.platform import Platform, compiler
+from megatron_ext.engine.transformer import weight_dtype
 from megatron_ext.errors import installed_version
 
 PACKAGES = (
@@ -49,40 +50,45 @@ class Environment:
 
 def look(config: Config, platform: Platform) -> Environment:
     """Return this process's environment as a run with `config` would use it."""
-    model, dtype = config.model, torch.bfloat16 if config.training.bf16 else torch.float32
-    on_cuda = platform.device.type == "cuda"
+    model = config.model
     versions = {
         "python": system.python_version(),
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,
     }
     devices = f"{os.cpu_count()} CPU cores, no CUDA device that torch can see"
-    if on_cuda:
+    if platform.device.type == "cuda":
         gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         names = Counter(f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus)
         devices = ", ".join(f"{count} x {name}" for name, count in names.items())
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+        nccl = None
+        if dist.is_nccl_available():
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
         versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "nccl": nccl}
         versions["C compiler"] = compiler()
     return Environment(
         host=socket.gethostname(),
         devices=devices,
         layers="Transformer Engine" if platform.transformer_engine else "Megatron-Core",
-        backends=objections(platform.device, dtype, model.head_size, model.value_size, sinks=model.has_sinks),
+        backends=objections(
+            platform.device,
+            weight_dtype(config),
+            model.head_size,
+            model.value_size,
+            sinks=model.has_sinks,
+        ),
         versions=versions | {name: installed_version(name) for name in PACKAGES},
     )
 
 
-def differences(mine: Environment) -> list[str]:
+def differences(local: Environment) -> list[str]:
     """Return on rank 0 a warning for each version or device that differs from its own, once per host. Collective."""
-    if same_everywhere(mine.compared()):
+    if same_everywhere(local.compared()):
         return []
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everyone)
     warnings = {
-        f"warning: {name} on {other.host}: {theirs}; on {mine.host}: {mine.compared()[name]}"
-        for other in everyone or ()
-        for name, theirs in other.compared().items()
-        if theirs != mine.compared()[name]
+        f"warning: {name} on {other.host}: {version}; on {local.host}: {local.compared()[name]}"
+        for other in agreement.gather(local)
+        for name, version in other.compared().items()
+        if version != local.compared()[name]
     }
     return sorted(warnings)

@@ -5,7 +5,7 @@ instead of 1):
 
     loss = E sum_e f_e P_e        f_e = choices of expert e / (k T)        P_e = mean of softmax(router logits)_e
 
-With sigmoid scores s it is that of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20): P_e is the mean of s_e / sum s,
+With sigmoid scores s it is DeepSeek-V3's loss (arXiv 2412.19437, equations 17 to 20): P_e is the mean of s_e / sum s,
 and f_e counts the k largest scores of each token, which the expert bias and groups may not choose.
 
 The loss is 1 if all experts are chosen equally often, at most E / k. A group is a row (`seq_aux_loss`) or a micro-batch
@@ -90,7 +90,9 @@ def balance_losses(
         chosen_gE.index_add_(0, rows_t, chosen_tE.float())
     if shared.size() > 1:
         dist.all_reduce(chosen_gE, group=shared)
-    weighed = scores_tE * (chosen_gE if rows_t is None else chosen_gE[rows_t])
+    if rows_t is not None:
+        chosen_gE = chosen_gE[rows_t]  # of each token's group
+    weighed = scores_tE * chosen_gE
     return weighed.sum() * (experts / (choices * group_tokens**2))
 
 
@@ -127,13 +129,14 @@ class BalancedRouter(TopKRouter):
         balance = self.config.packed_balance
         if balance.coefficient:
             scores_tE, counted_tE = self._scores(logits.flatten(0, -2), chosen_tE)
-            shared, rows_t = self.tp_cp_group, None
             tokens = len(scores_tE)  # of a context-parallel rank, or with sequence parallelism a part of them
-            group_tokens = tokens * shared.size()
+            group_tokens = tokens * self.tp_cp_group.size()
+            rows_t = None
             if balance.by_row and self.rows_t is not None:
-                first, group_tokens = tokens * self.tp_group.rank(), balance.row_length
+                group_tokens = balance.row_length
+                first = tokens * self.tp_group.rank()
                 rows_t = self.rows_t[first : first + tokens]
-            losses = balance_losses(scores_tE, counted_tE, self.topk, group_tokens, shared, rows_t)
+            losses = balance_losses(scores_tE, counted_tE, self.topk, group_tokens, self.tp_cp_group, rows_t)
             probabilities_tE = balance.attach(probabilities_tE, losses)
         return probabilities_tE, chosen_tE
 
@@ -162,7 +165,8 @@ class ExpertLayer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         # if the experts had another width than the config, Megatron would give them a deep copy of it
-        dense_width, config.ffn_hidden_size = config.ffn_hidden_size, config.moe_ffn_hidden_size
+        dense_width = config.ffn_hidden_size
+        config.ffn_hidden_size = config.moe_ffn_hidden_size
         super().__init__(config, *args, **kwargs)
         config.ffn_hidden_size = dense_width  # of the layers without experts; read only while they are built
         self.recompute_experts = config.recompute_granularity == "selective" and "mlp" in config.recompute_modules
@@ -177,7 +181,8 @@ class ExpertLayer(TransformerLayer):
             self.mlp.router.rows_t = rows_t
             return self.mlp(tokens_t1D)
 
-        mixed = (
-            tensor_parallel.checkpoint(mixture, False, normed_t1D) if self.recompute_experts else mixture(normed_t1D)
-        )
+        if self.recompute_experts:
+            mixed = tensor_parallel.checkpoint(mixture, False, normed_t1D)
+        else:
+            mixed = mixture(normed_t1D)
         return self._forward_post_mlp(mixed, hidden_t1D), context

@@ -75,8 +75,10 @@ class LatentAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.group = pg_collection.tp
-        model, heads = config.packed_model, config.num_attention_heads
-        self.heads, self.sizes = heads // self.group.size(), (model.qk_head_dim, model.v_head_dim)
+        model = config.packed_model
+        heads = config.num_attention_heads
+        self.heads = heads // self.group.size()
+        self.sizes = model.qk_head_dim, model.v_head_dim
         self.row = model.kv_lora_rank, model.qk_pos_emb_head_dim
         query_size = heads * model.head_size
         build = functools.partial(build_module, config=config, is_expert=False, bias=False, tp_group=self.group)
@@ -109,12 +111,11 @@ class LatentAttention(MegatronModule):
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: Any, **unused: Any
     ) -> tuple[Tensor, None]:
         """Return the output and no bias; the angles are [t, 1, 1, A]."""
-        plain, angles = self.sizes[0], rotary_pos_emb
         if self.config.packed_model.q_lora_rank is None:
             joint, _ = self.linear_q_proj(hidden_states)
         else:
             joint, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
-        query_t1NH = rotate(_rotated_first(joint.unflatten(-1, (self.heads, -1)), plain), angles)
+        query_t1NH = rotate(_rotated_first(joint.unflatten(-1, (self.heads, -1)), self.sizes[0]), rotary_pos_emb)
 
         latent, pairs = self.linear_kv_down_proj(hidden_states).split(self.row, dim=-1)
         rows = torch.cat((self.kv_layernorm(latent), pairs), dim=-1)
@@ -123,14 +124,15 @@ class LatentAttention(MegatronModule):
         else:
             rows = copy_to_tensor_model_parallel_region(rows, group=self.group)
         latent_t11Z, pairs_t11A = rows[:, :, None].split(self.row, dim=-1)
-        key, value = rotate(_rotated_first(pairs_t11A, 0), angles), latent_t11Z
-        if not self.exchanges_latent:
+        key = rotate(_rotated_first(pairs_t11A, 0), rotary_pos_emb)
+        value = latent_t11Z
+        expand = None
+        if self.exchanges_latent:
+            expand = self.expand
+        else:
             key, value = self.expand(key, value)
         attend = functools.partial(
-            self.core_attention,
-            attention_mask=None,
-            packed_seq_params=packed_seq_params,
-            expand=self.expand if self.exchanges_latent else None,
+            self.core_attention, attention_mask=None, packed_seq_params=packed_seq_params, expand=expand
         )
         if self.recomputes_core and self.training:
             attended = tensor_parallel.checkpoint(attend, False, query_t1NH, key, value)
@@ -140,8 +142,8 @@ class LatentAttention(MegatronModule):
 
     def expand(self, rotated: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys [..., N, H] and values [..., N, W] from rotated [..., 1, A] and latent [..., 1, Z]."""
-        both = self.linear_kv_up_proj(latent.squeeze(-2))
-        plain, value = both.unflatten(-1, (self.heads, -1)).split(self.sizes, dim=-1)
+        keys_and_values = self.linear_kv_up_proj(latent.squeeze(-2)).unflatten(-1, (self.heads, -1))
+        plain, value = keys_and_values.split(self.sizes, dim=-1)
         return torch.cat((rotated.expand(*plain.shape[:-1], -1), plain), dim=-1), value
 
 

@@ -3,6 +3,7 @@
 Legend: t tokens of this rank, D hidden size, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class PackedCall(PackedSeqParams):
 
     def __init__(self, batch: PackedBatch, extend: Extend | None = None) -> None:
         super().__init__(qkv_format="sbhd")
-        self.batch, self.extend = batch, extend
+        self.batch = batch
+        self.extend = extend
 
 
 class PackedAttention(MegatronModule):
@@ -56,10 +58,12 @@ class PackedAttention(MegatronModule):
         model = config.packed_model
         self.rotary_size = model.rotary_size
         # YaRN multiplies rotated queries and keys by a factor each, so its square multiplies the scores
-        scaled = model.has_rope(layer_number) and not (self.local and model.rotary_base_local is not None)
-        self.rotary_factor = rope.attention_factor(model) ** 2 if scaled else 1.0
+        self.rotary_factor = 1.0
+        if model.has_rope(layer_number) and not (self.local and model.rotary_base_local is not None):
+            self.rotary_factor = rope.attention_factor(model) ** 2
         if self.rotary_size == config.kv_channels:  # the factor applies to all dimensions: fold it into the scale
-            self.scale, self.rotary_factor = self.scale * self.rotary_factor, 1.0
+            self.scale *= self.rotary_factor
+            self.rotary_factor = 1.0
         self.backend = config.packed_backend
         self.softmax_offset: torch.nn.Parameter | None = None  # the sinks [N]; Megatron's name
         if config.softmax_type == "learnable":
@@ -81,15 +85,20 @@ class PackedAttention(MegatronModule):
 
         `expand` as in `AttentionCall.run`.
         """
-        query_tNH, key_tGH = query_t1NH.squeeze(1), key_t1GH.squeeze(1)
+        query_tNH = query_t1NH.squeeze(1)
+        key_tGH = key_t1GH.squeeze(1)
+        value_tGW = value_t1GW.squeeze(1)
+        batch = packed_seq_params.batch
         if self.rotary_factor != 1:
             rotated, plain = query_tNH.split((self.rotary_size, query_tNH.shape[-1] - self.rotary_size), dim=-1)
             query_tNH = torch.cat((rotated * self.rotary_factor, plain), dim=-1)
-        batch, value_tGW = packed_seq_params.batch, value_t1GW.squeeze(1)
         if expand is not None and packed_seq_params.extend is not None:  # no token is expanded again for later ones
-            (key_tGH, value_tGW), expand = expand(key_tGH, value_tGW), None
+            key_tGH, value_tGW = expand(key_tGH, value_tGW)
+            expand = None
         if batch.probe is not None:
-            key = key_tGH if expand is None else expand(key_tGH, value_tGW)[0]
+            key = key_tGH
+            if expand is not None:
+                key, _ = expand(key_tGH, value_tGW)
             batch.probe.observe(self.layer_number, self.local, query_tNH, key, self.scale)
         if packed_seq_params.extend is not None:  # the cached keys and values of each text come first
             key_tGH, value_tGW = packed_seq_params.extend(self.layer_number, key_tGH, value_tGW)
@@ -109,7 +118,8 @@ class PackedGPT(GPTModel):
         layers: TransformerBlockSubmodules,
         vp_stage: int | None,
     ) -> None:
-        model, weighting = config.model, config.weighting
+        model = config.model
+        weighting = config.weighting
         super().__init__(
             config=transformer,
             transformer_layer_spec=layers,
@@ -122,12 +132,14 @@ class PackedGPT(GPTModel):
             vp_stage=vp_stage,
         )
         self.frequencies = rope.Frequencies(model, config.data.seq_length)
-        self.fuses_rotation, self.rotation_limit = transformer.apply_rope_fusion, rotation_limit(config)
-        self.real_vocab_size, self.loss_block_tokens = vocab_size, config.training.loss_block_tokens
+        self.fuses_rotation = transformer.apply_rope_fusion
+        self.rotation_limit = rotation_limit(config)
+        self.real_vocab_size = vocab_size
+        self.loss_block_tokens = config.training.loss_block_tokens
         self.entropy = weighting.token_weighting == "unfrozen" and weighting.weight_score == "mile"
-        # rounded to the embedding's precision, as in transformers
-        scale = model.hidden_size**0.5 if model.traits.scaled_embedding else 1.0
-        self.embedding_scale = torch.tensor(scale, dtype=transformer.params_dtype).item()
+        self.embedding_scale = 1.0
+        if model.traits.scaled_embedding:  # rounded to the embedding's precision, as in transformers
+            self.embedding_scale = torch.tensor(model.hidden_size**0.5, dtype=transformer.params_dtype).item()
         if self.post_process and model.traits.output_bias:
             rows = self.output_layer.output_size_per_partition
             bias = torch.nn.Parameter(torch.zeros(rows, dtype=transformer.params_dtype))
@@ -146,12 +158,17 @@ class PackedGPT(GPTModel):
             return hidden
         group = self.pg_collection.tp
         hidden_tD, weight_vD = self._head(hidden, batch)
-        labels_t = batch.labels_t if batch.wanted is None else batch.labels_t.index_select(0, batch.wanted)
+        labels_t = batch.labels_t
+        if batch.wanted is not None:
+            labels_t = labels_t.index_select(0, batch.wanted)
         shard = VocabularyShard(
             first=group.rank() * weight_vD.shape[0],
             size=self.real_vocab_size,
             group=group if group.size() > 1 else None,
         )
+        weight_grad_vD = None
+        if torch.is_grad_enabled():
+            weight_grad_vD = _gradient_buffer(weight_vD)
         return cross_entropy(
             hidden_tD,
             weight_vD,
@@ -159,15 +176,15 @@ class PackedGPT(GPTModel):
             shard,
             self.loss_block_tokens,
             entropy=self.entropy,
-            weight_grad_vD=_gradient_buffer(weight_vD) if torch.is_grad_enabled() else None,
+            weight_grad_vD=weight_grad_vD,
         )
 
     def logits(self, batch: PackedBatch, extend: Extend | None = None) -> Tensor:
         """Return the logits of the requested tokens, float32 [wanted tokens, V], on every tensor-parallel rank.
 
         On all pipeline stages but the last, return the hidden states [t / s, 1, D] for the next stage, where s is the
-        number of tensor-parallel ranks under sequence parallelism and otherwise 1. `extend` adds
-        the tokens' keys and values to a cache; the batch's attention calls then also cover what is cached.
+        number of tensor-parallel ranks under sequence parallelism and otherwise 1. `extend` adds the tokens' keys and
+        values to a cache; the batch's attention calls then also cover what is cached.
         """
         hidden_t1D = self._hidden(batch, extend)
         if not self.post_process:
@@ -208,7 +225,7 @@ class PackedGPT(GPTModel):
             hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None)
             if self.embedding_scale != 1.0:
                 hidden = hidden * self.embedding_scale
-        # micro-batches of chunks and evaluations may be longer than those of training
+        # micro-batches of chunks and evaluations may be longer than the micro-batches of training
         self.config.apply_rope_fusion = self.fuses_rotation and len(batch.positions_t) <= self.rotation_limit
         device = batch.positions_t.device
         angles = [rope.angles(batch.positions_t, self.frequencies.at(batch.rotary_base, device))]
@@ -249,12 +266,16 @@ def _gradient_buffer(weight: Tensor) -> Tensor | None:
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:
     """Build the model chunks of this pipeline stage; their matrices are 0."""
-    parallel, transformer = config.parallel, transformer_config(config, platform)
-    count = model_chunks(parallel, config.model.num_layers)
-    copies = activations.HostCopies(platform.device) if parallel.offload_layer_inputs else None
+    parallel = config.parallel
+    transformer = transformer_config(config, platform)
+    copies = None
+    if parallel.offload_layer_inputs:
+        copies = activations.HostCopies(platform.device)
+    stages: Sequence[int | None] = range(model_chunks(parallel, config.model.num_layers))
+    if len(stages) == 1:
+        stages = [None]  # not interleaved
     chunks = []
-    for number in range(count):
-        vp_stage = number if count > 1 else None  # None: not interleaved
+    for vp_stage in stages:
         layers = layer_specs(transformer, PackedAttention, vp_stage, platform.transformer_engine)
         chunk = PackedGPT(config, vocab_size, transformer, layers, vp_stage)
         if parallel.mlp_block_tokens is not None:

@@ -26,6 +26,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.options import GradientSharing
 from megatron_ext.engine import compat
 from megatron_ext.engine.model import PackedGPT
+from megatron_ext.engine.transformer import weight_dtype
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 
@@ -46,7 +47,9 @@ def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataPar
 
 
 def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
-    return Float16Module(chunk.config, chunk) if config.training.bf16 else chunk
+    if config.training.bf16:
+        return Float16Module(chunk.config, chunk)
+    return chunk
 
 
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
@@ -55,7 +58,8 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
     Raises:
         UserError: Megatron has no Muon here.
     """
-    options, sharing = config.optimizer, gradient_sharing(config)
+    options = config.optimizer
+    sharing = gradient_sharing(config)
     muon: dict[str, Any] = {}
     if options.optimizer == "muon":
         compat.check_muon()
@@ -73,7 +77,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         # an infinite limit never clips, but the norm is still computed
         clip_grad=options.clip_grad or math.inf,
         bf16=config.training.bf16,
-        params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        params_dtype=weight_dtype(config),
         use_distributed_optimizer=sharing.use_distributed_optimizer,
         overlap_param_gather=sharing.overlap_param_gather,
         fp8_recipe=config.training.fp8_recipe if config.training.fp8_format else None,
@@ -89,7 +93,9 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         **muon,
     )
     # by default Megatron excludes biases and norms from weight decay; empty overrides include them
-    overrides: dict[ParamKey, ParamGroupOverride] | None = {} if options.weight_decay_all else None
+    overrides: dict[ParamKey, ParamGroupOverride] | None = None
+    if options.weight_decay_all:
+        overrides = {}
     return get_megatron_optimizer(settings, model, config_overrides=overrides, use_gloo_process_groups=False)
 
 
@@ -102,7 +108,9 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the optimizer itself, or its parts: experts have their own, and what Muon leaves to Adam."""
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    if isinstance(optimizer, ChainedOptimizer):
+        return list(optimizer.chained_optimizers)
+    return [optimizer]
 
 
 @torch.no_grad()
@@ -136,9 +144,11 @@ def clip_and_update(optimizer: MegatronOptimizer, squared_norm: Tensor) -> None:
     if math.isfinite(limit):
         factor = (limit / (squared_norm.double().sqrt() + 1e-6)).clamp(max=1.0).float()
         # the gradients that the update reads, as in `clip_grad_by_total_norm_fp32`
-        name = "decoupled_grad" if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
-        found = (getattr(param, name, None) for part in parts_of(optimizer) for param in part.get_parameters())
-        grads = [grad for grad in found if grad is not None]
+        name = "grad"
+        if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            name = "decoupled_grad"
+        parameters = [parameter for part in parts_of(optimizer) for parameter in part.get_parameters()]
+        grads = [getattr(parameter, name) for parameter in parameters if getattr(parameter, name, None) is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
     optimizer.step_with_ready_grads()

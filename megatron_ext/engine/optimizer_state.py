@@ -10,6 +10,7 @@ optimizer holds a contiguous range of each flattened weight; each process saves 
 weight. So the state of a distributed optimizer can be loaded into a plain one and vice versa, under any layout.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,12 +25,14 @@ from megatron_ext.engine.weights import Weight
 
 
 class OptimizerState:
-    """Saves and loads the state of an optimizer, whose parts are those of `parts_of`."""
+    """Saves and loads the state of an optimizer, for each part that `parts_of` returns."""
 
     def __init__(self, optimizer: MegatronOptimizer, bf16: bool) -> None:
         self.parts = parts_of(optimizer)
         # name of the master weight in the optimizer and in checkpoints; without bf16 it is the weight itself
-        self._master = {"param": "fp32_param"} if bf16 else {}
+        self._master: dict[str, str] = {}
+        if bf16:
+            self._master = {"param": "fp32_param"}
         self._copies: list[tuple[Any, Tensor, dict[str, Tensor]]] = []  # float32 copies of lower-precision states
 
     def counters(self) -> dict[str, Any]:
@@ -39,18 +42,19 @@ class OptimizerState:
     def shards(self, weights: Sequence[Weight]) -> list[Shard]:
         """Return this process's part of the state as shards; data read into them takes effect with `load`."""
         self._copies = []
-        found: list[Shard] = []
+        shards: list[Shard] = []
         by_parameter = {weight.parameter: weight for weight in weights}
         for part in self.parts:
-            muon = "momentum" in part.optimizer.defaults
-            names = {name: name for name in (("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq"))}
+            names = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+            if "momentum" in part.optimizer.defaults:  # of Muon
+                names = {"momentum_buffer": "momentum_buffer"}
             for parameter, start, end, state in self._runs(part, by_parameter):
                 weight = by_parameter[parameter]
                 writes = weight.original if isinstance(part, DistributedOptimizer) else weight.first_copy
-                for own, name in (names | self._master).items():
-                    prefix, run = f"optimizer.state.{name}.", state[own].detach().view(-1)
-                    found += _rectangles(prefix, weight.shards, run, start, end, writes=writes)
-        return found
+                for key, name in (names | self._master).items():
+                    run = state[key].detach().view(-1)
+                    shards += _rectangles(f"optimizer.state.{name}.", weight.shards, run, start, end, writes=writes)
+        return shards
 
     def load(self, counters: dict[str, Any]) -> None:
         """Apply the data read into the shards, and the counters."""
@@ -91,17 +95,18 @@ def _rectangles(
     """
     begin = 0  # first element of the part in the flattened weight
     for part in parts:
-        columns = part.sizes[1] if len(part.sizes) == 2 else 1
-        rows = part.sizes[0]
-        at, last = max(start - begin, 0), min(end - begin, rows * columns)
+        columns = math.prod(part.sizes[1:])
+        at = max(start - begin, 0)
+        last = min(end - begin, part.sizes[0] * columns)
         while at < last:
             row, column = divmod(at, columns)
-            whole_rows = 0 if column else (last - at) // columns
-            width = columns if whole_rows else min(columns - column, last - at)
-            sizes, corner = (whole_rows or 1, width), (row, column)
-            size = sizes[0] * sizes[1]
-            data = run[begin + at - start : begin + at - start + size].view(sizes[: len(part.sizes)])
-            offset = tuple(origin + inside for origin, inside in zip(part.offset, corner, strict=False))
+            height = 1
+            width = min(columns - column, last - at)
+            if width == columns:
+                height = (last - at) // columns
+            first = begin + at - start
+            data = run[first : first + height * width].view((height, width)[: len(part.sizes)])
+            offset = tuple(origin + inside for origin, inside in zip(part.offset, (row, column), strict=False))
             yield Shard.of(prefix + part.name, data, part.shape, offset, writes=writes)
-            at += size
-        begin += rows * columns
+            at += height * width
+        begin += part.sizes[0] * columns

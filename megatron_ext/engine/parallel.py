@@ -52,8 +52,10 @@ class Ranks:
 
     @property
     def layout(self) -> str:
-        shared = f"TP {self.tensor_size} x PP {self.pipeline_size} x CP {self.context_size} x DP {self.data_size}"
-        return shared + (f", experts over {self.expert_size} ranks" if self.expert_size > 1 else "")
+        layout = f"TP {self.tensor_size} x PP {self.pipeline_size} x CP {self.context_size} x DP {self.data_size}"
+        if self.expert_size > 1:
+            layout += f", experts over {self.expert_size} ranks"
+        return layout
 
     @property
     def reports_loss(self) -> bool:
@@ -69,24 +71,31 @@ def join(config: ParallelConfig, platform: Platform) -> None:
     """
     if dist.is_initialized():
         return
-    several, timeout = read_launch().world_size > 1, timedelta(minutes=config.distributed_timeout_minutes)
-    meeting: dict[str, Any] = {} if several else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    meeting: dict[str, Any] = {}
+    if read_launch().world_size == 1:
+        meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
     try:
         dist.init_process_group(platform.communication, timeout=timeout, **meeting)
     except dist.DistNetworkError as error:
         if "failed to listen" not in str(error):  # rank 0 may have crashed
             raise
-        port, reason = os.environ["MASTER_PORT"], str(error).rpartition("message: ")[2]
-        raise LaunchError(f"MASTER_PORT: got {port}, needs a free port on this host ({reason})") from None
+        reason = str(error).rpartition("message: ")[2]
+        raise LaunchError(
+            f"MASTER_PORT: got {os.environ['MASTER_PORT']}, needs a free port on this host ({reason})"
+        ) from None
 
 
 def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
     """Join the processes, build Megatron's groups and seed its random states; raise what `join` raises."""
     join(config, platform)
+    chunks = None
+    if config.is_interleaved:
+        chunks = model_chunks(config, num_layers)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=model_chunks(config, num_layers) if config.is_interleaved else None,
+        virtual_pipeline_model_parallel_size=chunks,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,

@@ -20,7 +20,7 @@ from megatron_ext.errors import UserError, first_line
 from megatron_ext.launch import LaunchError, read_launch
 
 _CPU = torch.device("cpu")
-_replaced: list[tuple[Any, str, Any, bool]] = []
+_replaced: list[tuple[Any, str, Any, bool]] = []  # owner, name, original function, whether it is the owner's attribute
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Platform:
     @property
     def steps_ahead(self) -> int:
         """Number of steps launched before the host reads results; 0 on a CPU, which computes synchronously."""
-        return 1 if self.device.type == "cuda" else 0
+        return int(self.device.type == "cuda")
 
 
 def find(device: str) -> Platform:
@@ -54,7 +54,8 @@ def find(device: str) -> Platform:
         )
     if not cuda:
         return Platform(_CPU, "gloo", transformer_engine=False)
-    number, gpus = read_launch().local_rank, torch.cuda.device_count()
+    number = read_launch().local_rank
+    gpus = torch.cuda.device_count()
     if number >= gpus:
         raise LaunchError(f"LOCAL_RANK: got {number}, but this process sees {gpus} GPUs; start one process for each")
     local = torch.device("cuda", number)
@@ -78,19 +79,19 @@ def choose(device: str) -> Platform:
         UserError: as in `find`; or Triton would find no compiler; or the version of Megatron-Core, or of Transformer
             Engine with it, is not supported.
     """
-    found = find(device)
-    if found.device.type == "cuda" and compiler() is None:
+    platform = find(device)
+    if platform.device.type == "cuda" and compiler() is None:
         raise UserError(
             "CC: is not set, and neither gcc nor clang is in PATH; Triton needs a C compiler at first use, install gcc"
         )
     compat.install()
-    if found.device.type == "cpu":
+    if platform.device.type == "cpu":
         install_cpu()
     else:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # lets run/watchdog.py write the collectives of a hang
-    if found.transformer_engine:
+    if platform.transformer_engine:
         compat.require_transformer_engine()
-    return found
+    return platform
 
 
 def compiler() -> str | None:
@@ -108,8 +109,8 @@ def install_cpu() -> None:
 def uninstall_cpu() -> None:
     """Restore every replaced function."""
     while _replaced:
-        owner, name, original, own = _replaced.pop()
-        if own:
+        owner, name, original, was_defined = _replaced.pop()
+        if was_defined:
             setattr(owner, name, original)
         else:
             delattr(owner, name)
@@ -134,8 +135,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create
@@ -159,7 +159,9 @@ def _type_names() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
-        return _TypeName(answer) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            return _TypeName(answer)
+        return answer
 
     _replace(torch.Tensor, "type", type_)
 

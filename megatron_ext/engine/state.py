@@ -92,17 +92,21 @@ class Checkpointer:
         ranks: Ranks,
         data: Sequence[str],
     ) -> None:
-        self.model, self.config, self.ranks = model, config, ranks
+        self.model = model
+        self.config = config
+        self.ranks = ranks
         self.options = config.checkpoint
         self.optimizer = OptimizerState(optimizer, config.training.bf16)
         self.saved: Path | None = None
-        self._layout = {
+        self._layout: dict[str, Any] = {
             "tensor": ranks.tensor_size,
             "pipeline": ranks.pipeline_size,
             "context": ranks.context_size,
             "data": ranks.data_size,
             "device": agreement.current_device().type,
-        } | ({"expert": ranks.expert_size} if ranks.expert_size > 1 else {})
+        }
+        if ranks.expert_size > 1:
+            self._layout["expert"] = ranks.expert_size
         self._data = tuple(data)
         self._copies: list[Tensor] = []  # with async_save: host memory of this process's shards, in order
         self._unpin: Callable[[], object] = lambda: None
@@ -162,7 +166,7 @@ class Checkpointer:
                 "move it back and load it to go on"
             )
 
-        aside = agreement.run_on_rank0(begin, run)
+        folder = agreement.run_on_rank0(begin, run)
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         sync_params(self.model)
@@ -173,17 +177,14 @@ class Checkpointer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the thread uses its own stream
 
-        everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
-        folder = aside.with_name(folders.folder_name(position.step))
+        def write_shards() -> Written:
+            with self._explained(folder, position.step):
+                return write(folder, self.ranks.world, shards)
 
-        def write_own() -> Written:
-            with self._explained(aside, position.step):
-                return write(aside, self.ranks.world, shards)
-
-        def publish() -> None:
-            if everyone is None:
+        def publish(written: list[Written]) -> None:
+            if self.ranks.world > 0:
                 return
-            with self._explained(aside, position.step):
+            with self._explained(folder, position.step):
                 Manifest(
                     step=position.step,
                     consumed_samples=position.consumed_samples,
@@ -192,23 +193,22 @@ class Checkpointer:
                     config=to_dict(self.config),
                     optimizer=counters,
                     code=code_identity(),
-                    files=write_index(aside, everyone),
+                    files=write_index(folder, written),
                     seconds=time.perf_counter() - began,
                     data=self._data,
-                ).write(aside)
-                folders.publish(aside)
+                ).write(folder)
+                folders.publish(folder)
                 folders.delete_superfluous(run, position.step, self.options.keep_last, self.options.keep_every)
 
         def write_together() -> Path:
             try:
-                mine = together(write_own, self._group)
-                dist.gather_object(mine, everyone, group=self._group)
-                together(publish, self._group)
+                written = agreement.gather(together(write_shards, self._group), self._group)
+                together(partial(publish, written), self._group)
             except BaseException:
                 if self.ranks.world == 0:
-                    shutil.rmtree(aside, ignore_errors=True)  # frees its space
+                    shutil.rmtree(folder, ignore_errors=True)  # frees its space
                 raise
-            return folder
+            return folder.with_name(folders.folder_name(position.step))
 
         self._writing = agreement.in_thread("checkpoint writer", write_together)
         self.threads += 1
@@ -218,7 +218,8 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any; raise what `save` raises."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is None:
             return
         began = time.perf_counter()
@@ -257,16 +258,19 @@ class Checkpointer:
             if error.errno not in PERMANENT:
                 error.add_note(f"the checkpoint of step {step} was not written into {folder}")
                 raise
-            kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
+            consequence = "earlier checkpoints are untouched"
+            if self.saved:
+                consequence = f"{self.saved} is the newest complete one"
             raise UserError(
-                f"{cannot_write(error, folder)}, so the checkpoint of step {step} was not written, {kept}; "
+                f"{cannot_write(error, folder)}, so the checkpoint of step {step} was not written, {consequence}; "
                 "make room and start again"
             ) from None
 
     def take_stall(self) -> float:
         """Return the seconds for which saving has stalled training since the last call."""
-        stalled, self._stalled = self._stalled, 0.0
-        return stalled
+        seconds = self._stalled
+        self._stalled = 0.0
+        return seconds
 
     def load(self, checkpoint: Checkpoint) -> Position:
         """Load a checkpoint into the model and the optimizer, and continue its run if it is in --save.
@@ -276,7 +280,8 @@ class Checkpointer:
         """
         options = self.options
         checkpoint = undamaged(checkpoint, content=options.verify_load, past_damaged=options.load_latest_complete)
-        folder, manifest = checkpoint.folder, checkpoint.manifest
+        folder = checkpoint.folder
+        manifest = checkpoint.manifest
         manifest.check_optimizer(folder, "take it as --init-from")
         for change in changes.check(manifest.config, self.config, manifest.step, folder):
             self._log(f"changed since the checkpoint: {change}")
@@ -293,8 +298,8 @@ class Checkpointer:
         self._read(checkpoint, randomness=same_layout)
         if options.save and checkpoint.run.resolve() == Path(options.save).resolve():
             self.saved = Path(options.save) / "checkpoints" / folder.name
-            for left in agreement.run_on_rank0(lambda: folders.rewind(folder), folder):
-                self._log(f"{left} is later than the resumed step and is kept aside; delete it if unneeded")
+            for later_folder in agreement.run_on_rank0(lambda: folders.rewind(folder), folder):
+                self._log(f"{later_folder} is later than the resumed step and is kept aside; delete it if unneeded")
         self._log(f"continuing from {folder} after {manifest.step} steps")
         return Position(manifest.step, manifest.consumed_samples, manifest.trainer_state)
 
@@ -312,7 +317,9 @@ class Checkpointer:
 
     def _read(self, checkpoint: Checkpoint, *, randomness: bool) -> None:
         """Load the tensors; random states only on request, because they fit only the layout that wrote them."""
-        states = _random_states() if randomness else {}
+        states = {}
+        if randomness:
+            states = _random_states()
         shards = self._shards(states)
         agreement.together_in_threads("checkpoint reader", lambda: Stored(checkpoint.folder).fill(shards))
         self.optimizer.load(checkpoint.manifest.optimizer)
@@ -327,11 +334,10 @@ class Checkpointer:
         chunks = list(unwrap(self.model))
         weights = list(saved_weights(chunks, self.config.model, self.ranks))
         shards = [shard for weight in weights for shard in weight.shards] + self.optimizer.shards(weights)
-        rank, ranks = self.ranks.world, self.ranks.world_size
-        return shards + [
-            Shard.of(f"random_states.{name}", state.view(1, -1), (ranks, len(state)), (rank, 0))
-            for name, state in states.items()
-        ]
+        for name, state in states.items():
+            shape = self.ranks.world_size, len(state)
+            shards.append(Shard.of(f"random_states.{name}", state.view(1, -1), shape, (self.ranks.world, 0)))
+        return shards
 
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:
@@ -386,14 +392,14 @@ def agree(checkpoint: Checkpoint | None) -> None:
 
     Each process searches by itself, and a shared file system may show an outdated state to some nodes.
     """
-    mine = "none"
+    name = "none"
     if checkpoint is not None:
-        mine = f"{checkpoint.folder.name} (sha256 {checkpoint.manifest.digest[:8]})"
-    if same_everywhere(mine):
+        name = f"{checkpoint.folder.name} (sha256 {checkpoint.manifest.digest[:8]})"
+    if same_everywhere(name):
         return
-    everyone: list[str] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    listed = ", ".join(f"{name} on rank {everyone.index(name)}" for name in dict.fromkeys(everyone))
+    names = [name] * dist.get_world_size()
+    dist.all_gather_object(names, name)
+    listed = ", ".join(f"{name} on rank {names.index(name)}" for name in dict.fromkeys(names))
     raise RuntimeError(
         f"load: got {listed}, needs the same checkpoint for all; a node saw an earlier state of the file "
         "system, or another job writes there: start again"

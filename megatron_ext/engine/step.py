@@ -36,7 +36,7 @@ from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, sums_by_position
-from megatron_ext.loss import LossTerms, TokenLosses, loss_terms
+from megatron_ext.loss import LossTerms, Number, TokenLosses, loss_terms
 from megatron_ext.token_weighting.weigher import Weigher
 
 
@@ -68,12 +68,14 @@ class StepResult:
     @property
     def train_loss(self) -> float:
         """The minimized loss; 0 if no token is trained."""
-        return self.terms.weighted_sum / self.denominator if self.denominator else 0.0
+        if not self.denominator:
+            return 0.0
+        return self.terms.weighted_sum / self.denominator
 
     @property
     def lm_loss(self) -> float:
         """Mean cross-entropy over the trained tokens; 0 if there are none."""
-        return self.terms.loss_sum / self.terms.token_count if self.terms.token_count else 0.0
+        return self.terms.loss_sum / (self.terms.token_count or 1.0)
 
     @property
     def weight_std(self) -> float:
@@ -104,21 +106,25 @@ class PendingStep:
         The weights have already been changed, whatever the loss: check `StepResult.divergence` before saving or
         validating.
         """
-        values = AsyncHostCopy(self.values).values() if values is None else values
+        if values is None:
+            values = AsyncHostCopy(self.values).values()
         *sums, balance = values["sums"]
         terms: LossTerms[float] = LossTerms(*sums)
         segments, context, tokens = values["facts"]
         begin, end = self.score_times
+        attention = None
+        if "attention" in values:
+            attention = AttentionHealth.of(values["attention"])
         return StepResult(
             terms=terms,
-            denominator=terms.weight_sum if self.stepper.by_weights else terms.token_count,
+            denominator=self.stepper.denominator(terms),
             grad_norm=values["squared_norm"][0] ** 0.5,
             segments=int(segments),
             effective_context=context / tokens,
             outcome=self.outcome,
             score_seconds=end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3,
             weight_max=values["weight_max"][0],
-            attention=AttentionHealth.of(values["attention"]) if "attention" in values else None,
+            attention=attention,
             moe_aux_loss=balance / self.stepper.groups,
         )
 
@@ -147,15 +153,21 @@ class Stepper:
         config: Config,
         context: ContextGroup,
     ) -> None:
-        self.model, self.optimizer, self.platform, self.ranks = model, optimizer, platform, ranks
-        self.weighting, self.z_loss = config.weighting, config.training.z_loss
+        self.model = model
+        self.optimizer = optimizer
+        self.platform = platform
+        self.ranks = ranks
+        self.weighting = config.weighting
+        self.z_loss = config.training.z_loss
         self.by_weights = config.weighting.loss_denominator == "weights"
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
-        self.layers, self.heads = config.model.num_layers, config.model.num_attention_heads
+        self.layers = config.model.num_layers
+        self.heads = config.model.num_attention_heads
         self.pipeline = Pipeline(model, ranks.expert_group)
-        data = config.data
-        self.groups = data.global_batch_size // (1 if config.balances_rows else data.micro_batch_size)
+        self.groups = config.data.global_batch_size  # over which the load-balancing loss is averaged
+        if not config.balances_rows:
+            self.groups //= config.data.micro_batch_size
         self.balance: LoadBalance = model[0].config.packed_balance
         self.expert_biases = [
             buffer for chunk in model for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")
@@ -165,6 +177,12 @@ class Stepper:
         if model[0].ddp_config.overlap_grad_reduce:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
 
+    def denominator(self, terms: LossTerms[Number]) -> Number:
+        """Return the divisor of the weighted sum: the sum of weights, or the number of trained tokens."""
+        if self.by_weights:
+            return terms.weight_sum
+        return terms.token_count
+
     def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> PendingStep:
         """Launch forward, backward and update of this rank's micro-batches.
 
@@ -172,7 +190,7 @@ class Stepper:
         refuses, weights and optimizer stay unchanged on all, and the gradients stay in their buffers.
         """
         device = self.platform.device
-        trained = sum(b.total_weight if self.by_weights else b.total_trained for b in step.train)
+        trained = sum(batch.total_weight if self.by_weights else batch.total_trained for batch in step.train)
         facts = self._global_facts(step.train, trained)
         batches = [batch.to(device) for batch in step.train]
         score_begin = _now(device)
@@ -185,16 +203,18 @@ class Stepper:
         if self.balance.coefficient:
             self.balance.begin(facts[-1], self.groups)
         biases = [bias.clone() for bias in self.expert_biases]
-        sums, largest = self._forward_backward(batches)
-        values = {"sums": sums, "facts": facts[:-1], "weight_max": largest}
+        sums, largest_weight = self._forward_backward(batches)
+        values = {"sums": sums, "facts": facts[:-1], "weight_max": largest_weight}
         if step.attention_measured:
             values["attention"] = of_layers(self._attention_by_head(batches[0].probe))
-        # without a trained token the gradient is zero, but momentum and weight decay would still change the weights
-        outcome = Outcome.UPDATED if trained or facts[-1].item() else Outcome.NO_TOKENS
-        updates = outcome is Outcome.UPDATED
-        squared_norm = squared_gradient_norm(self.optimizer, device) if updates else torch.zeros((), device=device)
+        if trained or facts[-1].item():
+            outcome = Outcome.UPDATED
+            squared_norm = squared_gradient_norm(self.optimizer, device)
+        else:  # the gradient is zero, but momentum and weight decay would still change the weights
+            outcome = Outcome.NO_TOKENS
+            squared_norm = torch.zeros((), device=device)
         launched = PendingStep(values | {"squared_norm": squared_norm}, self, score_times, outcome)
-        if updates and accepts is not None:
+        if outcome is Outcome.UPDATED and accepts is not None:
             refusals = to_device([float(not accepts(launched.result()))], device)
             dist.all_reduce(refusals)
             if refusals.item():
@@ -244,14 +264,13 @@ class Stepper:
             largest weight of a token, float32 [].
         """
         device = self.platform.device
-        everything = torch.zeros(len(LossTerms._fields) + 1, dtype=torch.float64, device=device)
-        sums, balance = everything[:-1], everything[-1]
+        sums = torch.zeros(len(LossTerms._fields) + 1, dtype=torch.float64, device=device)
         largest = torch.zeros((), device=device)
 
         def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, None]:
             weights_t, scores_t = self.weigher(batch, losses)
             total, terms = loss_terms(losses, weights_t, batch.trained_t, self.z_loss, scores_t)
-            sums.add_(torch.stack(terms))
+            sums[:-1].add_(torch.stack(terms))
             largest.copy_(torch.maximum(largest, (weights_t * batch.trained_t).max()))
             return total, None
 
@@ -259,12 +278,11 @@ class Stepper:
             # None disables Megatron's division by an integer count of tokens, which does not support weights
             finalize_model_grads(model, None, **options)
             if not self.ranks.reports_loss:  # all processes get the same sums, including stages that compute no loss
-                sums.zero_()
+                sums[:-1].zero_()
             if self.balance.total is not None:
-                balance.copy_(self.balance.total)
-            dist.all_reduce(everything)
-            terms = LossTerms(*sums.unbind())
-            denominator = terms.weight_sum if self.by_weights else terms.token_count
+                sums[-1].copy_(self.balance.total)
+            dist.all_reduce(sums)
+            denominator = self.denominator(LossTerms(*sums[:-1].unbind()))
             factor = torch.where(denominator > 0, 1.0 / denominator, 1.0).float()
             for chunk in model:
                 chunk.scale_gradients(factor)
@@ -275,20 +293,21 @@ class Stepper:
         self.model[0].config.finalize_model_grads_func = finalize
         self.pipeline.run(batches, weighted_loss)
         if self.weighting.token_weighting == "none":
-            return everything, torch.ones_like(largest)
+            return sums, torch.ones_like(largest)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return everything, largest
+        return sums, largest
 
     def _global_facts(self, batches: Sequence[PackedBatch], trained: float) -> Tensor:
         """Sum segments, context over tokens and layers, tokens x layers, and `trained` over the global batch."""
-        mine = [
+        counts = [
             sum(batch.layout.segments for batch in batches),
             sum(batch.masks.context_sum for batch in batches),
             sum(len(batch.masks.is_local) * batch.layout.tokens for batch in batches),
             trained,
         ]
-        counts = self.ranks.context == 0  # all context-parallel ranks have the same layouts
-        facts = to_device([float(fact * counts) for fact in mine], self.platform.device)
+        if self.ranks.context > 0:  # all context-parallel ranks have the same layouts
+            counts = [0] * len(counts)
+        facts = to_device([float(count) for count in counts], self.platform.device)
         dist.all_reduce(facts, group=self.ranks.data_context_group)
         return facts
 
@@ -300,7 +319,8 @@ class Pipeline:
     """
 
     def __init__(self, model: Sequence[nn.Module], experts: dist.ProcessGroup | None = None) -> None:
-        self.model, self.experts = list(model), experts
+        self.model = list(model)
+        self.experts = experts
         self._schedule: Callable[..., list[Any]] = get_forward_backward_func()
 
     def run(
@@ -316,8 +336,8 @@ class Pipeline:
         micro-batches have equal lengths, because stages receive activations of a size known in advance.
         """
 
-        def forward(left: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-            batch = next(left)
+        def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+            batch = next(batches)
 
             def reduced(losses: TokenLosses) -> tuple[Tensor, Tensor, Any]:
                 loss, value = reduce(batch, losses)
@@ -349,7 +369,8 @@ class Pipeline:
         run without batches, unless ranks that share experts have some: this rank then runs a `spare` one and discards
         the result.
         """
-        filled, passes = list(batches), len(batches)
+        filled = list(batches)
+        passes = len(batches)
         if self.experts is not None and self.experts.size() > 1:  # the tokens of the others are routed to this rank too
             most = torch.tensor([passes], device=next(self.model[0].parameters()).device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.experts)
@@ -360,14 +381,16 @@ class Pipeline:
             return []
         for chunk in self.model:
             chunk.eval()
-        found = self.run(
+        values = self.run(
             filled, lambda batch, losses: (losses.cross_entropy_t.sum(), value_of(batch, losses)), forward_only=True
         )
         for chunk in self.model:
             chunk.train()
-        return found[: len(batches)]
+        return values[: len(batches)]
 
 
 def one_or_all(items: list[Any]) -> Any:
     """Return the item if there is only one, else the list, as Megatron expects."""
-    return items[0] if len(items) == 1 else items
+    if len(items) == 1:
+        return items[0]
+    return items

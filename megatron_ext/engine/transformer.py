@@ -63,16 +63,13 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     Raises:
         UserError: this platform does not support an option.
     """
-    if lines := list(broken(PLATFORM, config, transformer_engine=platform.transformer_engine)):
-        raise UserError("\n".join(lines))
-    model, parallel, traits = config.model, config.parallel, config.model.traits
-    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    sizes = max(model.head_size, model.value_size), model.value_size  # smaller heads of keys are padded
-    chunked = parallel.is_interleaved
-    extra: dict[str, Any] = _expert_options(config) if model.num_experts is not None else {}
-    if parallel.recompute_granularity == "full":
-        extra |= {"recompute_method": parallel.recompute_method, "recompute_num_layers": parallel.recompute_num_layers}
-    rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
+    errors = list(broken(PLATFORM, config, transformer_engine=platform.transformer_engine))
+    if errors:
+        raise UserError("\n".join(errors))
+    model = config.model
+    parallel = config.parallel
+    traits = model.traits
+    dtype = weight_dtype(config)
     return PackedTransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -90,7 +87,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         tp_comm_overlap=parallel.tp_comm_overlap,
         recompute_granularity=parallel.recompute_granularity,
         recompute_modules=list(parallel.recompute_modules) or None,  # None: core_attn
-        **extra,
+        **_optional(config),
         kv_channels=model.head_size,
         normalization=traits.norm,
         layernorm_epsilon=model.norm_epsilon,
@@ -106,18 +103,15 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         # otherwise Megatron's models set the environment variables of Transformer Engine's own choice of a backend, and
         # raise an error if the user has set one
         attention_backend=None,
-        # None if all layers use RoPE: with a list, each layer would be compiled separately
-        no_rope_freq=None if all(rotated) else [int(not has_rope) for has_rope in rotated],
-        virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,
         # with batch_p2p_comm the interleaved schedule is silently wrong on gloo
-        overlap_p2p_comm=chunked,
-        batch_p2p_comm=not chunked,
+        overlap_p2p_comm=parallel.is_interleaved,
+        batch_p2p_comm=not parallel.is_interleaved,
         # True would synchronize the host after each exchange, Megatron's workaround for a bug in old versions of torch
         batch_p2p_sync=False,
         bf16=config.training.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # engine/weights.py sets all values but those of the vocabulary's padding, which are 0
+        # engine/weights.py sets all values except the vocabulary's padding, which stays 0
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
@@ -128,14 +122,47 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         fp8=config.training.fp8_format,
         fp8_recipe=config.training.fp8_recipe,
         packed_model=model,
-        packed_backend=select(parallel.attention_backend, platform.device, dtype, *sizes, sinks=model.has_sinks),
+        packed_backend=select(
+            parallel.attention_backend,
+            platform.device,
+            dtype,
+            max(model.head_size, model.value_size),  # smaller heads of keys are padded
+            model.value_size,
+            sinks=model.has_sinks,
+        ),
         packed_masks=config.mask_options(),
         packed_balance=LoadBalance(config.training.moe_aux_loss_coeff, config.balances_rows, config.data.seq_length),
     )
 
 
+def weight_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of the model's weights and activations."""
+    if config.training.bf16:
+        return torch.bfloat16
+    return torch.float32
+
+
+def _optional(config: Config) -> dict[str, Any]:
+    """Return Megatron's options for what only some models or layouts have."""
+    model = config.model
+    parallel = config.parallel
+    options: dict[str, Any] = {}
+    if model.num_experts is not None:
+        options = _expert_options(config)
+    if parallel.recompute_granularity == "full":
+        options["recompute_method"] = parallel.recompute_method
+        options["recompute_num_layers"] = parallel.recompute_num_layers
+    if parallel.is_interleaved:
+        options["virtual_pipeline_model_parallel_size"] = model_chunks(parallel, model.num_layers)
+    has_rope = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
+    if not all(has_rope):  # with a list, each layer would be compiled separately
+        options["no_rope_freq"] = [int(not rotates) for rotates in has_rope]
+    return options
+
+
 def _expert_options(config: Config) -> dict[str, Any]:
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     routing = {name: value for name, value in vars(model).items() if name.startswith("moe_router_")}
     return routing | {
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.names import Cut, Parameter, Place, find, full_shape, fuse_into, parameters_of, unfuse
 from megatron_ext.checkpoint.tensors import Shard
 from megatron_ext.config import ModelConfig
+from megatron_ext.engine import agreement
 from megatron_ext.engine.parallel import Ranks
 
 _RESIDUAL = ("o_proj", "down_proj", "dense", "fc2", "w2")
@@ -36,7 +36,9 @@ class Weight:
 def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> Iterator[Weight]:
     first_expert = ranks.expert * (model.num_experts or 0) // ranks.expert_size
     for chunk in chunks:
-        first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
+        first_layer = 0
+        if len(chunk.decoder.layers):
+            first_layer = chunk.decoder.layers[0].layer_number - 1
         biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
         for name, parameter in itertools.chain(chunk.named_parameters(), biases):
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
@@ -44,22 +46,25 @@ def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) 
             row, place = find(name, first_layer, model, first_expert)
             tied_copy = row.megatron[0].startswith("embedding.") and not chunk.pre_process
             original = not tied_copy and (row.cut is not Cut.WHOLE or ranks.tensor == 0)
-            copy = ranks.expert_copy if row.of_experts else ranks.data + ranks.context
+            copy = ranks.data + ranks.context
+            if row.of_experts:
+                copy = ranks.expert_copy
             first_copy = original and copy == 0
             shards = shards_of(row, place, parameter, ranks.tensor, ranks.tensor_size, writes=first_copy)
             yield Weight(row, place, parameter, shards, original, first_copy)
 
 
 def mark_parts(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> None:
-    """Mark of which weights tensor-parallel ranks hold parts, cut along which dimension: gradient norms and Muon ask.
+    """Mark the weights that tensor-parallel ranks hold in parts, and the dimension of the cut, for norms and Muon.
 
     How experts are marked depends on the versions of Megatron-Core and Transformer Engine, and is wrong in some. Remove
     when all supported ones mark them.
     """
     for weight in saved_weights(chunks, model, ranks):
-        whole = weight.row.cut is Cut.WHOLE
-        weight.parameter.tensor_model_parallel = not whole  # type: ignore[attr-defined]
-        weight.parameter.partition_dim = -1 if whole else int(weight.row.cut is Cut.COLUMNS)  # type: ignore[attr-defined]
+        parameter: Any = weight.parameter
+        cut = weight.row.cut
+        parameter.tensor_model_parallel = cut is not Cut.WHOLE
+        parameter.partition_dim = {Cut.WHOLE: -1, Cut.COLUMNS: 1}.get(cut, 0)
 
 
 def shards_of(
@@ -73,12 +78,19 @@ def shards_of(
                           |0 |1 |                +----+ gate, rank 1                   +----+ rank 1
                           +--+--+                +----+ up, rank 0
     """
-    axis, size = int(row.cut is Cut.COLUMNS), 1 if row.cut is Cut.WHOLE else ranks
+    axis = int(row.cut is Cut.COLUMNS)
+    if row.cut is Cut.WHOLE:
+        rank = 0
+        ranks = 1
+    parts = [tensor.detach()]
+    if row.cut is Cut.GATE_UP:
+        parts = list(tensor.detach().chunk(2))
     shards = []
-    for number, part in enumerate(tensor.detach().chunk(2 if row.cut is Cut.GATE_UP else 1)):
-        shape, offset = list(tensor.shape), [0] * tensor.dim()
-        shape[axis] *= size
-        offset[axis] = (number * size + rank % size) * part.shape[axis]
+    for number, part in enumerate(parts):
+        shape = list(tensor.shape)
+        shape[axis] *= ranks
+        offset = [0] * tensor.dim()
+        offset[axis] = (number * ranks + rank) * part.shape[axis]
         shards.append(Shard.of(row.checkpoint(place), part, tuple(shape), tuple(offset), writes=writes))
     return shards
 
@@ -106,8 +118,8 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
     def initial(name: str) -> Tensor:
         shape = full_shape(name, model, vocab_size)
         if len(shape) == 1:
-            zero = name.endswith(("bias", "sinks")) or model.traits.zero_centred_norm
-            return torch.zeros(shape) if zero else torch.ones(shape)
+            is_zero = name.endswith(("bias", "sinks")) or model.traits.zero_centred_norm
+            return torch.full(shape, float(not is_zero))
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         return torch.empty(shape).normal_(0.0, deviation(name, model), generator=generator)
@@ -126,23 +138,24 @@ def deviation(name: str, model: ModelConfig) -> float:
 
     SkyLadder (arXiv 2503.15450) is based on TinyLlama's code.
     """
-    residual = name.split(".")[-2] in _RESIDUAL
+    writes_residual = name.split(".")[-2] in _RESIDUAL
     if model.init_scheme == "tinyllama":
-        width = model.hidden_size
-        return 1 / (math.sqrt(width) * model.num_layers) if residual else math.sqrt(2 / (5 * width))
-    return model.init_method_std / math.sqrt(2 * model.num_layers) if residual else model.init_method_std
+        if writes_residual:
+            return 1 / (math.sqrt(model.hidden_size) * model.num_layers)
+        return math.sqrt(2 / (5 * model.hidden_size))
+    if writes_residual:
+        return model.init_method_std / math.sqrt(2 * model.num_layers)
+    return model.init_method_std
 
 
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:
     """Return the whole model by Hugging Face names on the CPU of process 0, None on the others. Collective."""
     shards = [shard for weight in saved_weights(chunks, model, ranks) for shard in weight.shards if shard.writes]
-    mine = [(shard.name, shard.shape, shard.offset, shard.data().cpu().clone()) for shard in shards]
-    everyone: list[Any] | None = [None] * ranks.world_size if ranks.world == 0 else None
-    dist.gather_object(mine, everyone, dst=0)
-    if everyone is None:
+    parts = agreement.gather([(shard.name, shard.shape, shard.offset, shard.data().cpu().clone()) for shard in shards])
+    if ranks.world > 0:
         return None
     wholes: dict[str, Tensor] = {}
-    for name, shape, offset, part in itertools.chain(*everyone):
+    for name, shape, offset, part in itertools.chain(*parts):
         if name not in wholes:
             wholes[name] = part.new_empty(shape)
         wholes[name][tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part

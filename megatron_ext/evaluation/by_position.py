@@ -32,7 +32,9 @@ def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> 
 def mean_loss(sums: Tensor) -> float | None:
     """Return the mean over all tokens of `sums_by_position`; None if there are none."""
     loss, count = sums.sum(dim=1).tolist()
-    return loss / count if count else None
+    if not count:
+        return None
+    return loss / count
 
 
 def losses_by_position(sums: Tensor) -> dict[int, float]:

@@ -60,33 +60,42 @@ class ModelText:
         begin = config.get("bos_token_id")
         if bos and not isinstance(begin, int):
             raise UserError(f"bos: {pretrained.folder} names no bos_token_id; leave --bos out")
+        if not bos:
+            begin = None
         ends = config.get("eos_token_id")  # one token, several, or none
-        stop = {token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)}
+        if not isinstance(ends, list):
+            ends = [ends]
+        stop = {token for token in ends if isinstance(token, int)}
+        end = None
         try:
             end = opened.eod_id
             stop.add(end)
         except UserError:
             if eod_token is not None:
-                raise  # the given token is wrong; a tokenizer without an end token is fine
-            end = None
-        template = ChatTemplate.of(name) if chat else None
-        try:
-            if template is not None and template.turn_end:
-                stop.add(opened.encode_spelled(template.turn_end)[0][-1])
-        except ChatError as error:
-            raise UserError(f"chat: {name}: {error}; correct the template") from None
-        return cls(pretrained, opened, begin if bos else None, end, frozenset(stop), template)
+                raise  # the user's token is wrong; a tokenizer without an end token is fine
+        template = None
+        if chat:
+            template = ChatTemplate.of(name)
+            try:
+                if template.turn_end:
+                    stop.add(opened.encode_spelled(template.turn_end)[0][-1])
+            except ChatError as error:
+                raise UserError(f"chat: {name}: {error}; correct the template") from None
+        return cls(pretrained, opened, begin, end, frozenset(stop), template)
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Encode a text; special tokens spelled in it are ordinary text, except in a chat. Raises as `known`."""
+        """Encode a text; special tokens spelled in it are ordinary text, except in a chat. Raises as `checked`."""
         if self.template is not None:
-            return self.known(self.tokenizer.encode_spelled(text)[0])
+            return self.checked(self.tokenizer.encode_spelled(text)[0])
         tokens = self.tokenizer.encode(text)
-        return self.known([self.begin, *tokens] if begin and self.begin is not None else tokens)
+        if begin and self.begin is not None:
+            tokens = [self.begin, *tokens]
+        return self.checked(tokens)
 
-    def known(self, tokens: list[int]) -> list[int]:
+    def checked(self, tokens: list[int]) -> list[int]:
         """Return the tokens; raise UserError for one that the model's embedding has no row for."""
-        if (largest := max(tokens, default=0)) >= self.pretrained.vocab_size:
+        largest = max(tokens, default=0)
+        if largest >= self.pretrained.vocab_size:
             raise UserError(
                 f"text: holds token id {largest} ({self.tokenizer.decode([largest])!r}), but the embedding of "
                 f"{self.pretrained.folder} has {self.pretrained.vocab_size} rows; leave it out of the text, or "
@@ -96,4 +105,6 @@ class ModelText:
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """Decode a generated answer as a continuation of its prompt, without the token that ended it."""
-        return self.tokenizer.continuation(prompt, tokens[:-1] if tokens and tokens[-1] in self.stop else tokens)
+        if tokens and tokens[-1] in self.stop:
+            tokens = tokens[:-1]
+        return self.tokenizer.continuation(prompt, tokens)

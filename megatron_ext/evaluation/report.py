@@ -35,8 +35,10 @@ def difference(first: Float64, second: Float64, weights: Float64 | None = None, 
     Returns:
         value: sum(second - first) / sum(weights); low, high: its 95 % interval, None for a single item.
     """
-    sums, n = second - first, len(first)
-    weights = np.ones(n) if weights is None else weights
+    sums = second - first
+    n = len(first)
+    if weights is None:
+        weights = np.ones(n)
     value = float(sums.sum() / weights.sum())
     if n < 2:
         return {"value": value, "low": None, "high": None}
@@ -53,15 +55,16 @@ def compare(
 
     `models` has the scores of each model, float64 [items] by key; `weights` are as in `difference`, also by key.
     """
-    (first, base), *others = models.items()
-    for second, other in others:
-        for key, scores in base.items():
-            if key not in other or len(other[key]) != len(scores):
+    (first, first_scores), *later_models = models.items()
+    for second, second_scores in later_models:
+        for key, scores in first_scores.items():
+            if key not in second_scores or len(second_scores[key]) != len(scores):
                 continue
             task, metric, length = key
-            found: dict[str, Any] = {"first": first, "second": second, "task": task, "metric": metric}
-            found |= {} if length is None else {"length": length}
-            yield found | difference(scores, other[key], (weights or {}).get(key))
+            entry: dict[str, Any] = {"first": first, "second": second, "task": task, "metric": metric}
+            if length is not None:
+                entry["length"] = length
+            yield entry | difference(scores, second_scores[key], (weights or {}).get(key))
 
 
 def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: Path | None) -> str:
@@ -72,8 +75,8 @@ def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: 
     folder.mkdir(parents=True, exist_ok=True)
     contents = {".md": text, ".json": json.dumps(record, indent=2) + "\n"}
     if items:
-        every = [{"model": name, **item} for name in items for item in items[name]]
-        lines = [json.dumps(item, ensure_ascii=False, default=str) + "\n" for item in every]
+        answers = [{"model": name, **item} for name in items for item in items[name]]
+        lines = [json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers]
         contents[".items.jsonl"] = "".join(lines)
     for ending, content in contents.items():
         with atomic_write(folder / (record["kind"] + ending)) as aside:
@@ -85,11 +88,10 @@ def write_record(record: Record, items: Mapping[str, Iterable[Record]], folder: 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table that is legible as text; the first column is left-aligned."""
     lines = [[str(cell).replace("|", "\\|") for cell in line] for line in (head, *rows)]
-    first, *others = (max(3, *map(len, column)) for column in zip(*lines, strict=True))
-    lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
-    return "\n".join(
-        "| " + " | ".join([name.ljust(first), *map(str.rjust, cells, others)]) + " |" for name, *cells in lines
-    )
+    name_width, *widths = (max(3, *map(len, column)) for column in zip(*lines, strict=True))
+    lines.insert(1, ["-" * name_width, *("-" * (width - 1) + ":" for width in widths)])
+    padded = ([name.ljust(name_width), *map(str.rjust, cells, widths)] for name, *cells in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
 
 
 def pivot(results: Iterable[Record], index: Sequence[str], columns: Sequence[str]) -> str:
@@ -105,8 +107,8 @@ def pivot(results: Iterable[Record], index: Sequence[str], columns: Sequence[str
 def markdown(record: Record) -> str:
     """Return the tables of a record."""
     settings = "; ".join(f"{name}: {value}" for name, value in record["settings"].items())
-    results = [one for one in record["results"] if "position" not in one]
-    by_position = [one for one in record["results"] if "position" in one and one["task"] == "all"]
+    results = [result for result in record["results"] if "position" not in result]
+    by_position = [result for result in record["results"] if "position" in result and result["task"] == "all"]
     parts = [f"# {record['kind'].capitalize()}", settings, pivot(results, ("task", "metric"), ("model", "length"))]
     if by_position:
         parts += [
@@ -117,9 +119,12 @@ def markdown(record: Record) -> str:
     if record["differences"]:
         rows: list[list[object]] = []
         for pair in record["differences"]:
-            models, length = f"{pair['second']} - {pair['first']}", pair.get("length", "")
-            interval = "one item" if pair["low"] is None else f"{pair['low']:+.4f} to {pair['high']:+.4f}"
-            rows.append([models, pair["task"], pair["metric"], length, f"{pair['value']:+.4f}", interval])
+            models = f"{pair['second']} - {pair['first']}"
+            interval = "one item"
+            if pair["low"] is not None:
+                interval = f"{pair['low']:+.4f} to {pair['high']:+.4f}"
+            value = f"{pair['value']:+.4f}"
+            rows.append([models, pair["task"], pair["metric"], pair.get("length", ""), value, interval])
         parts += [
             "## Differences",
             "On the same items; the interval is of paired bootstrap samples.",

@@ -174,7 +174,7 @@ def _long_enough(options: PerplexityOptions, text: ModelText) -> Iterator[Docume
     end = [] if text.end is None else [text.end]
     for one in read_documents(options.input or (), options.json_key, key_field=options.source_key):
         source = str(one.source) if one.key is None else one.key
-        tokens = text.known(text.encode(one.text) + end)
+        tokens = text.checked(text.encode(one.text) + end)
         if len(tokens) >= options.min_tokens:
             yield Document(source, np.array(tokens[: options.max_tokens], dtype=np.int64))
 

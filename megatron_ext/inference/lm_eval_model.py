@@ -90,13 +90,13 @@ class TrainedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self.text.known([min(self.text.stop) if self.text.end is None else self.text.end])[0]
+        return self.text.checked([min(self.text.stop) if self.text.end is None else self.text.end])[0]
 
     @cached_property
     def prefix_token_id(self) -> int:
         """The token before a text without a context: the tokenizer's BOS, or else its end token."""
         try:
-            return self.text.known([self.text.tokenizer.bos_id])[0]
+            return self.text.checked([self.text.tokenizer.bos_id])[0]
         except UserError:
             return self.eot_token_id
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +94,11 @@ def view_row(
         cp_size, policy: see `context_parallel.plan`.
     """
     documents = build_layout(row_length, document_ends, max(row_length, 1)).cu_seqlens.astype(np.int64)
-    window = row_length if window is None else window
-    layout = build_layout(row_length, document_ends if document_mask else (), window)
+    if window is None:
+        window = row_length
+    if not document_mask:
+        document_ends = ()
+    layout = build_layout(row_length, document_ends, window)
     return PackView(documents, window, document_mask, policy, plan(layout, cp_size, policy))
 
 
@@ -109,15 +113,18 @@ def describe(view: PackView, texts: Sequence[str] | None = None) -> str:
             f"text: got a row of {view.tokens:,} tokens, needs one of up to {SHORT}; "
             "shorten --seq-length or leave --text out"
         )
-    parts, ranks = [headline(view)], view.ranks if view.ranks > 1 else 0
+    parts = [headline(view)]
     if view.tokens > SHORT:
-        parts += [textwrap.fill(f"documents {_intervals(view.documents[:-1], view.documents[1:])}", WIDTH)]
+        parts.append(textwrap.fill(f"documents {_intervals(view.documents[:-1], view.documents[1:])}", WIDTH))
     else:
-        parts += [_token_text(view, texts), *(_rank_text(view, rank) for rank in range(ranks))]
+        parts.append(_token_text(view, texts))
+        if view.ranks > 1:
+            parts += [_rank_text(view, rank) for rank in range(view.ranks)]
     context = AttentionMask(view.layout).effective_context
     facts = f"effective context {context:,.2f}, keys per token {view.keys.mean():,.2f}"
-    parts += [f"longest segment {view.layout.lengths.max():,}, {facts}"]
-    parts += [_rank_table(view)] if ranks else []
+    parts.append(f"longest segment {view.layout.lengths.max():,}, {facts}")
+    if view.ranks > 1:
+        parts.append(_rank_table(view))
     return "\n\n".join(parts)
 
 
@@ -126,66 +133,78 @@ def headline(view: PackView) -> str:
     facts = [
         f"{_count(view.tokens, 'token')}: {_count(len(view.documents) - 1, 'document')}",
         _count(view.layout.segments, "segment"),
-        f"window {view.window:,}" if view.window < view.tokens else "",
-        "document mask" if view.document_mask else "no document mask",
     ]
+    if view.window < view.tokens:
+        facts.append(f"window {view.window:,}")
+    facts.append("document mask" if view.document_mask else "no document mask")
     if view.ranks > 1:
-        chosen = view.plan.policy.value
-        facts.append(f"{view.ranks} ranks, {chosen}" + (" (auto)" if view.policy == "auto" else ""))
-    return ", ".join(filter(None, facts))
+        facts += [f"{view.ranks} ranks", view.plan.policy.value]
+        if view.policy == "auto":
+            facts[-1] += " (auto)"
+    return ", ".join(facts)
 
 
 def document_name(number: int) -> str:
     """Name a document a, b, ... z, aa, ab, ... like spreadsheet columns."""
-    name, number = "", number + 1
-    while number:
-        number, letter = divmod(number - 1, 26)
+    name = ""
+    while number >= 0:
+        number, letter = divmod(number, 26)
+        number -= 1
         name = chr(ord("a") + letter) + name
     return name
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    if number != 1:
+        noun += "s"
+    return f"{number:,} {noun}"
 
 
 def _token_text(view: PackView, texts: Sequence[str] | None) -> str:
     token = np.arange(view.tokens)
-    documents, segments = (
-        np.searchsorted(borders, token, side="right") - 1 for borders in (view.documents, view.layout.cu_seqlens)
-    )
+    documents = np.repeat(np.arange(len(view.documents) - 1), np.diff(view.documents))
     lines: dict[str, Iterable[object]] = {
         "token": token,
         "document": map(document_name, documents.tolist()),
-        "segment": segments,
+        "segment": np.repeat(np.arange(view.layout.segments), view.layout.lengths),
     }
-    lines |= {"rank": view.owner} if view.ranks > 1 else {}
-    lines |= {"keys": view.keys}
+    if view.ranks > 1:
+        lines["rank"] = view.owner
+    lines["keys"] = view.keys
     if texts is not None:
-        printable = [repr(text)[1:-1].replace(" ", "\N{MIDDLE DOT}") for text in texts]
-        lines["text"] = [
-            text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}\N{HORIZONTAL ELLIPSIS}" for text in printable
-        ]
+        lines["text"] = map(_token_cell, texts)
     cells = {name: list(map(str, values)) for name, values in lines.items()}
     width = 1 + max(2, *(len(cell) for row in cells.values() for cell in row))
     across = (WIDTH - _LABEL) // width
-    across -= across % 8 if across > 8 else 0
-    drawn: list[str] = []
+    if across > 8:
+        across -= across % 8
+    blocks = []
     for first in range(0, view.tokens, across):
-        drawn += [""] if first else []
-        for name, row in cells.items():
-            drawn.append(name.ljust(_LABEL) + "".join(cell.rjust(width) for cell in row[first : first + across]))
-    return "\n".join(drawn)
+        block = [
+            name.ljust(_LABEL) + "".join(cell.rjust(width) for cell in row[first : first + across])
+            for name, row in cells.items()
+        ]
+        blocks.append("\n".join(block))
+    return "\n\n".join(blocks)
+
+
+def _token_cell(text: str) -> str:
+    """Return a token's text with visible spaces, shortened to `_TEXT` characters."""
+    printable = repr(text)[1:-1].replace(" ", "\N{MIDDLE DOT}")
+    if len(printable) > _TEXT:
+        printable = f"{printable[: _TEXT - 1]}\N{HORIZONTAL ELLIPSIS}"
+    return printable
 
 
 def _rank_text(view: PackView, rank: int) -> str:
-    made, own = view.plan.rank(rank), view.plan.pieces_of(rank)
-    received = [(_runs(rows), source) for source, rows in enumerate(made.receive) if rows.size]
-    fetched = ", ".join(f"{rows} from rank {source}" for rows, source in received)
+    rank_plan = view.plan.rank(rank)
+    pieces = view.plan.pieces_of(rank)
+    fetched = [f"{_runs(rows)} from rank {source}" for source, rows in enumerate(rank_plan.receive) if rows.size]
     facts = [
-        "pieces " + _intervals(view.plan.pieces.start[own], view.plan.pieces.end[own]),
-        f"cu_seqlens_q  = {made.cu_seqlens_q.tolist()}",
-        f"cu_seqlens_kv = {made.cu_seqlens_kv.tolist()}",
-        f"fetches {fetched}" if fetched else "fetches nothing",
+        "pieces " + _intervals(view.plan.pieces.start[pieces], view.plan.pieces.end[pieces]),
+        f"cu_seqlens_q  = {rank_plan.cu_seqlens_q.tolist()}",
+        f"cu_seqlens_kv = {rank_plan.cu_seqlens_kv.tolist()}",
+        f"fetches {', '.join(fetched) or 'nothing'}",
     ]
     indent = " " * (_LABEL + 2)
     folded = [textwrap.fill(fact, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ") for fact in facts]
@@ -203,15 +222,51 @@ def _runs(tokens: Int64) -> str:
 
 
 def _rank_table(view: PackView) -> str:
-    made, moved = view.plan, view.plan.rows_moved
-    columns = zip(made.pairs.tolist(), moved.sum(axis=1).tolist(), moved.sum(axis=0).tolist(), strict=True)
+    moved = view.plan.rows_moved
+    columns = zip(view.plan.pairs.tolist(), moved.sum(axis=1).tolist(), moved.sum(axis=0).tolist(), strict=True)
     lines = [f"{'rank':>4} {'tokens':>9} {'pairs':>15} {'/ mean':>7} {'rows sent':>10} {'received':>10}"]
     for rank, (pairs, sent, received) in enumerate(columns):
-        relative = pairs / made.pairs.mean()
+        relative = pairs / view.plan.pairs.mean()
         lines.append(f"{rank:4} {view.tokens // view.ranks:9,} {pairs:15,} {relative:7.3f} {sent:10,} {received:10,}")
-    total, gathered = int(moved.sum()), view.tokens * (view.ranks - 1)
+    total = int(moved.sum())
+    gathered = view.tokens * (view.ranks - 1)
     share = f"{total / gathered:.1%} of the {gathered:,} of an all-gather of the row"
     return "\n".join([*lines, f"{_count(total, 'row')} exchanged, {share}"])
+
+
+class _Band(NamedTuple):
+    """A strip of labelled spans above the mask."""
+
+    name: str
+    borders: npt.NDArray[np.integer]  # [spans+1]
+    colors: Float64  # [spans, 3], RGB
+    labels: list[str]
+
+
+def _bands(view: PackView) -> list[_Band]:
+    """Return the bands of segments, documents and, if there are several, ranks, the lowest first."""
+    segments = np.arange(view.layout.segments)
+    documents = np.arange(len(view.documents) - 1)
+    bands = [
+        _Band("segment", view.layout.cu_seqlens, _STRIPES[segments % 2], list(map(str, segments))),
+        _Band("document", view.documents, _STRIPES[documents % 2], list(map(document_name, documents.tolist()))),
+    ]
+    if view.ranks > 1:
+        starts = np.append(0, np.flatnonzero(np.diff(view.owner)) + 1)
+        owners = view.owner[starts]
+        pale = (1 + rank_colors(view.ranks)[owners]) / 2  # below dark labels
+        bands.insert(0, _Band("rank", np.append(starts, view.tokens), pale, list(map(str, owners))))
+    return bands
+
+
+def _draw_band(axis: Any, band: _Band, top: float, length: int) -> None:
+    """Draw the spans of a band of a row of `length` tokens, and the labels that fit into them."""
+    spans = [(start, end - start) for start, end in pairwise(band.borders.tolist())]
+    axis.broken_barh(spans, (top, 0.9 * BAND * length), facecolors=band.colors)
+    middle = top + 0.45 * BAND * length
+    for (start, size), label in zip(spans, band.labels, strict=True):
+        if size > 0.015 * length * len(label):
+            axis.text(start + size / 2, middle, label, fontsize=8, ha="center", va="center_baseline")
 
 
 def write_pack(view: PackView, output: Path) -> Path:
@@ -219,7 +274,8 @@ def write_pack(view: PackView, output: Path) -> Path:
     from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.patches import Patch
 
-    length, documents, segments = view.tokens, len(view.documents) - 1, view.layout.segments
+    length = view.tokens
+    bands = _bands(view)
     figure = Figure(figsize=(8.0, 8.6), layout="constrained")
     title = headline(view)
     figure.suptitle(title, fontsize=min(12, 900 / len(title)), fontweight="bold")
@@ -228,16 +284,7 @@ def write_pack(view: PackView, output: Path) -> Path:
     if length <= SHORT:
         axis.hlines(range(length), 0, length, color="white", linewidth=0.4)
         axis.vlines(range(length), 0, length, color="white", linewidth=0.4)
-    # the borders, colors and labels of each band, the lowest first
-    bands: list[tuple[str, npt.NDArray[np.integer], Float64, list[str]]] = [
-        ("segment", view.layout.cu_seqlens, _STRIPES[np.arange(segments) % 2], list(map(str, range(segments)))),
-        ("document", view.documents, _STRIPES[np.arange(documents) % 2], list(map(document_name, range(documents)))),
-    ]
     if view.ranks > 1:
-        starts = np.append(0, np.flatnonzero(np.diff(view.owner)) + 1)
-        owners = view.owner[starts]
-        pale = (1 + rank_colors(view.ranks)[owners]) / 2  # below dark labels
-        bands.insert(0, ("rank", np.append(starts, length), pale, list(map(str, owners))))
         patches = [Patch(color="#4b5563", alpha=tone, linewidth=0) for tone in (1.0, PALE)]
         names = ["key on the rank of its query", "key fetched from another rank"]
         above = len(bands) + 0.2
@@ -245,15 +292,10 @@ def write_pack(view: PackView, output: Path) -> Path:
     ticks = list(range(0, length + 1, max(length // 8, 1)))
     marks = [(float(tick), f"{tick:,}") for tick in ticks]
     top = 0.0
-    for number, (name, borders, colors, labels) in enumerate(bands, start=1):
+    for number, band in enumerate(bands, start=1):
         top = -(number + 0.2) * BAND * length
-        spans = [(start, end - start) for start, end in pairwise(borders.tolist())]
-        axis.broken_barh(spans, (top, 0.9 * BAND * length), facecolors=colors)
-        for (start, size), label in zip(spans, labels, strict=True):
-            if size > 0.015 * length * len(label):
-                centre = start + size / 2, top + 0.45 * BAND * length
-                axis.text(*centre, label, fontsize=8, ha="center", va="center_baseline")
-        marks.append((top + BAND * length / 2, name))
+        _draw_band(axis, band, top, length)
+        marks.append((top + BAND * length / 2, band.name))
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.set_yticks(*zip(*marks, strict=True))
     axis.tick_params(length=0)
@@ -281,6 +323,7 @@ def rank_colors(ranks: int) -> Float64:
     """Choose a color for each rank; float64 [ranks, 3], RGB."""
     from matplotlib import colormaps
 
-    colormap = colormaps["tab10" if ranks <= 10 else "turbo"]
-    colors: Float64 = colormap(np.arange(ranks) if ranks <= 10 else np.linspace(0.05, 0.95, ranks))[:, :3]
-    return colors
+    colors: Float64 = colormaps["turbo"](np.linspace(0.05, 0.95, ranks))
+    if ranks <= 10:
+        colors = colormaps["tab10"](np.arange(ranks))
+    return colors[:, :3]
