@@ -207,25 +207,26 @@ LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
 
 
 class Runs:
-    """What came of the jobs of each layout; its processes are started once, when first asked for."""
+    """What came of the jobs of each layout: those of a list run in the same processes, when the first is asked for."""
 
-    def __init__(self, jobs_of: Callable[[Layout], Sequence[Case | Probe]]) -> None:
+    def __init__(self, jobs_of: Callable[[Layout], Sequence[Sequence[Case | Probe]]]) -> None:
         self._jobs_of = jobs_of
         self._seen: dict[Layout, dict[Case | Probe, list[Any]]] = {}
         self._alone: dict[Case | Probe, list[Any]] = {}
 
     def of(self, layout: Layout, job: Case | Probe) -> list[Any]:
         """What each process saw of a job: an `Outcome` or a `ProbeOutcome`."""
-        if layout not in self._seen:
-            self._seen[layout] = _run(layout.parallel, layout.processes, self._jobs_of(layout))
-        seen = self._seen[layout][job]
-        assert not isinstance(seen[0], str), f"{job} was refused: {seen[0]}"
-        return seen
+        seen = self._seen.setdefault(layout, {})
+        if job not in seen:
+            together = next(jobs for jobs in self._jobs_of(layout) if job in jobs)
+            seen |= _run(layout.parallel, layout.processes, together)
+        assert not isinstance(seen[job][0], str), f"{job} was refused: {seen[job][0]}"
+        return seen[job]
 
     def alone(self, case: Case) -> Outcome:
         """What one process saw of a case of a layout that has run."""
         if case.alone not in self._alone:
-            cases = [job.alone for layout in self._seen for job in self._jobs_of(layout) if isinstance(job, Case)]
+            cases = [job.alone for seen in self._seen.values() for job in seen if isinstance(job, Case)]
             self._alone |= _run({}, 1, [case for case in cases if case not in self._alone])
         outcome: Outcome = self._alone[case.alone][0]
         return outcome

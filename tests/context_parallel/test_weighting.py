@@ -57,7 +57,7 @@ def cases() -> Iterator[Case]:
 
 @pytest.fixture(scope="module")
 def runs() -> Runs:
-    return Runs(lambda layout: list(cases()))
+    return Runs(lambda layout: [list(cases())])
 
 
 @pytest.mark.slow
