@@ -84,7 +84,7 @@ YARN, LOCAL = layouts.YARN, "--local-window 20 --window-attn-skip-freq 2"
 UNFROZEN = "--token-weighting unfrozen --short-context 32"
 INSIDE = f"--document-mask --eod-mask-loss {UNFROZEN}"
 DECAY = "--weight-decay-all --weight-decay 0.5"
-FAST = ("token weights, z-loss", "DeepSeek-V3", "gpt-oss")
+FAST = ("token weights, z-loss", "DeepSeek-V3")
 CASES = {  # the length of rows, and flags
     "own values": (256, "--no-document-mask"),
     "token weights, z-loss": (128, f"--no-document-mask {UNFROZEN} --z-loss 1e-3"),
