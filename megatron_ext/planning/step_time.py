@@ -177,80 +177,157 @@ class Layer(NamedTuple):
 
 def step_time(config: Config, window: int, machine: Machine) -> StepTime:
     """Estimate an optimizer step under a window in tokens."""
-    model, parallel, data, speeds, gpu = config.model, config.parallel, config.data, machine.speeds, machine.kind
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp, ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
-    chunks = parallel.layers_of_chunks(model.num_layers)
-    replicas, micros = config.data_parallel_size(machine.gpus), config.microbatches(machine.gpus)
-    vocabulary = machine.vocab_size
-    load, reached, matrices = machine.attention(config, window), speeds.reached[gpu.family], matrices_of(model)
-    layer = layer_work(config, load)
+    return _Estimate(config, window, machine).step()
 
-    bandwidth = gpu.bandwidth * 1e9 * speeds.bandwidth
-    matmul = gpu.bf16 * 1e12 * reached.matmul
-    products_speed = matmul * (speeds.fp8_speedup if config.training.fp8_format and gpu.fp8 else 1)
-    share = getattr(reached, reached.kernel(parallel.attention_backend))
-    attention_speed = gpu.bf16 * 1e12 * share * (1.0 if model.head_size >= TILE else speeds.narrow_heads)
 
-    def link(ranks: int) -> float:
-        return (gpu.nvlink if ranks <= gpu.node else gpu.network) * 1e9 * speeds.links
+class _Estimate:
+    """The seconds of the parts of a step under a window, on one rank."""
 
-    # a mean over layers, on this rank
-    expert_parameters = matrices.expert * (model.num_experts or 0) * model.expert_layers / model.num_layers / tp / ep
-    uneven = speeds.uneven_experts if ep > 1 else 1.0
+    def __init__(self, config: Config, window: int, machine: Machine) -> None:
+        self.config, self.model, self.parallel = config, config.model, config.parallel
+        self.machine, self.speeds, self.gpu = machine, machine.speeds, machine.kind
+        self.tp = self.parallel.tensor_model_parallel_size
+        self.pp = self.parallel.pipeline_model_parallel_size
+        self.cp = self.parallel.context_parallel_size
+        self.ep = self.parallel.expert_model_parallel_size
+        self.tokens = config.data.micro_batch_size * config.data.seq_length / self.cp / self.tp
+        self.load = machine.attention(config, window)
+        self.layer = layer_work(config, self.load)
+        self.matrices = matrices_of(self.model)
+        # as a mean over layers
+        self.expert_parameters = (
+            self.matrices.expert * (self.model.num_experts or 0) * self.model.expert_layers / self.model.num_layers
+        ) / self.tp / self.ep  # fmt: skip
 
-    def expert_products(flops: float, moved: int) -> float:
-        # with few tokens per expert, bound by reading the weights: all of a rank's
-        return max(flops * uneven / products_speed, expert_parameters * moved / bandwidth)
+    # --- speeds
 
-    flops, again = layer.expert_products
-    products = layer.products.times(3) / products_speed + expert_products(flops, 2) * (1 + again)
-    products += expert_products(2 * flops, 2 + 8)  # reads and writes fp32 gradients too
-    # a causal segment of n tokens costs n + a tile of keys for each query, not n, halved
-    tiles = (load.context + TILE) / load.context * load.imbalance
-    attention = layer.attention.times(3.5) * tiles / attention_speed  # backward: five products instead of two
-    memory = (layer.elements.times(3) + uneven * layer.expert_elements.times(3)) * 2 / bandwidth
-    tensor = 0.5 * layer.tensor.times(2.25) / link(tp)  # half hidden; backward gathers inputs again
-    # not overlapped with any matrix product
-    experts = uneven * (layer.experts.times(2) / link(tp * ep) + layer.expert_tensor.times(2) / link(tp))
-    # the part that attention does not hide; some is always exposed at its beginning
-    received, hiding = layer.context.forward / link(tp * cp), layer.attention.forward * tiles / attention_speed
-    context = max(received - hiding, 0.1 * received) * (1 + layer.context.again)
-    context += max(2 * received - 2.5 * hiding, 0.2 * received)
-    layer_seconds = products + attention + memory + tensor + context + experts
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the GPU's memory."""
+        return self.gpu.bandwidth * 1e9 * self.speeds.bandwidth
 
-    t = data.micro_batch_size * data.seq_length / cp / tp
-    # one input each way, while a layer runs forward, a quarter of its time with recomputation, or backward
-    inputs = 1 / parallel.recompute_num_layers if parallel.offload_layer_inputs else 0.0
-    copied = inputs * 2 * model.hidden_size * t / (gpu.pcie * 1e9 * speeds.bandwidth)
-    host = max(copied - layer_seconds / 4, 0) + max(copied - layer_seconds * 3 / 4, 0)
-    # on the last stage; six passes over fp32 logits
-    head = 6 * model.hidden_size * vocabulary * t / matmul + 4 * 6 * vocabulary * t / bandwidth
-    # all stages wait for the slowest one, if all have as many layers for the last one
-    stages = [(sum(chunks[stage::pp]), head if stage == pp - 1 else 0.0) for stage in range(pp)]
-    layers, head = max(stages, key=lambda stage: stage[0] * (layer_seconds + host) + stage[1])
-    micro = layers * (layer_seconds + host) + head
+    @property
+    def matmul(self) -> float:
+        """FLOPs per second of matrix products in bf16."""
+        return self.gpu.bf16 * 1e12 * self.speeds.reached[self.gpu.family].matmul
 
-    ends = 2 if pp == 1 else 1  # embedding and output matrix
-    parameters = (matrices.shared * layers + ends * vocabulary * model.hidden_size) / tp
-    shards = replicas * cp
-    copies = shards / ep  # copies of each expert
-    # fp32 gradients reduced and bf16 weights gathered
-    reduced = parameters * (shards - 1) / shards + expert_parameters * layers * (copies - 1) / copies
-    moved = 6 * reduced / link(machine.gpus)
-    update = 24 * (parameters / shards + expert_parameters * layers / copies) / bandwidth
-    if config.optimizer.optimizer == "muon":  # every rank updates all that it holds; its matrices are gathered first
-        held = parameters + expert_parameters * layers
-        update = 24 * held / bandwidth + 4 * held * (tp - 1) / link(tp) + orthogonalization(config) / matmul
-    of_layers = {"products": products, "attention": attention, "memory": memory, "tensor": tensor}
-    of_layers |= {"context": context, "experts": experts, "host": host}
-    return StepTime(
-        **{name: micros * layers * seconds for name, seconds in of_layers.items()},
-        head=micros * head,
-        bubble=(pp - 1) * pp / len(chunks) * micro,
-        data=max(moved - 0.8 * micro, 0.05 * moved),
-        optimizer=update,
-    )
+    def products_speed(self) -> float:
+        """FLOPs per second of the layers' matrix products."""
+        in_fp8 = self.config.training.fp8_format and self.gpu.fp8
+        return self.matmul * (self.speeds.fp8_speedup if in_fp8 else 1)
+
+    def attention_speed(self) -> float:
+        """FLOPs per second of the attention kernel."""
+        reached = self.speeds.reached[self.gpu.family]
+        share = getattr(reached, reached.kernel(self.parallel.attention_backend))
+        return self.gpu.bf16 * 1e12 * share * (1.0 if self.model.head_size >= TILE else self.speeds.narrow_heads)
+
+    def link(self, ranks: int) -> float:
+        """Bytes per second that each of so many ranks sends to the others."""
+        return (self.gpu.nvlink if ranks <= self.gpu.node else self.gpu.network) * 1e9 * self.speeds.links
+
+    # --- one layer over one micro-batch
+
+    @property
+    def uneven(self) -> float:
+        """The load of the fullest expert-parallel rank, relative to the mean."""
+        return self.speeds.uneven_experts if self.ep > 1 else 1.0
+
+    def layer_seconds(self) -> dict[str, float]:
+        """The parts of a layer's time that `StepTime` names."""
+        attention_speed = self.attention_speed()
+        # a causal segment of n tokens costs n + a tile of keys for each query, not n, halved
+        tiles = (self.load.context + TILE) / self.load.context * self.load.imbalance
+        elements = self.layer.elements.times(3) + self.uneven * self.layer.expert_elements.times(3)
+        seconds = {
+            "products": self.products(),
+            "attention": self.layer.attention.times(3.5) * tiles / attention_speed,  # backward: five products, not two
+            "memory": elements * 2 / self.bandwidth,
+            "tensor": 0.5 * self.layer.tensor.times(2.25) / self.link(self.tp),  # half hidden; inputs gathered again
+            "context": self.context(hiding=self.layer.attention.forward * tiles / attention_speed),
+            "experts": self.experts(),
+        }
+        seconds["host"] = self.host(sum(seconds.values()))
+        return seconds
+
+    def products(self) -> float:
+        flops, again = self.layer.expert_products
+        seconds = self.layer.products.times(3) / self.products_speed() + self.expert_products(flops, 2) * (1 + again)
+        return seconds + self.expert_products(2 * flops, 2 + 8)  # reads and writes fp32 gradients too
+
+    def expert_products(self, flops: float, moved: int) -> float:
+        """Return the seconds of the experts' products, which move so many bytes per weight.
+
+        With few tokens per expert they are bound by reading all weights of the rank.
+        """
+        return max(flops * self.uneven / self.products_speed(), self.expert_parameters * moved / self.bandwidth)
+
+    def context(self, hiding: float) -> float:
+        """The part of the exchange that `hiding` seconds of attention do not hide; its beginning is never hidden."""
+        received = self.layer.context.forward / self.link(self.tp * self.cp)
+        seconds = max(received - hiding, 0.1 * received) * (1 + self.layer.context.again)
+        return seconds + max(2 * received - 2.5 * hiding, 0.2 * received)
+
+    def experts(self) -> float:
+        """The all-to-alls of tokens, which no matrix product overlaps."""
+        sent = self.layer.experts.times(2) / self.link(self.tp * self.ep)
+        return self.uneven * (sent + self.layer.expert_tensor.times(2) / self.link(self.tp))
+
+    def host(self, layer_seconds: float) -> float:
+        """Copying one input each way.
+
+        A layer runs forward a quarter of its time with recomputation, and backward the rest.
+        """
+        if not self.parallel.offload_layer_inputs:
+            return 0.0
+        inputs = 1 / self.parallel.recompute_num_layers
+        moved = inputs * 2 * self.model.hidden_size * self.tokens
+        copied = moved / (self.gpu.pcie * 1e9 * self.speeds.bandwidth)
+        return max(copied - layer_seconds / 4, 0) + max(copied - layer_seconds * 3 / 4, 0)
+
+    # --- the other parts of a step
+
+    def head(self) -> float:
+        """The output layer and loss of a micro-batch, with six passes over fp32 logits."""
+        numbers = self.machine.vocab_size * self.tokens
+        return 6 * self.model.hidden_size * numbers / self.matmul + 4 * 6 * numbers / self.bandwidth
+
+    def step(self) -> StepTime:
+        layer_seconds = self.layer_seconds()
+        one_layer = sum(layer_seconds.values())
+        # all stages wait for the slowest one, if all have as many layers for the last one
+        chunks = self.parallel.layers_of_chunks(self.model.num_layers)
+        stages = [(sum(chunks[stage :: self.pp]), 0.0) for stage in range(self.pp - 1)]
+        stages.append((sum(chunks[self.pp - 1 :: self.pp]), self.head()))
+        layers, head = max(stages, key=lambda stage: stage[0] * one_layer + stage[1])
+        microbatch = layers * one_layer + head
+        microbatches = self.config.microbatches(self.machine.gpus)
+        moved, update = self.synchronized(layers)
+        return StepTime(
+            **{name: microbatches * layers * seconds for name, seconds in layer_seconds.items()},
+            head=microbatches * head,
+            bubble=(self.pp - 1) * self.pp / len(chunks) * microbatch,
+            data=max(moved - 0.8 * microbatch, 0.05 * moved),
+            optimizer=update,
+        )
+
+    def synchronized(self, layers: int) -> tuple[float, float]:
+        """Return the seconds of all collectives over replicas, and of the update, for a rank with so many layers."""
+        ends = 2 if self.pp == 1 else 1  # embedding and output matrix
+        vocabulary = ends * self.machine.vocab_size * self.model.hidden_size
+        parameters = (self.matrices.shared * layers + vocabulary) / self.tp
+        expert_parameters = self.expert_parameters * layers
+        shards = self.config.data_parallel_size(self.machine.gpus) * self.cp
+        copies = shards / self.ep  # copies of each expert
+        # fp32 gradients reduced and bf16 weights gathered
+        reduced = parameters * (shards - 1) / shards + expert_parameters * (copies - 1) / copies
+        moved = 6 * reduced / self.link(self.machine.gpus)
+        if self.config.optimizer.optimizer != "muon":
+            return moved, 24 * (parameters / shards + expert_parameters / copies) / self.bandwidth
+        # every rank updates all that it holds; its matrices are gathered first
+        held = parameters + expert_parameters
+        update = 24 * held / self.bandwidth + 4 * held * (self.tp - 1) / self.link(self.tp)
+        return moved, update + orthogonalization(self.config) / self.matmul
 
 
 def orthogonalization(config: Config) -> float:
