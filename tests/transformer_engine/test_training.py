@@ -62,6 +62,7 @@ def trained_both(
 @pytest.mark.parametrize("name", CASES)
 def test_transformer_engine_trains_the_same_model(launched: Launched, emulated: Launched, name: str) -> None:
     run, reference = trained_both(launched, emulated, CASES[name])
+    errors_of(run, reference)  # prints them: `make test-te SOME=-rP` shows the largest of each case
     assert_same_rows(run, reference)
     assert_same_training(run, reference, CASES[name])
     assert_window_is_used(run)
