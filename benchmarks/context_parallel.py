@@ -115,7 +115,7 @@ def scale(records: Records) -> None:
                 began = time.process_time()
                 layout = build_layout(row_length, ends, window or row_length)
                 cp_plan = plan(layout, cp_size)
-                cp_plan.rank(cp_size - 1)
+                cp_plan.of_rank(cp_size - 1)
                 seconds.append(time.process_time() - began)
             moved = cp_plan.rows_moved
             gathered = (cp_size - 1) * row_length
@@ -141,7 +141,7 @@ def latent(records: Records) -> None:
         heads = all_heads // tp
         sizes = {"full_heads": heads * (PLAIN + ROTATED + VALUE), "latent": LATENT + ROTATED}
         mib = {f"{name}_mib": rows * size * 2 / K**2 for name, size in sizes.items()}
-        expanded = sum(len(cp_plan.rank(rank).kv_rows) for rank in range(8)) - cp_plan.layout.tokens
+        expanded = sum(len(cp_plan.of_rank(rank).kv_rows) for rank in range(8)) - cp_plan.layout.tokens
         products = expanded * LATENT * heads * (PLAIN + VALUE)
         attention = int(cp_plan.pairs.sum()) * heads * (PLAIN + ROTATED + VALUE)
         records.add(model=model, tp=tp, heads=heads, documents=documents, **mib, products=products / attention)

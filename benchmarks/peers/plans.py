@@ -206,7 +206,7 @@ def main() -> None:
         layouts = [build_layout(ROW, ends, window) for ends in rows]
 
         def our_rank(ends: np.ndarray = rows[0], window: int = window, cp_size: int = cp_size) -> object:
-            return plan(build_layout(ROW, ends, window), cp_size).rank(0)  # a run makes the layout too
+            return plan(build_layout(ROW, ends, window), cp_size).of_rank(0)  # a run makes the layout too
 
         work: dict[str, Callable[[], object]] = {"ours": our_rank}
         peers_with_plan = {

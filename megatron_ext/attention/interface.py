@@ -76,7 +76,7 @@ class AttentionCall:
             borders = plan.layout.cu_seqlens
             exchange = HeadExchange(RowPicks.of(np.concatenate(plan.rows)), context)
             return cls.of(borders, borders, plan.left_window, exchange)
-        rank_plan = plan.rank(context.rank)
+        rank_plan = plan.of_rank(context.rank)
         keys = None
         if plan.rows_moved.any():
             keys = KeyExchange.of_rank(rank_plan, context)

@@ -154,9 +154,9 @@ class KeyExchange:
         received = remote_rows - rows_held + len(kept)
         places = np.where(is_held, np.searchsorted(kept, remote_rows), received)
         return cls(
-            sends=RowPicks.of(np.concatenate(plan.send)),
-            send_counts=[len(rows) for rows in plan.send],
-            receive_counts=[len(rows) for rows in plan.receive],
+            sends=RowPicks.of(np.concatenate(plan.rows_sent)),
+            send_counts=[len(rows) for rows in plan.rows_sent],
+            receive_counts=[len(rows) for rows in plan.tokens_received],
             kept_rows=torch.from_numpy(kept),
             kv_picks=RowPicks.of(places),
             runs=runs + [0] * (len(runs) % 2),

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ext.arrays import Bool, Int32, Int64, overlaps, ranges
+from megatron_ext.arrays import Bool, Int32, Int64, ranges
 from megatron_ext.context_parallel import assignment
 from megatron_ext.context_parallel.assignment import Pieces, Policy
 from megatron_ext.errors import UserError
@@ -47,9 +47,9 @@ class RankPlan:
     cu_seqlens_q: Int32  # int32 [pieces+1], borders of its pieces among its rows, which are `CPPlan.rows[rank]`
     cu_seqlens_kv: Int32  # int32 [pieces+1], borders of their key ranges among `kv_rows`
     # for each rank q, int64, the indices of the rows that this rank sends to q, ascending; empty for itself
-    send: tuple[Int64, ...]
+    rows_sent: tuple[Int64, ...]
     # for each rank q, int64, the tokens that this rank receives from q, ascending; empty for itself
-    receive: tuple[Int64, ...]
+    tokens_received: tuple[Int64, ...]
     # int64 [u], for each key row of the local call, its index into the concatenation of the rank's own rows and those
     # received from rank 0, 1, ... A row needed by two pieces is received once and occurs here twice.
     kv_rows: Int64
@@ -158,10 +158,10 @@ class CPPlan:
         follows = np.flatnonzero((np.diff(rank) == 0) & (np.diff(segment) == 0)) + 1
         low[follows] = np.maximum(low[follows], self.pieces.end[order[follows - 1]])
         wanted = np.flatnonzero(low < high)
-        query, piece, start, end = overlaps(low[wanted], high[wanted], self.pieces.start, self.pieces.end)
+        query, piece, start, end = _overlaps(low[wanted], high[wanted], self.pieces.start, self.pieces.end)
         return _Transfers(piece, self.pieces.rank[piece], rank[wanted[query]], start, end)
 
-    def rank(self, rank: int) -> RankPlan:
+    def of_rank(self, rank: int) -> RankPlan:
         """Compute the rows that a rank sends, receives and attends to."""
         pieces = self.pieces_of(rank)
         start = self.pieces.start[pieces]
@@ -171,8 +171,8 @@ class CPPlan:
         coming = self._in_order(self._transfers.destination == rank, self._transfers.source)
         going = self._in_order(self._transfers.source == rank, self._transfers.destination)
         sender = np.searchsorted(pieces, going.piece)
-        rows_sent = ranges(going.start - start[sender] + cu_seqlens_q[sender], going.end - going.start)
-        rows_received = ranges(coming.start, coming.end - coming.start)
+        going_rows = ranges(going.start - start[sender] + cu_seqlens_q[sender], going.end - going.start)
+        coming_tokens = ranges(coming.start, coming.end - coming.start)
         cu_seqlens_kv = np.concatenate([[0], np.cumsum(end - key_start)])
         check_tokens(int(cu_seqlens_kv[-1]))  # keys that several pieces see count once for each
         # the intervals of tokens held here, its pieces before received ones, and the local row at which each starts
@@ -180,12 +180,12 @@ class CPPlan:
         ends = np.concatenate([end, coming.end])
         local_row = np.cumsum(ends - starts) - (ends - starts)
         order = np.argsort(starts, kind="stable")
-        _, interval, first, last = overlaps(key_start, end, starts[order], ends[order])
+        _, interval, first, last = _overlaps(key_start, end, starts[order], ends[order])
         return RankPlan(
             cu_seqlens_q=cu_seqlens_q.astype(np.int32),
             cu_seqlens_kv=cu_seqlens_kv.astype(np.int32),
-            send=tuple(np.split(rows_sent, np.cumsum(self.rows_moved[rank])[:-1])),
-            receive=tuple(np.split(rows_received, np.cumsum(self.rows_moved[:, rank])[:-1])),
+            rows_sent=tuple(np.split(going_rows, np.cumsum(self.rows_moved[rank])[:-1])),
+            tokens_received=tuple(np.split(coming_tokens, np.cumsum(self.rows_moved[:, rank])[:-1])),
             kv_rows=ranges(local_row[order][interval] + first - starts[order][interval], last - first),
             is_local=self.is_local[pieces],
         )
@@ -273,3 +273,17 @@ def _good_enough(plan: CPPlan) -> bool:
 def _sums(index: Int64, values: Int64, length: int) -> Int64:
     """Sum the values at each index; int64 [length], exact below 2^53, as bincount adds in float64."""
     return np.bincount(index, weights=values, minlength=length).astype(np.int64)
+
+
+def _overlaps(low: Int64, high: Int64, starts: Int64, ends: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+    """Find the parts that intervals [low, high) share with disjoint intervals [start, end) sorted by position.
+
+    Returns:
+        (query, interval, from, to), int64 each: the part [from, to) of the query lies in that interval. Ordered by
+        query, then by position; empty parts are left out.
+    """
+    first = np.searchsorted(ends, low, side="right")
+    counts = np.maximum(np.searchsorted(starts, high, side="left") - first, 0)
+    query = np.repeat(np.arange(len(low), dtype=np.int64), counts)
+    interval = ranges(first.astype(np.int64), counts)
+    return query, interval, np.maximum(low[query], starts[interval]), np.minimum(high[query], ends[interval])

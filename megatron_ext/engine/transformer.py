@@ -116,7 +116,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
         use_cpu_initialization=platform.device.type == "cpu",
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # Megatron sums gradients; `Stepper` divides them once
         **fusions_here(platform, config),
         bias_dropout_fusion=False,
         fp8=config.training.fp8_format,

@@ -197,9 +197,11 @@ def _token_cell(text: str) -> str:
 
 
 def _rank_text(view: PackView, rank: int) -> str:
-    rank_plan = view.plan.rank(rank)
+    rank_plan = view.plan.of_rank(rank)
     pieces = view.plan.pieces_of(rank)
-    fetched = [f"{_runs(rows)} from rank {source}" for source, rows in enumerate(rank_plan.receive) if rows.size]
+    fetched = [
+        f"{_runs(tokens)} from rank {source}" for source, tokens in enumerate(rank_plan.tokens_received) if tokens.size
+    ]
     facts = [
         "pieces " + _intervals(view.plan.pieces.start[pieces], view.plan.pieces.end[pieces]),
         f"cu_seqlens_q  = {rank_plan.cu_seqlens_q.tolist()}",

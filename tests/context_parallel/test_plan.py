@@ -77,20 +77,20 @@ def check_exchange(made: CPPlan, ranks: list[RankPlan]) -> None:
     for rank, mine in enumerate(ranks):
         keys = key_ranges(made, rank)
         needed = {key for run in keys for key in run} - set(made.rows[rank].tolist())
-        received = np.concatenate(mine.receive).tolist()
+        received = np.concatenate(mine.tokens_received).tolist()
         assert len(received) == len(set(received))
         assert set(received) == needed
         for peer, other in enumerate(ranks):
-            np.testing.assert_array_equal(made.rows[rank][mine.send[peer]], other.receive[rank])
-            assert (np.diff(mine.receive[peer]) > 0).all()
-            assert (np.diff(mine.send[peer]) > 0).all()
-            assert made.rows_moved[peer, rank] == len(mine.receive[peer])
+            np.testing.assert_array_equal(made.rows[rank][mine.rows_sent[peer]], other.tokens_received[rank])
+            assert (np.diff(mine.tokens_received[peer]) > 0).all()
+            assert (np.diff(mine.rows_sent[peer]) > 0).all()
+            assert made.rows_moved[peer, rank] == len(mine.tokens_received[peer])
 
 
 def check_local_call(made: CPPlan, ranks: list[RankPlan]) -> None:
     for rank, mine in enumerate(ranks):
         keys = key_ranges(made, rank)
-        held = np.concatenate([made.rows[rank], *mine.receive])
+        held = np.concatenate([made.rows[rank], *mine.tokens_received])
         assert held[mine.kv_rows].tolist() == [key for run in keys for key in run]
         lengths_q = (made.pieces.end - made.pieces.start)[made.pieces.rank == rank]
         assert mine.cu_seqlens_q.tolist() == [0, *np.cumsum(lengths_q).tolist()]
@@ -107,7 +107,7 @@ def check_local_call(made: CPPlan, ranks: list[RankPlan]) -> None:
 def test_the_plan_is_the_definition(case: Case) -> None:
     layout, cp_size, policy, left_window = case
     made = plan(layout, cp_size, policy, left_window=left_window)
-    ranks = [made.rank(rank) for rank in range(cp_size)]
+    ranks = [made.of_rank(rank) for rank in range(cp_size)]
     check_pieces(made)
     check_rows(made)
     check_exchange(made, ranks)
