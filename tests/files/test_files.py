@@ -1,5 +1,6 @@
 """Files and folders are written atomically; fingerprints tell contents apart."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.files.atomic import atomic_folder, atomic_write
 from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.files.jsonl import read_jsonl
 from tests.launcher import ROOT
 
 
@@ -99,3 +101,19 @@ def test_a_file_counts_by_content_not_by_name(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     prints = {name: fingerprint("data", tmp_path / name) for name in "abc"}
     assert prints["a"] == prints["b"] != prints["c"]
+
+
+NUMBERS = st.none() | st.booleans() | st.integers() | st.floats()
+TEXTS = st.text(st.characters(exclude_categories=()))  # halves of surrogate pairs too: a path need not be UTF-8
+VALUES = st.recursive(NUMBERS | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=5)
+
+
+@given(st.dictionaries(TEXTS, VALUES, max_size=4))
+def test_a_record_is_read_as_python_reads_it(
+    tmp_path_factory: pytest.TempPathFactory, record: dict[str, object]
+) -> None:
+    path = tmp_path_factory.mktemp("records") / "metrics.jsonl"
+    line = json.dumps(record | {"step": 7})
+    path.write_text(line + "\n")
+    (read,) = read_jsonl(path)
+    assert repr(read) == repr(json.loads(line))  # NaN too
