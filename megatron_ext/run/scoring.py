@@ -53,7 +53,8 @@ def score_rows(
     processes = config.parallel
     if scorer.model.num_experts is None:
         processes = replace(processes, expert_model_parallel_size=1, moe_grouped_gemm=False)
-    with open_model(scorer, processes, short.length, "bfloat16" if config.training.bf16 else "float32") as model:
+    dtype = "bfloat16" if config.training.bf16 else "float32"
+    with open_model(scorer, processes, short.length, dtype) as model:
         store = ScoreStore.create_or_resume(output, identity)
         score_missing(model, config, short, row_at, store, range(config.data.first_sample, end)[part])
     dist.destroy_process_group()
@@ -63,17 +64,18 @@ def score_missing(
     model: InferenceModel, run: Config, short: ShortContext, row_at: RowAt, store: ScoreStore, wanted: range
 ) -> None:
     """Score this data-parallel rank's share of the wanted rows of a run that are missing in the store. Collective."""
-    ranks, data, length = model.ranks, run.data, run.data.seq_length
+    ranks = model.ranks
+    length = run.data.seq_length
     options = replace(model.config.mask_options(), document_mask=run.window.document_mask)
-    scorer = ChunkScorer(model, data.micro_batch_size * length)
+    scorer = ChunkScorer(model, run.data.micro_batch_size * length)
     bos_id = bos_of(run)
     missing = agreement.run_on_rank0(lambda: store.missing(wanted), store.path, reads=True)
-    mine = missing[ranks.data :: ranks.data_size]
-    at_once = data.micro_batch_size * ranks.pipeline_size  # keeps the pipeline stages busy
+    share = missing[ranks.data :: ranks.data_size]
+    at_once = run.data.micro_batch_size * ranks.pipeline_size  # keeps the pipeline stages busy
     logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
-    with tqdm(total=len(mine), unit="row", disable=ranks.world != 0) as bar:
-        for first in range(0, len(mine), at_once):
-            samples = mine[first : first + at_once]
+    with tqdm(total=len(share), unit="row", disable=ranks.world != 0) as bar:
+        for first in range(0, len(share), at_once):
+            samples = share[first : first + at_once]
             rows = [row_at(sample) for sample in samples]
             masks = options.at(length, [row.document_ends for row in rows], length)
             work = short_pass(lay_end_to_end(rows), masks, short, scorer.division, scorer.context, bos_id=bos_id)
