@@ -4,7 +4,6 @@ All views get the same numbers under the same names: `train/<key>` and `validati
 one that fails gets nothing more, after one warning.
 """
 
-import inspect
 import json
 import logging
 import os
@@ -29,13 +28,11 @@ def check_views(options: LoggingConfig) -> None:
     if options.wandb_project is None:
         return
     wandb = optional_module("wandb_project", "wandb")
-    if "prompt" not in inspect.signature(wandb.login).parameters:
-        raise UserError(f"wandb_project: got wandb {wandb.__version__}, needs 0.30 or later; pip install -U wandb")
+    reason = "there is none"
+    is_ready = False
     try:
         is_ready = wandb.setup().settings.mode not in ("online", "shared") or wandb.login(prompt=False, verify=False)
-        reason = "there is none"
     except Exception as error:  # of any kind, such as a malformed key
-        is_ready = False
         reason = first_line(error)
     if not is_ready:
         raise UserError(
@@ -104,7 +101,9 @@ class Wandb:
         import wandb
 
         id_file = folder / "wandb_id.txt"
-        resumed = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
+        resumption: dict[str, Any] = {}
+        if resume_step > 0 and id_file.exists():
+            resumption = {"id": id_file.read_text().strip(), "resume": "allow"}
         patience: dict[str, Any] = {
             name: value for name, value in _PATIENCE_S.items() if f"WANDB_{name.upper()}" not in os.environ
         }
@@ -113,16 +112,16 @@ class Wandb:
             "name": options.wandb_exp_name,
             "config": config,
             "dir": str(folder),
-            "id": resumed,
-            "resume": "allow" if resumed else None,
             "settings": wandb.Settings(**patience),
+            **resumption,
         }
         try:
             self._run = wandb.init(**arguments)
         except wandb.Error as error:
             logger.warning(
                 "warning: W&B cannot be reached (%s); the run is recorded in %s/wandb, and `wandb sync` uploads it",
-                *(first_line(error), folder),
+                first_line(error),
+                folder,
             )
             self._run = wandb.init(**arguments, mode="offline")
         id_file.write_text(self._run.id + "\n")
