@@ -144,7 +144,7 @@ class RunRecords:
             self.metrics.write("train", record)
 
     def evaluation(self, step: int, losses: Losses, by_position: Mapping[int, float], setting: str) -> None:
-        """Record a validation after `step` steps: its losses by context length, those of the longest by position.
+        """Record a validation after `step` steps: its losses by context length, and by position at the longest.
 
         Records with the same `setting` are comparable.
         """

@@ -254,7 +254,7 @@ class Trainer:
         """Launch the next step on the device: forward, backward and update. The host does not wait."""
         data_wait_s = time.perf_counter() - waiting_since
         set_learning_rate(self.optimizer, self.learning_rate.at(self.step), self.config.optimizer.weight_decay)
-        self.context.take_sent_bytes()  # exclude those of validations
+        self.context.take_sent_bytes()  # exclude what validations sent
         accepts = None
         if self.incidents.may_skip:
             accepts = self.incidents.accepts
