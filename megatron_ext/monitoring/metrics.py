@@ -20,6 +20,7 @@ from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import write_whole
 from megatron_ext.files.jsonl import cut_back, iterate_jsonl, read_jsonl
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.monitoring.views import Views
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +30,7 @@ _LARGEST = 1e308
 Record = Mapping[str, Any]
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[JsonObject]:
     """Yield the records of a file of metrics, in order; none without such a file. Raises UserError for damage."""
     if not path.is_file():
         return
@@ -42,7 +43,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def is_flat(record: Mapping[str, Any]) -> bool:
+def is_flat(record: Record) -> bool:
     """Return whether all values of a record are numbers, as in most records of a step."""
     return {*map(type, record.values())} <= {int, float}
 
@@ -52,12 +53,12 @@ def _are_finite(numbers: Collection[float]) -> bool:
     return min(numbers) >= -_LARGEST and max(numbers) <= _LARGEST and math.isfinite(sum(numbers))
 
 
-def read_by_step(path: Path, steps: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
+def read_by_step(path: Path, steps: Collection[int] | None = None) -> dict[int, JsonObject]:
     """Read the last values of each step, or of some steps, by increasing step. Raises as `read_metrics`.
 
     Several records of a step, such as a validation and lm-eval's results, become one.
     """
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, JsonObject] = {}
     for record in read_metrics(path):
         if steps is None or record["step"] in steps:
             by_step.setdefault(record["step"], {}).update(record)
@@ -106,7 +107,7 @@ class MetricsWriter:
         UserError: a corrupt line in a file.
     """
 
-    def __init__(self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: JsonObject) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         metrics = self.folder / METRICS_FILE

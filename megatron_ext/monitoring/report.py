@@ -26,7 +26,15 @@ from megatron_ext.arrays import Float64
 from megatron_ext.checkpoint.history import History, local_time, read_history
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, is_flat, read_by_step, read_metrics, scalars
+from megatron_ext.monitoring.metrics import (
+    EVALUATION_FILE,
+    METRICS_FILE,
+    Record,
+    is_flat,
+    read_by_step,
+    read_metrics,
+    scalars,
+)
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
 VOLATILITY_SPAN = 10  # SkyLadder's L[t-9..t]
@@ -147,7 +155,7 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     )
 
 
-def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+def _curves(records: Iterable[Record]) -> dict[str, Curve]:
     """Return the curve of each metric, and the steps themselves as "step"; one record at a time is in memory."""
     # the numbers of records with the same names, one record after the other
     tables: dict[tuple[str, ...], array[float]] = defaultdict(lambda: array("d"))

@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError, first_line, optional_module
+from megatron_ext.files.reading import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def check_views(options: LoggingConfig) -> None:
 class Views:
     """The views that `options` select, some of which show the `config`; they hide older steps from `resume_step` on."""
 
-    def __init__(self, folder: Path, options: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
+    def __init__(self, folder: Path, options: LoggingConfig, config: JsonObject, resume_step: int) -> None:
         self._open: dict[str, Wandb | TensorBoard] = {}
         if options.wandb_project is not None:
             with self._unless_it_fails("W&B"):
@@ -77,7 +77,7 @@ class Views:
 class TensorBoard:
     """Writes event files to RUN/tensorboard."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], resume_step: int) -> None:
+    def __init__(self, folder: Path, config: JsonObject, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step, flush_secs=10)
@@ -97,17 +97,17 @@ class TensorBoard:
 class Wandb:
     """Logs to a Weights & Biases run, whose id is kept in RUN/wandb_id.txt; without a connection, to RUN/wandb."""
 
-    def __init__(self, folder: Path, options: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
+    def __init__(self, folder: Path, options: LoggingConfig, config: JsonObject, resume_step: int) -> None:
         import wandb
 
         id_file = folder / "wandb_id.txt"
-        resumption: dict[str, Any] = {}
+        resumption: JsonObject = {}
         if resume_step > 0 and id_file.exists():
             resumption = {"id": id_file.read_text().strip(), "resume": "allow"}
-        patience: dict[str, Any] = {
+        patience: JsonObject = {
             name: value for name, value in _PATIENCE_S.items() if f"WANDB_{name.upper()}" not in os.environ
         }
-        arguments: dict[str, Any] = {
+        arguments: JsonObject = {
             "project": options.wandb_project,
             "name": options.wandb_exp_name,
             "config": config,

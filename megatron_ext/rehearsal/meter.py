@@ -32,6 +32,9 @@ AXES = ("TP", "CP", "DP", "PP")
 # attention operators, and their matrix products over all (query, key) pairs: the backward of flash attention recomputes
 # the scores and computes the gradients of values, probabilities, queries and keys
 PRODUCTS = {"torch_attn::_varlen_attn": 2, "torch_attn::_varlen_attn_backward": 5}
+Args = tuple[Any, ...]  # of an operator
+Options = dict[str, Any]  # its arguments by name
+Values = npt.NDArray[Any]
 aten = torch.ops.aten
 MOST_KNOWN = 2**26  # maximum size of an integer tensor whose values are tracked: which experts each token has
 # operators whose output shape depends on values: they synchronize the host
@@ -112,7 +115,7 @@ class Meter(TorchDispatchMode):
         self.host_syncs[f"{what}, {where}"] += 1
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         packet = func._overloadpacket
@@ -133,7 +136,7 @@ class Meter(TorchDispatchMode):
             self._follow(func, packet, args, kwargs, out)
         return out
 
-    def _compute(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, func: Any, packet: Any, args: Args, kwargs: Options) -> Any:
         """Compute an operator, or its output's shape where torch would read values that fake tensors do not have."""
         if self.device == "cuda" and packet is aten._to_copy and not isinstance(args[0], FakeTensor):
             # a real host tensor: torch would perform a real copy
@@ -148,7 +151,7 @@ class Meter(TorchDispatchMode):
 
     # --- counting
 
-    def _count(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _count(self, func: Any, packet: Any, args: Args, kwargs: Options, out: Any) -> None:
         on_device = list(filter(self._counts, tree_leaves(out)))
         for tensor in on_device:
             storage = tensor.untyped_storage()
@@ -162,7 +165,7 @@ class Meter(TorchDispatchMode):
             # None: added to an argument
             self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
 
-    def _count_attention_operator(self, name: str, args: Mapping[str, Any]) -> None:
+    def _count_attention_operator(self, name: str, args: Options) -> None:
         """Count an operator of `PRODUCTS`, with the scratch memory of a backward pass; `args` by name."""
         query = args["query"]
         left_window = args["window_size"][0]
@@ -195,7 +198,7 @@ class Meter(TorchDispatchMode):
 
     # --- host synchronizations, and values that fake tensors do not have
 
-    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(self, packet: Any, args: Args, kwargs: Options) -> Any:
         """Record a host synchronization; return the operator's result if its tensor has no values."""
         if packet is aten._local_scalar_dense:
             return self._scalar(args[0])
@@ -220,7 +223,7 @@ class Meter(TorchDispatchMode):
     def _counts(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == self.device
 
-    def _scalar(self, tensor: Tensor) -> Any:
+    def _scalar(self, tensor: Any) -> Any:
         if self._counts(tensor) and self.device == "cuda":
             self.note_sync("a number")
         value = self.values(tensor)
@@ -231,7 +234,7 @@ class Meter(TorchDispatchMode):
                 value = torch.ones((), dtype=tensor.dtype)
             return value.item()
 
-    def _note_copy(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_copy(self, packet: Any, args: Args, kwargs: Options) -> None:
         blocking = not kwargs.get("non_blocking")
         if packet is aten._to_copy:
             source = args[0]
@@ -261,7 +264,7 @@ class Meter(TorchDispatchMode):
         with _disable_current_modes():
             return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def known_values(self, tensor: Tensor) -> npt.NDArray[Any]:
+    def known_values(self, tensor: Tensor) -> Values:
         """Return the values of a tensor that must be known."""
         values = self.values(tensor)
         assert values is not None
@@ -277,7 +280,7 @@ class Meter(TorchDispatchMode):
             flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(values)
         self._values[key] = weakref.ref(storage, lambda _: self._values.pop(key, None)), flat
 
-    def _follow(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _follow(self, func: Any, packet: Any, args: Args, kwargs: Options, out: Any) -> None:
         """Track the values of an operator's result, if they can be known and may be needed."""
         if func._schema.is_mutable or func.namespace == "c10d":
             for written in tree_leaves(args[:1]):
@@ -322,7 +325,7 @@ def _is_large(tensor: Tensor) -> bool:
     return tensor.numel() > most
 
 
-def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], left_window: int | None) -> int:
+def segment_pairs(borders_q: Values, borders_kv: Values, left_window: int | None) -> int:
     """Count the (query, key) pairs of causal segments aligned at the bottom right.
 
     Args:

@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_ext.attention.health import AttentionHealth
-from megatron_ext.checkpoint.history import first_start, note_history
+from megatron_ext.checkpoint.history import Record, first_start, note_history
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag, dump_run, of_start, to_dict
 from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.planning.flops import step_flops, utilisation
@@ -43,7 +43,7 @@ class RunInfo:
 
     parameters: int  # of the whole model; only the selected experts of a token count
     peak_flops: float | None  # FLOP/s of all GPUs together, in the dtype of the matrix products; None if unknown
-    facts: Mapping[str, Any]  # other facts that history.jsonl records at a start
+    facts: Record  # other facts that history.jsonl records at a start
 
 
 @dataclass
@@ -108,7 +108,7 @@ class RunRecords:
         """Write the metrics of a step."""
         result = done.result
         work = (self.config.model, self.info.parameters, self.tokens_per_step, result.effective_context)
-        record: dict[str, Any] = {
+        record: JsonObject = {
             **{name: value for name, value in vars(done).items() if name not in ("samples", "result")},
             "time": time.time(),
             "consumed_tokens": done.consumed_samples * self.config.data.seq_length,
@@ -232,7 +232,7 @@ class Incidents:
     `state_dict` of the run that is resumed; {} for a new run.
     """
 
-    def __init__(self, config: Config, records: RunRecords, state: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config, records: RunRecords, state: Record) -> None:
         self.options = config.training
         self.records = records
         self.may_skip = "skip" in (self.options.on_spike, self.options.on_non_finite)
@@ -267,7 +267,7 @@ class Incidents:
                 raise DivergedError(incident.what, incident.value, needs)
             raise incident
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Return the state that a resumed run needs for identical decisions, as JSON types."""
         return {"loss_history": list(self.losses), "skips": self._skips}
 

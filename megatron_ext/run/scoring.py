@@ -53,8 +53,7 @@ def score_rows(
     processes = config.parallel
     if scorer.model.num_experts is None:
         processes = replace(processes, expert_model_parallel_size=1, moe_grouped_gemm=False)
-    dtype = "bfloat16" if config.training.bf16 else "float32"
-    with open_model(scorer, processes, short.length, dtype) as model:
+    with open_model(scorer, processes, short.length, "bfloat16" if config.training.bf16 else "float32") as model:
         store = ScoreStore.create_or_resume(output, identity)
         score_missing(model, config, short, row_at, store, range(config.data.first_sample, end)[part])
     dist.destroy_process_group()

@@ -4,7 +4,6 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from megatron_ext.engine import agreement
 from megatron_ext.engine.step import Stepper
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, losses_by_position, mean_loss
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.callbacks import Losses, RunRecords
@@ -155,7 +155,7 @@ def read_scored(run: Path | str | None, step: int) -> set[int]:
     return set(_read("lm_eval", run, step))
 
 
-def _read(key: str, run: Path | str | None, step: int) -> dict[int, dict[str, Any]]:
+def _read(key: str, run: Path | str | None, step: int) -> dict[int, JsonObject]:
     records = {} if run is None else read_by_step(Path(run) / EVALUATION_FILE)
     return {after: record for after, record in records.items() if after <= step and key in record}
 
