@@ -41,7 +41,7 @@ class Progress:
         self._enabled = enabled
         self._total = total_steps
         self._every_steps = every_steps
-        self._line_step = first_step  # of the last plain line
+        self._line_step = first_step  # step of the last plain line
         self._line_time = time.monotonic()
         self._next_line = first_step + 1
         self._bar: tqdm[Any] | None = None

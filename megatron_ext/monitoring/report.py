@@ -109,7 +109,7 @@ class Run:
     config: str  # text of config.yaml; empty if there is none
     passage: Passage | None  # with its latest token weights; None without token weighting
     history: History
-    stages: Mapping[str, int] = field(default_factory=dict)  # the first step of each, if these are joined stages
+    stages: Mapping[str, int] = field(default_factory=dict)  # the first step of each stage, for joined stages
 
     def curve(self, key: str) -> Curve:
         """Return a training metric; empty if no step has it."""
@@ -196,7 +196,10 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def join_stages(stages: Sequence[Run], folder: Path) -> Run:
-    """Return the stages of a run as one run, whose steps count on; without tokens, which each stage counts anew."""
+    """Join the stages of a run: steps are counted from the start of the run.
+
+    `consumed_tokens` is left out, because each stage counts its tokens anew.
+    """
     steps = 0
     marks = {}
     train: dict[str, list[Curve]] = defaultdict(list)
@@ -327,7 +330,7 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
 
 
 def _flops_saved(flops: Float64) -> float:
-    """Return the share of FLOPs saved against all steps being like the last tenth."""
+    """Return the share of FLOPs that is saved, compared with a run whose steps all cost as much as the last tenth."""
     return float(1 - flops.mean() / flops[-max(len(flops) // 10, 1) :].mean())
 
 
@@ -523,7 +526,10 @@ def _shade_windows(figure: go.Figure, windows: Curve) -> None:
 
 
 def _smooth(values: Float64) -> Float64:
-    """Return centered means over a 25th of the values, at least 5; over fewer at the ends, as many on each side."""
+    """Return centered means over a 25th of the values, at least 5.
+
+    Near the ends, each mean covers fewer values, as many on each side.
+    """
     at = np.arange(values.size)
     reach = np.minimum(at, at[::-1]).clip(max=max(values.size // 50, 2))
     sums = np.concatenate([[0.0], np.cumsum(values)])

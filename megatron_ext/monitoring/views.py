@@ -17,7 +17,7 @@ from megatron_ext.files.reading import JsonObject
 
 logger = logging.getLogger(__name__)
 
-# of W&B, without its environment variables: how long training waits for a server
+# how long training waits for W&B's server, unless its environment variables say otherwise
 _PATIENCE_S = {"init_timeout": 30.0, "finish_timeout": 30.0}
 
 
@@ -32,7 +32,7 @@ def check_views(options: LoggingConfig) -> None:
     is_ready = False
     try:
         is_ready = wandb.setup().settings.mode not in ("online", "shared") or wandb.login(prompt=False, verify=False)
-    except Exception as error:  # of any kind, such as a malformed key
+    except Exception as error:  # any kind, such as for a malformed key
         reason = first_line(error)
     if not is_ready:
         raise UserError(
@@ -42,7 +42,7 @@ def check_views(options: LoggingConfig) -> None:
 
 
 class Views:
-    """The views that `options` select, some of which show the `config`; they hide older steps from `resume_step` on."""
+    """The views that `options` select. Some show the `config`; a resumed run replaces steps from `resume_step` on."""
 
     def __init__(self, folder: Path, options: LoggingConfig, config: JsonObject, resume_step: int) -> None:
         self._open: dict[str, Wandb | TensorBoard] = {}

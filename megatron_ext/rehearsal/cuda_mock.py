@@ -126,11 +126,11 @@ def _processes() -> None:
 
 
 def _values() -> None:
-    """Read the values of a fake CUDA tensor through copies to the host that the meter sees, as of a real one.
+    """Read the values of a fake CUDA tensor through copies to the host that the meter sees, as with a real one.
 
-    A tensor becomes lists by one copy, not element by element, and on the host an array in the same way, as Megatron
-    does with the token counts of experts. torch.tensor(..., device="cuda") is built on the CPU and copied, as torch
-    does if it may not use CUDA; tensors among its values are read one by one.
+    `tolist` copies a CUDA tensor once, not element by element. `numpy` reads a tensor of the host in the same way, as
+    Megatron does with the token counts of experts. torch.tensor(..., device="cuda") is built on the CPU and copied, as
+    torch does if it may not use CUDA; tensors among its values are read one by one.
     """
     fake: Any = FakeTensor
     to_list = fake.tolist

@@ -113,10 +113,10 @@ class AllocationTracker:
             if live.part not in kept:
                 self._relabel(live, part)
 
-    def transient(self, size: int, part: Part, site: str) -> None:
+    def transient(self, size: int, site: str) -> None:
         """Count bytes that a kernel allocates and frees within one operator."""
-        self._change(part, size, site)
-        self._change(part, -size, site)
+        self._change(Part.OTHER, size, site)
+        self.bytes[Part.OTHER] -= size
 
     def _change(self, part: Part, size: int, site: str) -> None:
         self.bytes[part] += size

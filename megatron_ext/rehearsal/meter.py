@@ -32,8 +32,8 @@ AXES = ("TP", "CP", "DP", "PP")
 # attention operators, and their matrix products over all (query, key) pairs: the backward of flash attention recomputes
 # the scores and computes the gradients of values, probabilities, queries and keys
 PRODUCTS = {"torch_attn::_varlen_attn": 2, "torch_attn::_varlen_attn_backward": 5}
-Args = tuple[Any, ...]  # of an operator
-Options = dict[str, Any]  # its arguments by name
+Args = tuple[Any, ...]  # an operator's positional arguments
+Options = dict[str, Any]  # arguments by name
 Values = npt.NDArray[Any]
 aten = torch.ops.aten
 MOST_KNOWN = 2**26  # maximum size of an integer tensor whose values are tracked: which experts each token has
@@ -56,7 +56,7 @@ _FOLLOWED = {
 
 
 class Meter(TorchDispatchMode):
-    """Measures everything that runs inside the context: on fake CUDA tensors, or on real ones of the CPU (`device`).
+    """Measures everything that runs inside the context: fake CUDA tensors, or real tensors of the CPU (`device`).
 
     Args:
         sizes: processes along each of `AXES`.
@@ -179,7 +179,7 @@ class Meter(TorchDispatchMode):
             keys, key_heads, _ = args["key"].shape
             segments = len(borders_q) - 1
             scratch = flash_backward_scratch(t, keys, segments, heads, key_heads, head_size, query.element_size())
-            self.allocations.transient(scratch, Part.OTHER, f"{name}, scratch")
+            self.allocations.transient(scratch, f"{name}, scratch")
 
     def count_attention(self, name: str, products: int, pairs: int, query: Tensor) -> None:
         """Count the FLOPs of matrix products over (query, key) pairs, for all heads of `query`, [t, N, H]."""
@@ -319,10 +319,7 @@ class Meter(TorchDispatchMode):
 
 
 def _is_large(tensor: Tensor) -> bool:
-    most = MOST_KNOWN
-    if tensor.is_floating_point():
-        most = 1
-    return tensor.numel() > most
+    return tensor.numel() > (1 if tensor.is_floating_point() else MOST_KNOWN)
 
 
 def segment_pairs(borders_q: Values, borders_kv: Values, left_window: int | None) -> int:

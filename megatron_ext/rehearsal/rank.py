@@ -51,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Step:
-    """The measurements of one step of one rank; of a step that failed, those before the failure."""
+    """The measurements of one step of one rank; if the step failed, the measurements until then."""
 
     window: int
     segments: int  # of the measured micro-batches
@@ -88,7 +88,7 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
     """
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     row_at, rows = rows_of(config, vocab_size, documents)
-    config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))  # nothing takes its rows
+    config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))  # nothing would free its rows
     device_platform = platform.choose(config.parallel.device)
     ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
     named: dict[str, str] = {}
@@ -133,7 +133,7 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
 
 
 def in_turn(chosen_tE: Tensor, choices: int) -> Tensor:
-    """Return a routing map by which tokens choose experts in turn, so that all experts get as many."""
+    """Return a routing map in which tokens choose experts in turn, so that all experts get equally many."""
     with _disable_current_modes():
         in_turn_tE = torch.zeros(chosen_tE.shape, dtype=torch.bool)
         turns = torch.arange(len(chosen_tE) * choices)
@@ -142,7 +142,7 @@ def in_turn(chosen_tE: Tensor, choices: int) -> Tensor:
 
 
 def count_flash_attention_4(meter: Meter) -> None:
-    """Count the FLOPs of FlashAttention 4's calls, which are no operators of torch."""
+    """Count the FLOPs of calls to FlashAttention 4, which torch does not dispatch as operators."""
     if adapters.flash_attn_4_missing() is not None:
         return
     from flash_attn.cute import interface
@@ -176,7 +176,7 @@ class _StepRunner:
     row_at: RowAt
 
     def step(self, window: int) -> Step:
-        """Measure a step: run a few of its micro-batches, and count the others like these."""
+        """Measure a step: run a few of its micro-batches, and extrapolate to the others."""
         stages = self.config.parallel.pipeline_model_parallel_size
         total = self.config.microbatches(self.stepper.ranks.world_size)
         if total <= 3 * stages:

@@ -36,9 +36,9 @@ class BatchMaker:
     config: Config
     ranks: Ranks
     context: ContextOptions | None
-    short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None  # of a frozen scorer for a sample, float32 [L]
+    short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None  # a frozen scorer's for a sample, float32 [L]
     bos_id: int | None = None  # the token at the start of the data's documents, if any
-    outline_at: OutlineAt | None = None  # of the training rows, without reading tokens; None: from whole rows
+    outline_at: OutlineAt | None = None  # outlines of training rows; None reads whole rows
 
     def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
         """Make the batches of the optimizer step that starts at a sample."""

@@ -1,4 +1,4 @@
-"""Act on the results of each step: records, loss spikes.
+"""Record the results of each step and check them for incidents.
 
 RunRecords    metrics of each step and validation, config.yaml, history.jsonl, and the progress line
 Incidents     loss spikes and non-finite values: whether a step changes the weights, and whether the run goes on
@@ -25,9 +25,16 @@ from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.planning.flops import step_flops, utilisation
 
-RESULTS = ("lm_loss", "train_loss", "segments", "effective_context", "grad_norm", "denominator")  # of each step
+RESULTS = (
+    "lm_loss",
+    "train_loss",
+    "segments",
+    "effective_context",
+    "grad_norm",
+    "denominator",
+)  # recorded at each step
 SPIKE = "loss spike"
-SHOWN = 8  # results of lm-eval in the progress output; all are in evaluation.jsonl
+SHOWN = 8  # most results of lm-eval in the progress output; evaluation.jsonl has all
 _CONSEQUENCES = {
     "continue": "training continues",
     "skip": "the step is skipped, no weight changed",
@@ -41,7 +48,7 @@ Losses = dict[int, float | None]  # by completed steps, ascending, or by context
 class RunInfo:
     """Describes a run and its machine."""
 
-    parameters: int  # of the whole model; only the selected experts of a token count
+    parameters: int  # number of the whole model's; of the experts only as many as a token selects
     peak_flops: float | None  # FLOP/s of all GPUs together, in the dtype of the matrix products; None if unknown
     facts: Record  # other facts that history.jsonl records at a start
 
@@ -66,7 +73,10 @@ class StepRecord:
 
 
 class RunRecords:
-    """Shows progress on process 0 (`first`) after `step` completed steps and, after `open`, writes the metrics."""
+    """Shows the progress of a run on process 0 (`first`) and, after `open`, writes its metrics.
+
+    The run starts, or resumes, after `step` completed steps.
+    """
 
     def __init__(self, config: Config, info: RunInfo, step: int, *, first: bool) -> None:
         self.config = config
@@ -81,7 +91,7 @@ class RunRecords:
         )
 
     def open(self, folder: Path) -> None:
-        """Write config.yaml and the start to the run's folder; open its metrics, without the steps to be repeated.
+        """Write config.yaml and the start to the run's folder; open its metrics, and remove steps to be repeated.
 
         Raises:
             UserError: a damaged line of metrics, or a run that began from others and saved nothing yet.
@@ -190,7 +200,7 @@ class RunRecords:
             self.progress.note(text)
 
     def close(self, step: int, how: str) -> None:
-        """Close the metrics, end the progress line and record the end after `step` steps: how the run ended."""
+        """Close the metrics and the progress line; record that the run ended after `step` steps, and `how`."""
         self.progress.close()
         if self.metrics is not None:
             note_history(self.metrics.folder, "end", step, {"how": how})

@@ -37,7 +37,7 @@ def score_rows(
         scorer, short: the model, and its chunks, which score every token.
         end: exclusive end of the samples.
         output: the store; created if missing.
-        part: of the samples; other parts may be scored into the same store at the same time.
+        part: the samples to score; other processes may score other parts into the same store at the same time.
 
     Raises:
         UserError: data with a token id that the scorer does not have, or a store that does not fit.

@@ -92,11 +92,11 @@ class StopRequest(ExitStack):
         os.register_at_fork(after_in_child=self.close)  # a forked child's signals are its own
 
     def _record(self, number: int, _: object) -> None:
-        if self.signal != signal.SIGINT:  # of a person: nothing starts the run again
+        if self.signal != signal.SIGINT:  # a person sent it: nothing starts the run again
             self.signal = number
 
     def _read(self, reading: int) -> None:
-        """Acknowledge each signal once, and end the process by a second SIGINT; the thread of `listen`."""
+        """Acknowledge each signal once, and end the process at a second SIGINT; runs in the thread of `listen`."""
         interrupted_at = math.inf
         acknowledged = set()
         with open(reading, "rb", buffering=0) as numbers:  # Python writes every signal's number, also a timer's
@@ -130,14 +130,14 @@ class StopRequest(ExitStack):
 class Ending:
     """Describes how a run ended."""
 
-    signal: int  # that stopped it; 0 if all steps are done
-    step: int  # completed steps
-    checkpoint: Path | None  # of this step, None without --save; after divergence, the newest one, if any
-    divergence: DivergedError | None = None  # what ended it in the step, or the validation, after `step` steps
+    signal: int  # the signal that stopped the run; 0 if all steps are done
+    step: int  # number of completed steps
+    checkpoint: Path | None  # the checkpoint of this step, None without --save; after divergence, the newest, if any
+    divergence: DivergedError | None = None  # the error in the step, or the validation, after `step` steps
 
     @property
     def status(self) -> int:
-        """The exit status of every process, as above."""
+        """The exit status of every process, from the table of this module."""
         if self.divergence is not None:
             return DIVERGED
         if not self.signal:

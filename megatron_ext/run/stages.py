@@ -147,7 +147,7 @@ def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
 
 
 def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
-    """Return the message for a value that was not finite, with the flags that continue from before it."""
+    """Return the message for a diverged run, with the flags that continue from the checkpoint before it."""
     good = ending.checkpoint
     if divergence.what == VALIDATION_LOSS and good is not None:  # it was saved before this validation
         good = next((checkpoint.folder for checkpoint in older(good)), None)
@@ -179,7 +179,7 @@ def _has_ended(stage: Stage) -> bool:
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:
-    """Return whether a number of steps is all of a run, or all until it stopped early."""
+    """Return whether a run has no step left after `steps`: it has done all, or has stopped early."""
     losses = read_losses(config.checkpoint.save, steps)
     return steps == config.training.train_iters or stop_reason(losses, config.training) is not None
 

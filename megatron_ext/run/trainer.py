@@ -81,7 +81,7 @@ def run_folder(config: Config) -> Path | None:
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """A step that is launched, whose results are on their way to the host."""
+    """A launched step, whose results are being copied to the host."""
 
     step: int
     pending: PendingStep
@@ -184,9 +184,11 @@ class Trainer:
 
     def fit(self, run: Path | None, has_next_stage: bool) -> Ending:
         """Run all remaining steps, or until early stopping; save when requested and at the end. Args as of `train`."""
+        # Libraries, model and optimizer are half a million permanent objects. Without them, a collection takes
+        # milliseconds, and the reference cycles of a checkpoint do not accumulate.
         gc.collect()
-        gc.freeze()  # libraries, model and optimizer: half a million permanent objects. Collections then take
-        gc.collect()  # milliseconds, and the reference cycles of a checkpoint do not accumulate
+        gc.freeze()
+        gc.collect()
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as prefetch:
                 self._train(prefetch)
@@ -247,7 +249,7 @@ class Trainer:
         return self.config.data.first_sample + self.consumed_samples(step)
 
     def consumed_samples(self, step: int) -> int:
-        """Return the number of rows before a step: they are consecutive, also if a resumed run has a larger batch."""
+        """Return the number of rows before a step; a resumed run continues the count, even with another batch size."""
         return self.start.consumed_samples + (step - self.start.step) * self.config.data.global_batch_size
 
     def launch(self, batches: StepBatches, waiting_since: float) -> None:
@@ -273,7 +275,7 @@ class Trainer:
         self.step += 1
 
     def _collect(self, launched: InFlight) -> StepRecord:
-        """Wait for the results of a step; note what its ranks said about signals and checkpoints."""
+        """Wait for the results of a step; keep what all ranks reported about signals and checkpoints."""
         values = launched.results.values()
         step = launched.step
         stop_signal, writing, by_clock, peak_memory = values["largest"]
@@ -334,7 +336,7 @@ class Trainer:
         return {"largest": largest, "cp_bytes": sent_bytes}
 
     def _save(self) -> None:
-        """Start saving a checkpoint of the current position and, of one rank, passage.json; if the run has a folder."""
+        """Start saving a checkpoint of the current position; one rank also writes passage.json. Needs a run folder."""
         if self.folder is None:
             return
         heartbeat.beat(f"saving after {self.step} steps")
@@ -386,7 +388,7 @@ class Trainer:
         return Ending(stopped_by, step, saved)
 
     def _note_end(self, stopped_early: str | None) -> None:
-        """Report what the last stage of a run leaves, or that it had no step to do."""
+        """Say where the model of a completed run is, or that no step was left to do."""
         step = self.step
         saved = self.checkpointer.saved
         if self.start.step == step:

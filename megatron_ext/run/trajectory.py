@@ -101,7 +101,7 @@ class Trajectory:
 
     def after_step(self, done: StepRecord) -> None:
         """Write the rows, the window and the weights of one optimizer step."""
-        # ranks that share a row have the same weights of it
+        # ranks that share a row have computed the same weights for it
         weighed = ChainMap(*agreement.gather(self.weigher.take_rows()))
         if self.ranks.world != 0:
             return

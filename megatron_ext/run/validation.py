@@ -38,7 +38,8 @@ class Validation:
     records: RunRecords
     lm_eval: LmEval | None  # None if the run never runs it
     setting: str  # of `validation_setting`; "" if the run never validates
-    # also before the run was resumed: losses of validations with this setting, steps of all validations and of lm-eval
+    # since the run began, also before it was resumed: the losses of validations with this setting, and the steps after
+    # which it validated with any setting and ran lm-eval
     losses: Losses = field(default_factory=dict)
     validated: set[int] = field(default_factory=set)
     scored: set[int] = field(default_factory=set)
@@ -70,9 +71,9 @@ class Validation:
         return is_due(self.config.training.lm_eval_interval, step, self.config.training) and step not in self.scored
 
     def run_if_due(self, step: int, request: StopRequest | None) -> int:
-        """Validate if it is due after `step` completed steps, until a signal interrupts it; None: signals are deferred.
+        """Validate if this is due after `step` completed steps, then run lm-eval if this is due.
 
-        Then run lm-eval, if it is due.
+        A signal recorded in `request` interrupts the validation; with None it does not.
 
         Returns:
             The signal that interrupted the validation, which then has no record; 0 otherwise.
@@ -129,7 +130,7 @@ class Validation:
 
 
 def is_due(interval: int, step: int, training: TrainingConfig) -> bool:
-    """Return whether an action of every `interval` steps, and of the last one, is due after `step` steps; 0: never."""
+    """Return whether `step` is a multiple of `interval` or the last step of the run; never with an interval of 0."""
     return interval > 0 and (step % interval == 0 or step == training.train_iters)
 
 
