@@ -184,8 +184,8 @@ class Trainer:
 
     def fit(self, run: Path | None, has_next_stage: bool) -> Ending:
         """Run all remaining steps, or until early stopping; save when requested and at the end. Args as of `train`."""
-        # Libraries, model and optimizer are half a million permanent objects. Without them, a collection takes
-        # milliseconds, and the reference cycles of a checkpoint do not accumulate.
+        # Libraries, model and optimizer are half a million permanent objects. Collections that skip them take
+        # milliseconds, so they run often enough that the reference cycles of a checkpoint do not accumulate.
         gc.collect()
         gc.freeze()
         gc.collect()
@@ -336,7 +336,7 @@ class Trainer:
         return {"largest": largest, "cp_bytes": sent_bytes}
 
     def _save(self) -> None:
-        """Start saving a checkpoint of the current position; one rank also writes passage.json. Needs a run folder."""
+        """Start saving a checkpoint of the current position; one rank also writes passage.json. Nothing without --save."""
         if self.folder is None:
             return
         heartbeat.beat(f"saving after {self.step} steps")
