@@ -336,7 +336,7 @@ class Trainer:
         return {"largest": largest, "cp_bytes": sent_bytes}
 
     def _save(self) -> None:
-        """Start saving a checkpoint of the current position; one rank also writes passage.json. Nothing without --save."""
+        """Start saving a checkpoint of the current position; one rank writes passage.json. Nothing without --save."""
         if self.folder is None:
             return
         heartbeat.beat(f"saving after {self.step} steps")
