@@ -9,7 +9,7 @@ as `null` (the views get the number itself). Only rank 0 writes.
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.atomic import write_whole
 from megatron_ext.files.jsonl import cut_back, iterate_jsonl, read_jsonl
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.monitoring.views import Views
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +30,7 @@ _LARGEST = 1e308
 Record = Mapping[str, Any]
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[JsonObject]:
     """Yield the records of a file of metrics, in order; none without such a file. Raises UserError for damage."""
     if not path.is_file():
         return
@@ -42,23 +43,22 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def is_flat(record: Mapping[str, Any]) -> bool:
-    """Return whether all values of a record are numbers, as those of most records of a step are."""
+def is_flat(record: Record) -> bool:
+    """Return whether all values of a record are numbers, as in most records of a step."""
     return {*map(type, record.values())} <= {int, float}
 
 
 def _are_finite(numbers: Collection[float]) -> bool:
     """Return whether no number is infinite or NaN. It may be False for finite numbers whose sum is not finite."""
-    total = sum(numbers) if min(numbers) >= -_LARGEST and max(numbers) <= _LARGEST else math.nan
-    return math.isfinite(total)
+    return min(numbers) >= -_LARGEST and max(numbers) <= _LARGEST and math.isfinite(sum(numbers))
 
 
-def read_by_step(path: Path, steps: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
+def read_by_step(path: Path, steps: Collection[int] | None = None) -> dict[int, JsonObject]:
     """Read the last values of each step, or of some steps, by increasing step. Raises as `read_metrics`.
 
     Several records of a step, such as a validation and lm-eval's results, become one.
     """
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, JsonObject] = {}
     for record in read_metrics(path):
         if steps is None or record["step"] in steps:
             by_step.setdefault(record["step"], {}).update(record)
@@ -68,15 +68,18 @@ def read_by_step(path: Path, steps: Collection[int] | None = None) -> dict[int, 
 def _is_metric(key: str, value: Any) -> bool:
     """Return whether a record may have this value: a finite number or null; several for some keys."""
     if isinstance(value, list):
-        return key.startswith("attention_") and all(_is_metric("", of_layer) for of_layer in value)
+        return key.startswith("attention_") and _are_metrics(value)
     if isinstance(value, dict):
-        known = key in ("source_rows", "lm_eval") or (
-            key in ("by_length", "by_position") and all(map(str.isdecimal, value))
-        )
-        return known and all(_is_metric("", one) for one in value.values())
+        if key in ("by_length", "by_position"):
+            return all(map(str.isdecimal, value)) and _are_metrics(value.values())
+        return key in ("source_rows", "lm_eval") and _are_metrics(value.values())
     if key == "setting":
         return isinstance(value, str)
     return value is None or (isinstance(value, (int, float)) and abs(value) <= _LARGEST)
+
+
+def _are_metrics(values: Iterable[Any]) -> bool:
+    return all(_is_metric("", value) for value in values)
 
 
 def stage_folders(run: Path) -> list[Path]:
@@ -85,9 +88,10 @@ def stage_folders(run: Path) -> list[Path]:
         return []
     started = {}
     for path in run.glob(f"*/{METRICS_FILE}"):
-        first = next(read_metrics(path), {})
-        began = first.get("time")
-        started[path.parent] = math.inf if began is None else began
+        began = next(read_metrics(path), {}).get("time")
+        if began is None:
+            began = math.inf
+        started[path.parent] = began
     return sorted(started, key=lambda folder: (started[folder], folder.name))
 
 
@@ -103,14 +107,16 @@ class MetricsWriter:
         UserError: a corrupt line in a file.
     """
 
-    def __init__(self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path | str, *, resume_step: int, logging: LoggingConfig, config: JsonObject) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
+        metrics = self.folder / METRICS_FILE
+        evaluation = self.folder / EVALUATION_FILE
+        mode = "w"
         if resume_step:
+            mode = "a"
             cut_back(evaluation, resume_step + 1)
             cut_back(metrics, resume_step)
-        mode = "a" if resume_step else "w"
         self._files = {"train": FileIO(metrics, mode), "validation": FileIO(evaluation, mode)}
         self._views = Views(self.folder, logging, config, resume_step)
         # a view hides everything from resume_step on, but the evaluation at that step is still valid
@@ -139,8 +145,8 @@ def _plain(value: Any) -> Any:
     """Convert `value` to JSON types: numpy scalars to Python numbers, non-finite floats to None."""
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -159,7 +165,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield key, value
             continue
         if isinstance(value, (list, tuple)):
-            value = {} if None in value else {f"layer_{n}": of_layer for n, of_layer in enumerate(value, start=1)}
+            if None in value:
+                continue
+            value = {f"layer_{layer}": number for layer, number in enumerate(value, start=1)}
         if isinstance(value, Mapping):
             yield from ((f"{key}/{name}", number) for name, number in scalars(value))
         elif isinstance(value, (int, float, np.number)) and key != "step":

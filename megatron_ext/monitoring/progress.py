@@ -37,9 +37,12 @@ class Progress:
         every_steps: int = 10,
         stream: TextIO | None = None,
     ) -> None:
-        self._stream, self._enabled = stream or sys.stderr, enabled
-        self._total, self._every_steps = total_steps, every_steps
-        self._line_step, self._line_time = first_step, time.monotonic()  # of the last plain line
+        self._stream = stream or sys.stderr
+        self._enabled = enabled
+        self._total = total_steps
+        self._every_steps = every_steps
+        self._line_step = first_step  # step of the last plain line
+        self._line_time = time.monotonic()
         self._next_line = first_step + 1
         self._bar: tqdm[Any] | None = None
         if enabled and self._stream.isatty():
@@ -59,17 +62,21 @@ class Progress:
             return
         done = record["step"] + 1
         step = f"step {done:,}/{self._total:,}"
-        figures = "loss {lm_loss:.4f} | norm {grad_norm:.3g} | lr {learning_rate:.1e} | window {window:,} | "
-        figures = (figures + "{tokens_per_s:,.0f} tokens/s").format_map(record)
+        figures = (
+            "loss {lm_loss:.4f} | norm {grad_norm:.3g} | lr {learning_rate:.1e} | window {window:,} | "
+            "{tokens_per_s:,.0f} tokens/s"
+        ).format_map(record)
         now = time.monotonic()
         if self._bar is not None:
             self._bar.set_description_str(step, refresh=False)
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(done - self._bar.n)
         elif done >= min(self._next_line, self._total) or now - self._line_time >= EVERY_SECONDS:
-            left = (self._total - done) * (now - self._line_time) / (done - self._line_step)
-            self.note(f"{step} | {figures} | {tqdm.format_interval(round(left))} left")
-            self._line_step, self._line_time, self._next_line = done, now, done + self._every_steps
+            seconds = (self._total - done) * (now - self._line_time) / (done - self._line_step)
+            self.note(f"{step} | {figures} | {tqdm.format_interval(round(seconds))} left")
+            self._line_step = done
+            self._line_time = now
+            self._next_line = done + self._every_steps
 
     def note(self, text: str) -> None:
         """Print a separate line, on a terminal above the bar."""

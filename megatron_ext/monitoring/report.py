@@ -11,7 +11,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,15 @@ from megatron_ext.arrays import Float64
 from megatron_ext.checkpoint.history import History, local_time, read_history
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, is_flat, read_by_step, read_metrics, scalars
+from megatron_ext.monitoring.metrics import (
+    EVALUATION_FILE,
+    METRICS_FILE,
+    Record,
+    is_flat,
+    read_by_step,
+    read_metrics,
+    scalars,
+)
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
 VOLATILITY_SPAN = 10  # SkyLadder's L[t-9..t]
@@ -102,7 +109,7 @@ class Run:
     config: str  # text of config.yaml; empty if there is none
     passage: Passage | None  # with its latest token weights; None without token weighting
     history: History
-    stages: Mapping[str, int] = field(default_factory=dict)  # the first step of each, if these are joined stages
+    stages: Mapping[str, int] = field(default_factory=dict)  # the first step of each stage, for joined stages
 
     def curve(self, key: str) -> Curve:
         """Return a training metric; empty if no step has it."""
@@ -116,7 +123,7 @@ def parts(curves: Curves, key: str) -> dict[str, Curve]:
 
 
 def load_run(folder: Path, name: str | None = None) -> Run:
-    """Read a run folder; a half-written last line is ignored, and the last record of each step counts.
+    """Read a run folder; a half-written last line is ignored, and the last evaluation after each step counts.
 
     Raises:
         UserError: `metrics.jsonl` is missing, empty or corrupt.
@@ -124,63 +131,47 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{path}: not found; give the folder that training was started with as --save")
-    last_step, train = _read_training(path)
-    if last_step is None:
+    train = _curves(read_metrics(path))
+    steps = train.pop("step", None)
+    if steps is None:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
-    config = folder / "config.yaml"
+    config = ""
+    if (folder / "config.yaml").is_file():
+        config = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    validation = _curves(read_by_step(folder / EVALUATION_FILE).values())
+    validation.pop("step", None)
+    passage = None
+    if (folder / PASSAGE_FILE).is_file():
+        passage = Passage.read(folder)
     return Run(
-        name=name if name is not None else folder.resolve().name,
+        name=name or folder.resolve().name,
         folder=folder,
-        steps=last_step + 1,
+        steps=int(steps.values[-1]) + 1,
         train=train,
-        validation=_curves(read_by_step(folder / EVALUATION_FILE).values()),
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-        passage=Passage.read(folder) if (folder / PASSAGE_FILE).is_file() else None,
+        validation=validation,
+        config=config,
+        passage=passage,
         history=read_history(folder),
     )
 
 
-def _read_training(path: Path) -> tuple[int | None, dict[str, Curve]]:
-    """Return the last step and the curves of metrics.jsonl, of which one line at a time is in memory."""
-    last_step = None
-    points = _Points()
-    for record in read_metrics(path):
-        if last_step is not None and record["step"] <= last_step:  # not what training writes
-            records = read_by_step(path)
-            return max(records), _curves(records.values())
-        last_step = record["step"]
-        points.add(record)
-    return last_step, points.curves()
-
-
-def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    points = _Points()
+def _curves(records: Iterable[Record]) -> dict[str, Curve]:
+    """Return the curve of each metric, and the steps themselves as "step"; one record at a time is in memory."""
+    # the numbers of records with the same names, one record after the other
+    tables: dict[tuple[str, ...], array[float]] = defaultdict(lambda: array("d"))
     for record in records:
-        points.add(record)
-    return points.curves()
-
-
-class _Points:
-    """Collects the numbers of records by their names."""
-
-    def __init__(self) -> None:
-        # records with the same names, one after the other, each a number for each name
-        self._tables: dict[tuple[str, ...], array[float]] = defaultdict(lambda: array("d"))
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        numbers = record if is_flat(record) else {"step": record["step"], **dict(scalars(record))}
+        numbers = record
+        if not is_flat(record):
+            numbers = {"step": record["step"], **dict(scalars(record))}
         if numbers.get("denominator") == 0:
             numbers = {name: number for name, number in numbers.items() if name not in ("lm_loss", "train_loss")}
-        self._tables[tuple(numbers)].extend(numbers.values())
-
-    def curves(self) -> dict[str, Curve]:
-        parts: dict[str, list[Curve]] = defaultdict(list)
-        for names, numbers in self._tables.items():
-            columns = dict(zip(names, np.frombuffer(numbers).reshape(-1, len(names)).T, strict=True))
-            steps = columns.pop("step")
-            for name, values in columns.items():
-                parts[name].append(Curve(steps, values))
-        return {name: _in_order(curves) for name, curves in parts.items()}
+        tables[tuple(numbers)].extend(numbers.values())
+    parts: dict[str, list[Curve]] = defaultdict(list)
+    for names, table in tables.items():
+        columns = dict(zip(names, np.frombuffer(table).reshape(-1, len(names)).T, strict=True))
+        for name, values in columns.items():
+            parts[name].append(Curve(columns["step"], values))
+    return {name: _in_order(curves) for name, curves in parts.items()}
 
 
 def _in_order(curves: Sequence[Curve]) -> Curve:
@@ -188,7 +179,7 @@ def _in_order(curves: Sequence[Curve]) -> Curve:
     if len(curves) == 1:
         return curves[0]
     steps, values = (np.concatenate(columns) for columns in zip(*curves, strict=True))
-    order = np.argsort(steps)
+    order = np.argsort(steps, kind="stable")
     return Curve(steps[order], values[order])
 
 
@@ -197,29 +188,40 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
     if len(folders) == 1:
         return [load_run(folders[0])]
     paths = [folder.resolve() for folder in folders]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise UserError(f"runs: got {twice} twice, needs different runs; leave one of them out")
+    for path in paths:
+        if paths.count(path) > 1:
+            raise UserError(f"runs: got {path} twice, needs different runs; leave one of them out")
     common = os.path.commonpath(paths)
     return [load_run(path, str(path.relative_to(common))) for path in paths]
 
 
 def join_stages(stages: Sequence[Run], folder: Path) -> Run:
-    """Return the stages of a run as one run, whose steps count on; without tokens, which each stage counts anew."""
-    *firsts, steps = accumulate((run.steps for run in stages), initial=0)
+    """Join the stages of a run: steps are counted from the start of the run.
 
-    def joined(curves: Iterable[Curves]) -> dict[str, Curve]:
-        found: dict[str, list[Curve]] = {}
-        for first, own in zip(firsts, curves, strict=True):
-            for name, curve in own.items():
-                found.setdefault(name, []).append(Curve(curve.steps + first, curve.values))
-        return {name: Curve(*map(np.concatenate, zip(*own, strict=True))) for name, own in found.items()}
-
-    train, validation = joined(run.train for run in stages), joined(run.validation for run in stages)
+    `consumed_tokens` is left out, because each stage counts its tokens anew.
+    """
+    steps = 0
+    marks = {}
+    train: dict[str, list[Curve]] = defaultdict(list)
+    validation: dict[str, list[Curve]] = defaultdict(list)
+    for run in stages:
+        marks[run.name] = steps
+        for joined, curves in ((train, run.train), (validation, run.validation)):
+            for name, curve in curves.items():
+                joined[name].append(Curve(curve.steps + steps, curve.values))
+        steps += run.steps
     train.pop("consumed_tokens", None)
-    config = "\n".join(f"# stage {run.name}\n{run.config}" for run in stages)
-    history = replace(stages[-1].history, starts=tuple(start for run in stages for start in run.history.starts))
-    marks = dict(zip((run.name for run in stages), firsts, strict=True))
-    return Run(folder.resolve().name, folder, steps, train, validation, config, stages[-1].passage, history, marks)
+    return replace(
+        stages[-1],
+        name=folder.resolve().name,
+        folder=folder,
+        steps=steps,
+        train={name: _in_order(curves) for name, curves in train.items()},
+        validation={name: _in_order(curves) for name, curves in validation.items()},
+        config="\n".join(f"# stage {run.name}\n{run.config}" for run in stages),
+        history=replace(stages[-1].history, starts=tuple(start for run in stages for start in run.history.starts)),
+        stages=marks,
+    )
 
 
 def _at_common_steps(first: Curve, second: Curve) -> tuple[Float64, Float64, Float64]:
@@ -229,16 +231,16 @@ def _at_common_steps(first: Curve, second: Curve) -> tuple[Float64, Float64, Flo
 
 
 def loss_difference(first: Run, second: Run) -> tuple[float, float] | None:
-    """Return the mean and the standard deviation of the training losses of `second` minus those of `first`, in nats.
+    """Return the mean and the standard deviation of the training loss of `second` minus the loss of `first`, in nats.
 
-    Over the last tenth of the steps that both have, at least ten; None if these are fewer than 20. Pairing by step
-    removes the variation that both share because they read the same rows in the same order. Steps are correlated, so
-    this is no confidence interval.
+    They are computed over the last tenth of the steps that both runs have, but at least ten; None if both have fewer
+    than 20. Pairing by step removes the variation that both share because they read the same rows in the same order.
+    Steps are correlated, so this is no confidence interval.
     """
-    steps, base, other = _at_common_steps(first.curve("lm_loss"), second.curve("lm_loss"))
+    steps, losses, other_losses = _at_common_steps(first.curve("lm_loss"), second.curve("lm_loss"))
     if len(steps) < 20:
         return None
-    last = (other - base)[-max(len(steps) // 10, 10) :]
+    last = (other_losses - losses)[-max(len(steps) // 10, 10) :]
     return float(np.mean(last)), float(np.std(last, ddof=1))
 
 
@@ -285,24 +287,30 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
     Raises:
         UserError: a folder contains no evaluation.
     """
-    found: list[Path] = []
+    tables: dict[Path, str] = {}
     for folder in [*(run.folder / "evaluations" for run in runs), *evaluations]:
-        found += sorted(folder.rglob("*.md"))
-        if folder in evaluations and not any(path.is_relative_to(folder) for path in found):
+        texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.rglob("*.md"))}
+        if folder in evaluations and not texts:
             raise UserError(f"evaluations: got {folder}, which holds no .md; give the --output of tools/evaluate.py")
-    notes = [
-        f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
-        f"mean {difference[0]:+.4f} nats, standard deviation over steps {difference[1]:.4f}. One seed each: "
-        "this describes these two runs and says nothing about others."
-        for run in runs[1:]
-        if (difference := loss_difference(runs[0], run)) is not None
-    ]
+        tables |= texts
+    notes = []
+    for run in runs[1:]:
+        difference = loss_difference(runs[0], run)
+        if difference is not None:
+            notes.append(
+                f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
+                f"mean {difference[0]:+.4f} nats, standard deviation over steps {difference[1]:.4f}. One seed each: "
+                "this describes these two runs and says nothing about others."
+            )
     columns = [table(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
+    title = runs[0].name
+    if len(runs) > 1:
+        title = f"Comparison of {len(runs)} runs"
     config = {"responsive": True, "displaylogo": False}
     template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
     text = jinja2.Template(template, autoescape=True, undefined=jinja2.StrictUndefined).render(
-        title=runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs",
+        title=title,
         plotly=get_plotlyjs(),
         runs=runs,
         colors=RUN_COLORS,
@@ -310,10 +318,10 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
         notes=notes,
         first=FIRST,
         charts={
-            title: figure.to_html(config=config, full_html=False, include_plotlyjs=False)
-            for title, figure in charts(runs).items()
+            name: figure.to_html(config=config, full_html=False, include_plotlyjs=False)
+            for name, figure in charts(runs).items()
         },
-        evaluations={path: path.read_text(encoding="utf-8", errors="replace") for path in found},
+        evaluations=tables,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output) as aside:
@@ -322,7 +330,7 @@ def write_report(runs: Sequence[Run], output: Path, evaluations: Sequence[Path] 
 
 
 def _flops_saved(flops: Float64) -> float:
-    """Return the share of FLOPs saved against all steps being like the last tenth."""
+    """Return the share of FLOPs that is saved, compared with a run whose steps all cost as much as the last tenth."""
     return float(1 - flops.mean() / flops[-max(len(flops) // 10, 1) :].mean())
 
 
@@ -362,10 +370,11 @@ def table(run: Run) -> dict[str, str]:
         last = f"{values[-1]:.4f} after {steps[-1]:,.0f} steps"
         rows[f"Validation loss at {length:,} tokens"] = f"{last}, lowest {values.min():.4f}"
     for label, key, reduce, show in _SUMMARY:
-        if (values := run.curve(key).values).size:
+        values = run.curve(key).values
+        if values.size:
             rows[label] = show(reduce(values))
-    trained, losses, norms = (run.curve(key) for key in ("denominator", "lm_loss", "grad_norm"))
-    finite = np.intersect1d(losses.steps, norms.steps)
+    trained = run.curve("denominator")
+    finite = np.intersect1d(run.curve("lm_loss").steps, run.curve("grad_norm").steps)
     rows["Non-finite steps"] = f"{np.setdiff1d(trained.steps[trained.values != 0], finite).size:,}"
     return rows
 
@@ -377,7 +386,7 @@ def _numbered(run: Run, key: str) -> list[tuple[int, Curve]]:
 
 def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Return the charts of one or several runs by title, one color for each run; empty charts are omitted."""
-    found = {**dict.fromkeys(FIRST, go.Figure()), **_validations(runs)}  # this is their order
+    figures = {**dict.fromkeys(FIRST, go.Figure()), **_validations(runs)}  # this is their order
     for key, title, unit in METRICS:
         is_loss = key in ("lm_loss", "train_loss")
         traces = [
@@ -386,7 +395,7 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
             if run.curve(key).values.any() and (key != "train_loss" or "weight_std" in run.train)
             for trace in _steps(run.curve(key), run.name, number, extremes=True, smooth=is_loss)
         ]
-        found[title] = _figure(traces, unit, log=key in LOG_AXES, without_first=is_loss)
+        figures[title] = _figure(traces, unit, log=key in LOG_AXES, without_first=is_loss)
     for axis, (key, sum_up) in CLOCKS.items():
         traces = []
         for number, run in enumerate(runs):
@@ -394,47 +403,55 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
                 (trace,) = _steps(run.curve("lm_loss"), run.name, number)
                 steps, values = run.curve(key)
                 traces.append(trace.update(x=np.interp(trace.x, steps, sum_up(values))))
-        found[f"Training loss by {axis}"] = _figure(traces, "nats / token", x=axis, without_first=True)
+        figures[f"Training loss by {axis}"] = _figure(traces, "nats / token", x=axis, without_first=True)
     for key, title, unit in ATTENTION:
-        traces = []
-        for number, run in enumerate(runs):
-            layers = parts(run.train, key)
-            for layer, (name, curve) in enumerate(layers.items() if len(runs) == 1 else (), start=1):
-                thin = {"opacity": layer / len(layers), "line_width": 1, "showlegend": False}
-                traces.append(_trace(*curve, name, number, **thin))
-            if layers:
-                means = np.mean([curve.values for curve in layers.values()], axis=0)
-                traces.append(_trace(layers["layer_1"].steps, means, f"{run.name}, mean of layers", number))
-        found[title] = _figure(traces, unit)
+        figures[title] = _figure(_attention(runs, key), unit)
     for run in runs:
-        found[f"Mixture as drawn by {run.name}"] = _figure(list(_mixture(run)), "share of tokens drawn so far")
-    for figure in [found[title] for title in FIRST if found[title].data] if len(runs) == 1 else []:
-        _shade_windows(figure, runs[0].curve("window"))
-        for name, first in runs[0].stages.items():
-            line = {"dash": "dot", "color": "#7f8794"}
-            figure.add_vline(first, line=line, annotation_text=html.escape(name))
-    return {title: figure for title, figure in found.items() if figure.data}
+        figures[f"Mixture as drawn by {run.name}"] = _figure(list(_mixture(run)), "share of tokens drawn so far")
+    if len(runs) == 1:
+        for title in FIRST:
+            if figures[title].data:
+                _shade_windows(figures[title], runs[0].curve("window"))
+                _mark_stages(figures[title], runs[0].stages)
+    return {title: figure for title, figure in figures.items() if figure.data}
+
+
+def _attention(runs: Sequence[Run], key: str) -> list[go.Scatter]:
+    """Draw a statistic of attention: the mean of the layers, and of a single run also each layer."""
+    traces = []
+    for number, run in enumerate(runs):
+        layers = parts(run.train, key)
+        if len(runs) == 1:
+            for layer, (name, curve) in enumerate(layers.items(), start=1):
+                opacity = layer / len(layers)
+                traces.append(_trace(*curve, name, number, opacity=opacity, line_width=1, showlegend=False))
+        if layers:
+            means = np.mean([curve.values for curve in layers.values()], axis=0)
+            traces.append(_trace(layers["layer_1"].steps, means, f"{run.name}, mean of layers", number))
+    return traces
+
+
+def _mark_stages(figure: go.Figure, stages: Mapping[str, int]) -> None:
+    """Draw a line at the first step of each stage."""
+    for name, first in stages.items():
+        figure.add_vline(first, line={"dash": "dot", "color": "#7f8794"}, annotation_text=html.escape(name))
 
 
 def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
     """Draw the validation loss by step, for each evaluation length, and by position; and lm-eval's results."""
-    by_step, by_position = [], []
-    tasks: dict[str, list[go.Scatter]] = {}
+    by_step = []
+    by_position = []
+    tasks: dict[str, list[go.Scatter]] = defaultdict(list)  # by metric: metrics have scales of their own
     for number, run in enumerate(runs):
         for name, curve in parts(run.validation, "lm_eval").items():
             metric = re.sub(r"/\d+$", "", name).rpartition("/")[2]  # of TASK/METRIC or TASK/METRIC/LENGTH
-            own = tasks.setdefault(metric, [])  # metrics have scales of their own
-            own.append(_trace(*curve, f"{run.name}, {name}", number + len(own), mode="lines+markers"))
+            traces = tasks[metric]
+            traces.append(_trace(*curve, f"{run.name}, {name}", number + len(traces), mode="lines+markers"))
         lengths = _numbered(run, "by_length")
         for place, (length, curve) in enumerate(lengths, start=1):
             style = {"mode": "lines+markers", "opacity": place / len(lengths)}
             by_step.append(_trace(*curve, f"{run.name}, {length:,} tokens", number, **style))
-        if positions := _numbered(run, "by_position"):
-            steps = np.unique(np.concatenate([curve.steps for _, curve in positions]))
-            for place, step in enumerate(steps[[0, -1]] if len(runs) == 1 else steps[-1:]):
-                at = {n: mean for n, curve in positions for one, mean in zip(*curve, strict=True) if one == step}
-                name = f"{run.name}, after {step:,.0f} steps"
-                by_position.append(_trace(list(at), list(at.values()), name, number + place, mode="lines+markers"))
+        by_position += _losses_by_position(run, number, with_first=len(runs) == 1)
     figure = _figure(by_position, "nats / token", x="tokens that a token sees, itself included")
     figure.update_xaxes(type="log", dtick=math.log10(4))
     return {
@@ -442,6 +459,20 @@ def _validations(runs: Sequence[Run]) -> dict[str, go.Figure]:
         "Validation loss by position": figure,
         **{f"lm-eval: {metric}": _figure(traces, metric) for metric, traces in tasks.items()},
     }
+
+
+def _losses_by_position(run: Run, number: int, *, with_first: bool) -> list[go.Scatter]:
+    """Draw the loss by position of the last validation, and perhaps of the first."""
+    positions = _numbered(run, "by_position")
+    if not positions:
+        return []
+    steps = np.unique(np.concatenate([curve.steps for _, curve in positions]))
+    traces = []
+    for place, step in enumerate(steps[[0, -1]] if with_first else steps[-1:]):
+        means = {n: mean for n, curve in positions for at, mean in zip(*curve, strict=True) if at == step}
+        name = f"{run.name}, after {step:,.0f} steps"
+        traces.append(_trace(list(means), list(means.values()), name, number + place, mode="lines+markers"))
+    return traces
 
 
 def _mixture(run: Run) -> Iterator[go.Scatter]:
@@ -459,10 +490,11 @@ def _mixture(run: Run) -> Iterator[go.Scatter]:
         for name, curve in drawn.items()
     }
     total = np.sum(list(tokens.values()), axis=0)
-    for number, (name, own) in enumerate(tokens.items()):
-        yield _trace(steps, own / total, name, number)
-        requested, style = [sources[name]["share"]] * 2, {"line_dash": "dash", "line_width": 1, "showlegend": False}
-        yield _trace(steps[[0, -1]], requested, f"{name}, requested", number, **style)
+    for number, (name, of_source) in enumerate(tokens.items()):
+        yield _trace(steps, of_source / total, name, number)
+        share = sources[name]["share"]
+        style = {"line_dash": "dash", "line_width": 1, "showlegend": False}
+        yield _trace(steps[[0, -1]], [share, share], f"{name}, requested", number, **style)
 
 
 def _shade_windows(figure: go.Figure, windows: Curve) -> None:
@@ -482,21 +514,22 @@ def _shade_windows(figure: go.Figure, windows: Curve) -> None:
     shades = 0.02 + 0.2 * (doublings[starts] - doublings.min()) / max(np.ptp(doublings), 1)
     shapes = []
     notes = []
+    place = {"xref": "x", "yref": "y domain"}
+    style = {"type": "rect", "y0": 0, "y1": 1, "fillcolor": "#7f8794", "line_width": 0, "layer": "below"}
+    text_style = {"y": 1, "xanchor": "center", "yanchor": "bottom", "showarrow": False, "font_size": 11}
     for x0, x1, shade, window in zip(borders[:-1], borders[1:], shades, longest, strict=True):
-        place = {"xref": "x", "yref": "y domain"}
-        style = {"fillcolor": "#7f8794", "opacity": shade, "line_width": 0, "layer": "below"}
-        shapes.append(go.layout.Shape(type="rect", x0=x0, x1=x1, y0=0, y1=1, **place, **style))
+        shapes.append(go.layout.Shape(x0=x0, x1=x1, opacity=shade, **place, **style))
         if x1 - x0 > 0.08 * (borders[-1] - borders[0]):  # its text has room
-            text = {"text": f"{window:,.0f}", "showarrow": False, "font_size": 11}
-            notes.append(
-                go.layout.Annotation(x=(x0 + x1) / 2, y=1, xanchor="center", yanchor="bottom", **place, **text)
-            )
+            notes.append(go.layout.Annotation(x=(x0 + x1) / 2, text=f"{window:,.0f}", **place, **text_style))
     # one by one, each would copy all before it
     figure.update_layout(shapes=[*figure.layout.shapes, *shapes], annotations=[*figure.layout.annotations, *notes])
 
 
 def _smooth(values: Float64) -> Float64:
-    """Return centered means over a 25th of the values, at least 5; over fewer at the ends, as many on each side."""
+    """Return centered means over a 25th of the values, at least 5.
+
+    Near the ends, each mean covers fewer values, as many on each side.
+    """
     at = np.arange(values.size)
     reach = np.minimum(at, at[::-1]).clip(max=max(values.size // 50, 2))
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -507,17 +540,18 @@ def _steps(curve: Curve, name: str, number: int, *, extremes: bool = False, smoo
     """Draw a metric: means over at most `MOST_POINTS` spans of steps, perhaps their extremes or a smoothed curve."""
     size = curve.steps.size
     starts = np.linspace(0, size, min(size, MOST_POINTS), endpoint=False, dtype=np.int64)
-    steps, values = curve.steps[starts], curve.values
+    steps = curve.steps[starts]
+    values = curve.values
     means = np.add.reduceat(values, starts) / np.diff(starts, append=size)
     traces = [_trace(steps, means, name, number)]
     if extremes and size > MOST_POINTS:
-        both = np.stack([np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)], axis=1)
+        spans = np.stack([np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)], axis=1)
         label = f"{name}, lowest and highest"
-        spans = _trace(np.repeat(steps, 2), both.ravel(), label, number, opacity=0.35, showlegend=False)
-        traces.insert(0, spans)
+        traces.insert(0, _trace(np.repeat(steps, 2), spans.ravel(), label, number, opacity=0.35, showlegend=False))
     if smooth:
-        faint = [trace.update(opacity=0.35, line_width=1, showlegend=False) for trace in traces]
-        traces = [*faint, _trace(steps, _smooth(values)[starts], f"{name}, smoothed", number)]
+        for trace in traces:
+            trace.update(opacity=0.35, line_width=1, showlegend=False)
+        traces.append(_trace(steps, _smooth(values)[starts], f"{name}, smoothed", number))
     return traces
 
 
@@ -540,9 +574,9 @@ def _figure(
     """
     figure = go.Figure(traces, {"template": _THEME, "showlegend": len(traces) > 1})
     figure.update_xaxes(title=x)
-    figure.update_yaxes(title=unit + (", log scale" if log else ""))
+    figure.update_yaxes(title=unit)
     if log:
-        figure.update_yaxes(type="log", dtick="D2")
+        figure.update_yaxes(title=f"{unit}, log scale", type="log", dtick="D2")
     values = np.concatenate([np.empty(0), *(trace.y for trace in traces)])
     if without_first and values.size > 50:
         low, high = np.quantile(values, [0, 0.97])

@@ -4,21 +4,20 @@ All views get the same numbers under the same names: `train/<key>` and `validati
 one that fails gets nothing more, after one warning.
 """
 
-import inspect
 import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError, first_line, optional_module
+from megatron_ext.files.reading import JsonObject
 
 logger = logging.getLogger(__name__)
 
-# of W&B, without its environment variables: how long training waits for a server
+# how long training waits for W&B's server, unless its environment variables say otherwise
 _PATIENCE_S = {"init_timeout": 30.0, "finish_timeout": 30.0}
 
 
@@ -29,13 +28,11 @@ def check_views(options: LoggingConfig) -> None:
     if options.wandb_project is None:
         return
     wandb = optional_module("wandb_project", "wandb")
-    if "prompt" not in inspect.signature(wandb.login).parameters:
-        raise UserError(f"wandb_project: got wandb {wandb.__version__}, needs 0.30 or later; pip install -U wandb")
+    reason = "there is none"
+    is_ready = False
     try:
         is_ready = wandb.setup().settings.mode not in ("online", "shared") or wandb.login(prompt=False, verify=False)
-        reason = "there is none"
-    except Exception as error:  # of any kind, such as a malformed key
-        is_ready = False
+    except Exception as error:  # any kind, such as for a malformed key
         reason = first_line(error)
     if not is_ready:
         raise UserError(
@@ -45,9 +42,9 @@ def check_views(options: LoggingConfig) -> None:
 
 
 class Views:
-    """The views that `options` select, some of which show the `config`; they hide older steps from `resume_step` on."""
+    """The views that `options` select. Some show the `config`; a resumed run replaces steps from `resume_step` on."""
 
-    def __init__(self, folder: Path, options: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
+    def __init__(self, folder: Path, options: LoggingConfig, config: JsonObject, resume_step: int) -> None:
         self._open: dict[str, Wandb | TensorBoard] = {}
         if options.wandb_project is not None:
             with self._unless_it_fails("W&B"):
@@ -80,7 +77,7 @@ class Views:
 class TensorBoard:
     """Writes event files to RUN/tensorboard."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], resume_step: int) -> None:
+    def __init__(self, folder: Path, config: JsonObject, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step, flush_secs=10)
@@ -100,29 +97,31 @@ class TensorBoard:
 class Wandb:
     """Logs to a Weights & Biases run, whose id is kept in RUN/wandb_id.txt; without a connection, to RUN/wandb."""
 
-    def __init__(self, folder: Path, options: LoggingConfig, config: dict[str, Any], resume_step: int) -> None:
+    def __init__(self, folder: Path, options: LoggingConfig, config: JsonObject, resume_step: int) -> None:
         import wandb
 
         id_file = folder / "wandb_id.txt"
-        resumed = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
-        patience: dict[str, Any] = {
+        resumption: JsonObject = {}
+        if resume_step > 0 and id_file.exists():
+            resumption = {"id": id_file.read_text().strip(), "resume": "allow"}
+        patience: JsonObject = {
             name: value for name, value in _PATIENCE_S.items() if f"WANDB_{name.upper()}" not in os.environ
         }
-        arguments: dict[str, Any] = {
+        arguments: JsonObject = {
             "project": options.wandb_project,
             "name": options.wandb_exp_name,
             "config": config,
             "dir": str(folder),
-            "id": resumed,
-            "resume": "allow" if resumed else None,
             "settings": wandb.Settings(**patience),
+            **resumption,
         }
         try:
             self._run = wandb.init(**arguments)
         except wandb.Error as error:
             logger.warning(
                 "warning: W&B cannot be reached (%s); the run is recorded in %s/wandb, and `wandb sync` uploads it",
-                *(first_line(error), folder),
+                first_line(error),
+                folder,
             )
             self._run = wandb.init(**arguments, mode="offline")
         id_file.write_text(self._run.id + "\n")

@@ -55,7 +55,8 @@ class _Stream:
     """Replaces a stream or an event: work is done when it is called, so nothing ever waits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.cuda_stream, self.device = 0, torch.device("cuda", 0)
+        self.cuda_stream = 0
+        self.device = torch.device("cuda", 0)
 
     def wait_stream(self, other: Any = None) -> None:
         """Do nothing: this is a wait of the device, not of the host."""
@@ -120,36 +121,44 @@ def _processes() -> None:
         object_list[:] = [obj] * len(object_list)
 
     groups: Any = dist
-    groups.init_process_group, groups.all_gather_object = init_process_group, all_gather_object
+    groups.init_process_group = init_process_group
+    groups.all_gather_object = all_gather_object
 
 
 def _values() -> None:
-    """Read the values of a fake CUDA tensor through copies to the host that the meter sees, as of a real one.
+    """Read the values of a fake CUDA tensor through copies to the host that the meter sees, as with a real one.
 
-    A tensor becomes lists by one copy, not element by element, and on the host an array in the same way, as Megatron
-    does with the token counts of experts. torch.tensor(..., device="cuda") is built on the CPU and copied, as torch
-    does if it may not use CUDA; tensors among its values are read one by one.
+    `tolist` copies a CUDA tensor once, not element by element. `numpy` reads a tensor of the host in the same way, as
+    Megatron does with the token counts of experts. torch.tensor(..., device="cuda") is built on the CPU and copied, as
+    torch does if it may not use CUDA; tensors among its values are read one by one.
     """
     fake: Any = FakeTensor
-    to_list, literal = fake.tolist, torch.tensor
+    to_list = fake.tolist
+    literal = torch.tensor
 
     def tolist(self: Any) -> Any:
-        return to_list(self.cpu() if self.device.type == "cuda" else self)
+        if self.device.type == "cuda":
+            return to_list(self.cpu())
+        return to_list(self)
 
     def numpy(self: Any) -> Any:
         assert self.device.type == "cpu", "torch reads no CUDA tensor into an array"
         return np.array(to_list(self))
 
     def read(data: Any) -> Any:
-        if isinstance(data, torch.Tensor):
-            return data.item() if data.dim() == 0 else data
-        return [read(one) for one in data] if isinstance(data, list | tuple) else data
+        if isinstance(data, torch.Tensor) and data.dim() == 0:
+            return data.item()
+        if isinstance(data, list | tuple):
+            return list(map(read, data))
+        return data
 
     @functools.wraps(literal)
     def tensor(data: Any, **options: Any) -> torch.Tensor:
         return literal(read(data), **options)
 
-    fake.tolist, fake.numpy, _torch.tensor = tolist, numpy, tensor
+    fake.tolist = tolist
+    fake.numpy = numpy
+    _torch.tensor = tensor
     _torch._C._set_only_lift_cpu_tensors(True)
 
 
@@ -176,7 +185,9 @@ def _storage_copies() -> None:
     original = torch.UntypedStorage.copy_
 
     def copy_(self: Any, source: Any, non_blocking: bool | None = None) -> Any:
-        return self if self.device.type == "meta" else original(self, source, non_blocking)
+        if self.device.type == "meta":
+            return self
+        return original(self, source, non_blocking)
 
     _torch.UntypedStorage.copy_ = copy_
 
@@ -211,7 +222,9 @@ def _packages() -> None:
     from megatron_ext.attention import adapters
 
     hidden = ["transformer_engine", "transformer_engine_torch", "apex", "flash_attn_2_cuda"]
-    for package in hidden if adapters.flash_attn_4_missing() is None else [*hidden, "flash_attn"]:
+    if adapters.flash_attn_4_missing() is not None:
+        hidden.append("flash_attn")
+    for package in hidden:
         sys.modules[package] = None  # type: ignore[assignment]
     for name, value in HOPPER.items():
         os.environ.setdefault(name, value)

@@ -83,7 +83,8 @@ class AllocationTracker:
 
     def add(self, storage: UntypedStorage, part: Part, site: str) -> None:
         """Count a new storage until it is freed."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         self._live[key] = _Storage(size, part, weakref.ref(storage, lambda _: self._free(key)))
         self._change(part, size, site)
 
@@ -94,39 +95,42 @@ class AllocationTracker:
 
     def resize(self, storage: UntypedStorage, site: str) -> None:
         """Update a storage whose size was changed in place, as recomputation frees and restores storages."""
-        if (known := self._live.get(storage._cdata)) is not None:
-            grown, known.size = storage.nbytes() - known.size, storage.nbytes()
-            self._change(known.part, grown, site)
+        live = self._live.get(storage._cdata)
+        if live is not None:
+            growth = storage.nbytes() - live.size
+            live.size += growth
+            self._change(live.part, growth, site)
 
     def label(self, storage: UntypedStorage, part: Part) -> None:
         """Change the purpose of a storage."""
-        if (known := self._live.get(storage._cdata)) is not None:
-            self._relabel(known, part)
+        live = self._live.get(storage._cdata)
+        if live is not None:
+            self._relabel(live, part)
 
     def label_rest(self, part: Part, kept: Container[Part]) -> None:
-        """Change the purpose of all storages, except those of the parts `kept`."""
-        for known in self._live.values():
-            if known.part not in kept:
-                self._relabel(known, part)
+        """Change the purpose of all storages, except in the parts `kept`."""
+        for live in self._live.values():
+            if live.part not in kept:
+                self._relabel(live, part)
 
-    def transient(self, size: int, part: Part, site: str) -> None:
+    def transient(self, size: int, site: str) -> None:
         """Count bytes that a kernel allocates and frees within one operator."""
-        self._change(part, size, site)
-        self._change(part, -size, site)
+        self._change(Part.OTHER, size, site)
+        self.bytes[Part.OTHER] -= size
 
     def _change(self, part: Part, size: int, site: str) -> None:
         self.bytes[part] += size
         if self.total > self.peak.total:
             self.peak = Peak(dict(self.bytes), site)
 
-    def _relabel(self, known: _Storage, part: Part) -> None:
-        self.bytes[known.part] -= known.size
-        self.bytes[part] += known.size
-        known.part = part
+    def _relabel(self, live: _Storage, part: Part) -> None:
+        self.bytes[live.part] -= live.size
+        self.bytes[part] += live.size
+        live.part = part
 
     def _free(self, key: int) -> None:
-        known = self._live.pop(key)
-        self._change(known.part, -known.size, "")
+        freed = self._live.pop(key)
+        self.bytes[freed.part] -= freed.size
 
 
 class Sites:
@@ -174,8 +178,10 @@ class Sites:
     def describe(self) -> tuple[Part, str]:
         """Return the purpose and the allocation site of a storage created now."""
         file, line = self.line()
-        modules, node = self._calls[get_ident()], torch._C._current_autograd_node()
-        where = next((name for module in reversed(modules) if (name := self._names.get(id(module)))), "")
+        modules = self._calls[get_ident()]
+        names = [self._names.get(id(module)) for module in modules]
+        where = next(filter(None, reversed(names)), "")
+        node = torch._C._current_autograd_node()
         if node is not None and not where:
             where = f"backward, {node.name()}"
         site = " ".join(filter(None, (where, line))) or "the run's own code"
@@ -190,7 +196,7 @@ def shown(filename: str) -> str | None:
         return None
     if path.is_relative_to(_PACKAGE):
         return str(path.relative_to(_PACKAGE.parent))
-    parts = path.parts
-    if "megatron" in parts and "core" in parts:
-        return "/".join(parts[len(parts) - 1 - parts[::-1].index("megatron") :])
+    _, name, inside = filename.rpartition("/megatron/")
+    if name and "core" in inside.split("/"):
+        return f"megatron/{inside}"
     return None

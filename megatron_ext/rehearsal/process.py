@@ -46,21 +46,21 @@ def in_process(request: Request) -> dict[str, Any]:
     Raises:
         UserError: this machine cannot rehearse, or the configuration cannot be run.
     """
-    with tempfile.NamedTemporaryFile() as found:
-        command = [sys.executable, "-m", "megatron_ext.rehearsal.process", json.dumps(asdict(request)), found.name]
+    with tempfile.NamedTemporaryFile() as result:
+        command = [sys.executable, "-m", "megatron_ext.rehearsal.process", json.dumps(asdict(request)), result.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 2:
             raise UserError(done.stderr.strip().splitlines()[-1])
         if done.returncode != 0:
             raise RuntimeError(f"rank {request.rank} died with status {done.returncode}:\n{done.stderr[-4000:]}")
-        return dict(json.load(found))
+        return dict(json.load(result))
 
 
-def describe(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of one rank, given as `rank.Rehearsed` in plain types."""
-    yield f"rank {found['rank']}: {found['place']}; rows: {found['rows']}"
-    yield from _fault(found["fault"], "the model cannot be built")
-    for step in found["steps"]:
+def describe(rehearsed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of one rank, from `rank.Rehearsed` in plain types."""
+    yield f"rank {rehearsed['rank']}: {rehearsed['place']}; rows: {rehearsed['rows']}"
+    yield from _fault(rehearsed["fault"], "the model cannot be built")
+    for step in rehearsed["steps"]:
         yield ""
         yield (
             f"  window {step['window']:,}: {step['microbatches']} micro-batches, {step['measured']} of them run with "
@@ -74,14 +74,14 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"    pinned memory  {step['pinned'] / GIB:8.2f} GiB of the host"
         if step["cycles"]:
             yield f"    reference cycles kept {step['cycles'] / GIB:.2f} GiB until the step's end"
-        flops, syncs = step["flops"], step["host_syncs"]
+        flops = step["flops"]
         total = sum(flops.values())
         attention = sum(count for name, count in flops.items() if "attn" in name or "attention" in name)
         yield f"    FLOPs          {total:.3e}, of which attention {attention:.3e} ({attention / max(total, 1):.0%})"
         for group, calls in sorted(step["collectives"].items()):
             yield f"    sent over {group:<8} {calls['sent_bytes'] / GIB:8.3f} GiB in {calls['count']} collectives"
-        yield f"    host syncs     {sum(syncs.values())}"
-        for what, count in syncs.items():
+        yield f"    host syncs     {sum(step['host_syncs'].values())}"
+        for what, count in step["host_syncs"].items():
             yield f"      {count:>4} x {what}"
 
 
@@ -91,20 +91,23 @@ def _fault(fault: Mapping[str, Any] | None, what: str) -> Iterator[str]:
 
 
 def load_mock() -> None:
-    """Give torch a CUDA device without memory; call once per process, before torch is imported and looks for CUDA.
+    """Load a mock of CUDA: torch then has a CUDA device without memory.
 
-    The library is cached in the user's cache folder, by torch's version and a hash of its source and torch's folder.
+    A process calls this once, before it imports torch, which looks for CUDA. The built mock is kept in the user's cache
+    folder, named by torch's version and a hash of the mock's source and torch's folder.
 
     Raises:
         UserError: an unsupported torch, no C++ compiler, or one that cannot build the mock.
     """
     assert "torch" not in sys.modules, "torch has already looked for CUDA"
     torch = distribution("torch")
-    folder, found = Path(str(torch.locate_file("torch"))), torch.version
-    if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
-        raise UserError(f"torch: got {found}, a rehearsal needs {SUPPORTED[0]} to {SUPPORTED[-1]}; pip install one")
+    folder = Path(str(torch.locate_file("torch")))
+    version = torch.version
+    if not version.startswith(tuple(f"{release}." for release in SUPPORTED)):
+        raise UserError(f"torch: got {version}, a rehearsal needs {SUPPORTED[0]} to {SUPPORTED[-1]}; pip install one")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_ext"
-    library = cache / f"cuda_mock-torch-{found}-{sys.implementation.cache_tag}-{fingerprint(MOCK, str(folder))[:16]}.so"
+    tag = f"{sys.implementation.cache_tag}-{fingerprint(MOCK, str(folder))[:16]}"
+    library = cache / f"cuda_mock-torch-{version}-{tag}.so"
     if not library.exists():
         _build(library, folder)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -117,9 +120,9 @@ def _build(target: Path, torch: Path) -> None:
         wanted = f"CXX={named}" if named else " or ".join(COMPILERS)
         raise UserError(f"compiler: found no {wanted}, a rehearsal builds one C++ file; install g++, or set CXX")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(target) as made:  # two rehearsals may build at once
+    with atomic_write(target) as aside:  # two rehearsals may build at once
         command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", str(MOCK)]
-        command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
+        command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(aside)]
         if (torch / "lib" / "libtorch_cuda.so").exists():  # loaded before the mock, which replaces its hooks and guard
             command += ["-Wl,--no-as-needed", "-ltorch_cuda"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -131,7 +134,7 @@ def _build(target: Path, torch: Path) -> None:
 def run(request: Request, result_file: str) -> None:
     """Rehearse the request and write the result as JSON."""
     os.environ.update(RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as a rehearsal is the same whether or not there is a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rehearsal is the same with and without a GPU
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "1")  # mocked processes do not connect
     logging.basicConfig(level=logging.ERROR)
@@ -145,8 +148,8 @@ def run(request: Request, result_file: str) -> None:
 
     # Megatron's local layers have no grouped matrix products
     config = parse([*request.argv, "--no-moe-grouped-gemm"])
-    found = rehearse(config, request.windows, request.documents, fake=request.fake)
-    Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    rehearsed = rehearse(config, request.windows, request.documents, fake=request.fake)
+    Path(result_file).write_text(json.dumps(asdict(rehearsed)), encoding="utf-8")
 
 
 def main(request_json: str, result_file: str) -> int:

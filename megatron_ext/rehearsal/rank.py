@@ -51,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Step:
-    """The measurements of one step of one rank; of a step that failed, those before the failure."""
+    """The measurements of one step of one rank; if the step failed, the measurements until then."""
 
     window: int
     segments: int  # of the measured micro-batches
@@ -88,11 +88,11 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
     """
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     row_at, rows = rows_of(config, vocab_size, documents)
-    config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))  # nothing takes its rows
+    config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))  # nothing would free its rows
     device_platform = platform.choose(config.parallel.device)
     ranks = parallel.start(config.parallel, config.model.num_layers, device_platform, config.training.seed)
     named: dict[str, str] = {}
-    if ranks.expert_size > 1:  # the ranks of these may equal those of data- or context-parallel groups
+    if ranks.expert_size > 1:  # data- or context-parallel groups may have the same ranks
         named[ranks.expert_group.group_name] = "EP"
         named[ranks.expert_tensor_group.group_name] = "TP x EP" if ranks.tensor_size > 1 else "EP"
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
@@ -103,7 +103,7 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
         choices = config.model.moe_router_topk
         compat.observe_routing(lambda chosen_tE: meter.remember(chosen_tE, in_turn(chosen_tE, choices)))
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
-    done = Rehearsed(ranks.world, place, rows)
+    rehearsed = Rehearsed(ranks.world, place, rows)
     try:
         with meter:
             chunks = build_chunks(config, vocab_size, device_platform)
@@ -112,35 +112,37 @@ def rehearse(config: Config, windows: Sequence[int], documents: str | None, *, f
             optimizer = build_optimizer(model, config)
             group = parallel.context_group(config.parallel, ranks, device_platform)
             stepper = Stepper(model, optimizer, device_platform, ranks, config, group)
+            allocations = meter.allocations
             for chunk in model:
                 meter.sites.name(chunk)
                 for parameter in chunk.parameters():
-                    meter.allocations.label(parameter.untyped_storage(), Part.WEIGHTS)
-                    meter.allocations.label(parameter.main_grad.untyped_storage(), Part.GRADIENTS)
+                    allocations.label(parameter.untyped_storage(), Part.WEIGHTS)
+                    allocations.label(parameter.main_grad.untyped_storage(), Part.GRADIENTS)
             optimizer.step()  # allocates its state
             optimizer.zero_grad()
-            meter.allocations.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
+            allocations.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
     except Exception as error:
-        return replace(done, fault=_fault(error))
+        return replace(rehearsed, fault=_fault(error))
     runner = _StepRunner(config, stepper, meter, context_options(config, group), row_at)
     for window in windows:
-        done.steps.append(runner.step(window))
-        if done.steps[-1].fault is not None:
+        step = runner.step(window)
+        rehearsed.steps.append(step)
+        if step.fault is not None:
             break
-    return done
+    return rehearsed
 
 
 def in_turn(chosen_tE: Tensor, choices: int) -> Tensor:
-    """Return a routing map by which tokens choose experts in turn, so that all experts get as many."""
+    """Return a routing map in which tokens choose experts in turn, so that all experts get equally many."""
     with _disable_current_modes():
-        known_tE = torch.zeros(chosen_tE.shape, dtype=torch.bool)
+        in_turn_tE = torch.zeros(chosen_tE.shape, dtype=torch.bool)
         turns = torch.arange(len(chosen_tE) * choices)
-        known_tE[turns // choices, turns % chosen_tE.shape[1]] = True
-    return known_tE
+        in_turn_tE[turns // choices, turns % chosen_tE.shape[1]] = True
+    return in_turn_tE
 
 
 def count_flash_attention_4(meter: Meter) -> None:
-    """Count the FLOPs of FlashAttention 4's calls, which are no operators of torch."""
+    """Count the FLOPs of calls to FlashAttention 4, which torch does not dispatch as operators."""
     if adapters.flash_attn_4_missing() is not None:
         return
     from flash_attn.cute import interface
@@ -174,21 +176,24 @@ class _StepRunner:
     row_at: RowAt
 
     def step(self, window: int) -> Step:
-        """Measure a step: run a few of its micro-batches, and count the others like these."""
+        """Measure a step: run a few of its micro-batches, and extrapolate to the others."""
         stages = self.config.parallel.pipeline_model_parallel_size
         total = self.config.microbatches(self.stepper.ranks.world_size)
         if total <= 3 * stages:
             return self.run(window, total)
         few = self.run(window, stages)
-        more = few if few.fault else self.run(window, 2 * stages)
+        if few.fault:
+            return few
+        more = self.run(window, 2 * stages)
         if more.fault:
             return more
-        times = (total - more.microbatches) / stages
+        unmeasured = total - more.microbatches
+        times = unmeasured / stages
 
         def grown(before: Mapping[Any, int], after: Mapping[Any, int]) -> dict[Any, int]:
             return {name: count + round(times * (count - before.get(name, 0))) for name, count in after.items()}
 
-        waiting = (total - more.microbatches) * self._batch_bytes(window)
+        waiting = unmeasured * self._batch_bytes(window)
         return replace(
             more,
             microbatches=total,
@@ -200,9 +205,9 @@ class _StepRunner:
 
     def run(self, window: int, microbatches: int) -> Step:
         meter = self.meter
-        step = self._batches(window, microbatches)
-        if meter.device == "cpu":  # its batches are made on the device
-            for batch in step.train:
+        batches = self._batches(window, microbatches)
+        if meter.device == "cpu":  # batches are made on the device
+            for batch in batches.train:
                 for tensor in chain(vars(batch).values(), *(call.borders for call in batch.attention)):
                     if isinstance(tensor, Tensor):
                         meter.allocations.add(tensor.untyped_storage(), Part.OTHER, "batches")
@@ -212,7 +217,7 @@ class _StepRunner:
         with meter:
             meter.begin()
             try:
-                self.stepper.launch(step)
+                self.stepper.launch(batches)
             except Exception as error:
                 fault = _fault(error)
         before = meter.allocations.total
@@ -220,7 +225,7 @@ class _StepRunner:
         gc.collect()
         return Step(
             window=window,
-            segments=sum(batch.layout.segments for batch in step.train),
+            segments=sum(batch.layout.segments for batch in batches.train),
             microbatches=microbatches,
             measured=microbatches,
             memory=dict(meter.allocations.peak.parts),
@@ -234,7 +239,8 @@ class _StepRunner:
         )
 
     def _batches(self, window: int, microbatches: int) -> Any:
-        data, ranks = self.config.data, self.stepper.ranks
+        data = self.config.data
+        ranks = self.stepper.ranks
         rows = microbatches * data.micro_batch_size * ranks.data_size
         config = replace(self.config, data=replace(data, global_batch_size=rows))
         short_losses = np.full(data.seq_length, 2.0, dtype=np.float32)  # in place of a frozen scorer's
@@ -253,7 +259,10 @@ class _StepRunner:
 
 def _fault(error: BaseException) -> Fault:
     """Describe an error by its innermost line in this package or in Megatron."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{file}:{frame.lineno}" for frame in frames if (file := shown(frame.filename)) is not None]
+    line = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = shown(frame.filename)
+        if file is not None:
+            line = f"{file}:{frame.lineno}"
     text = "".join(traceback.format_exception(error))
-    return Fault(f"{type(error).__name__}: {error}".strip().splitlines()[0], lines[-1] if lines else "", text)
+    return Fault(f"{type(error).__name__}: {error}".strip().splitlines()[0], line, text)

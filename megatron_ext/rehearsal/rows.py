@@ -9,7 +9,8 @@ from megatron_ext.data.row import TokenRow
 from megatron_ext.errors import UserError
 from megatron_ext.run.inputs import RowAt, open_rows
 
-MEDIAN, SIGMA = 849, 0.974  # lognormal with a mean of 1,364 tokens, as FineWeb-Pro (arXiv 2503.15450, Table 26)
+MEDIAN = 849
+SIGMA = 0.974  # lognormal with a mean of 1,364 tokens, as FineWeb-Pro (arXiv 2503.15450, Table 26)
 SHORTEST = 16
 
 
@@ -22,9 +23,13 @@ def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[Row
     if documents is None:
         with contextlib.suppress(UserError, OSError):
             return open_rows(config, vocab_size).row, "the run's own"
-    length, seed = config.data.seq_length, config.training.seed
-    tokens, trained = np.arange(length + 1, dtype=np.int64) % vocab_size, np.ones(length, dtype=np.bool_)
-    weights = np.ones(length, dtype=np.float32) if config.weighting.token_weighting == "dataset" else None
+    length = config.data.seq_length
+    seed = config.training.seed
+    tokens = np.arange(length + 1, dtype=np.int64) % vocab_size
+    trained = np.ones(length, dtype=np.bool_)
+    weights = None
+    if config.weighting.token_weighting == "dataset":
+        weights = np.ones(length, dtype=np.float32)
 
     def drawn(sample: int) -> TokenRow:
         lengths = np.random.default_rng((seed, sample)).lognormal(np.log(MEDIAN), SIGMA, size=length // SHORTEST + 1)

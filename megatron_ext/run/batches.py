@@ -36,9 +36,9 @@ class BatchMaker:
     config: Config
     ranks: Ranks
     context: ContextOptions | None
-    short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None  # of a frozen scorer for a sample, float32 [L]
+    short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None  # a frozen scorer's for a sample, float32 [L]
     bos_id: int | None = None  # the token at the start of the data's documents, if any
-    outline_at: OutlineAt | None = None  # of the training rows, without reading tokens; None: from whole rows
+    outline_at: OutlineAt | None = None  # outlines of training rows; None reads whole rows
 
     def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
         """Make the batches of the optimizer step that starts at a sample."""
@@ -53,15 +53,17 @@ class BatchMaker:
         masks = [self._masks(group, window, self.config.mask_options()) for group in rows]
         scores, short = self._scores(samples, rows, tokens, window)
         # only the first micro-batch of the global batch is measured, so that every layout measures the same attention
-        logging, seed, sampled = self.config.logging, self.config.training.seed, None
+        logging = self.config.logging
         measured = logging.attention_health_interval > 0 and step % logging.attention_health_interval == 0
+        sampled = None
         if measured and self.ranks.data == 0:
+            seed = self.config.training.seed
             sampled = sample_queries(seed, step, len(tokens[0].tokens), logging.attention_health_queries)
         balanced = self.config.training.moe_aux_loss_coeff > 0 and self.config.balances_rows
-        batches = [
-            assemble(own, mask, self.context, score, sampled=sampled if number == 0 else None, number_rows=balanced)
-            for number, (own, mask, score) in enumerate(zip(tokens, masks, scores, strict=True))
-        ]
+        batches = []
+        for batch_tokens, mask, score in zip(tokens, masks, scores, strict=True):
+            batches.append(assemble(batch_tokens, mask, self.context, score, sampled=sampled, number_rows=balanced))
+            sampled = None  # the other micro-batches are not measured
         return StepBatches(self._with_base(batches, window), self._with_base(short, window), measured)
 
     def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
@@ -70,7 +72,8 @@ class BatchMaker:
         With `eval_stride`, the context of a token is the window of `length` tokens that scores it instead. The last
         window of training only determines the rotary base.
         """
-        training, data = self.config.training, self.config.data
+        training = self.config.training
+        data = self.config.data
         options = replace(self.config.mask_options(), window_mask="grid", document_mask=training.eval_document_mask)
         rows = [[row_at(sample) for sample in group] for group in self._samples(first_sample)]
         if training.eval_stride is None or length == data.seq_length:
@@ -87,9 +90,8 @@ class BatchMaker:
 
     def _samples(self, first_sample: int) -> list[list[int]]:
         """List the samples of each of this rank's micro-batches, distributed in order."""
-        size, ranks = self.config.data.micro_batch_size, self.ranks
-        numbers = range(self.config.microbatches(ranks.world_size))
-        firsts = [first_sample + (number * ranks.data_size + ranks.data) * size for number in numbers]
+        size = self.config.data.micro_batch_size
+        firsts = self._global_batch(first_sample)[self.ranks.data * size :: self.ranks.data_size * size]
         return [list(range(first, first + size)) for first in firsts]
 
     def _global_batch(self, first_sample: int) -> range:
@@ -117,7 +119,7 @@ class BatchMaker:
         self, samples: list[list[int]], rows: list[list[TokenRow]], tokens: list[Tokens], window: int
     ) -> tuple[Sequence[RowScores | None], list[PackedBatch]]:
         """Return the inputs of each micro-batch's weights, and the batches of the step's own short-context pass."""
-        weighting, seed = self.config.weighting, self.config.training.seed
+        weighting = self.config.weighting
         if not weighting.by_losses:
             return [None] * len(samples), []
         batches: list[PackedBatch] = []
@@ -125,9 +127,10 @@ class BatchMaker:
         same: list[Tensor | None] = [None] * len(samples)
         if weighting.token_weighting == "frozen":
             assert self.short_losses is not None
-            short = [torch.from_numpy(np.concatenate([self.short_losses(s) for s in group])) for group in samples]
+            short = [torch.from_numpy(np.concatenate(list(map(self.short_losses, group)))) for group in samples]
         elif weighting.needs_short_losses:
-            together, cut = list(chain.from_iterable(rows)), Division.of(self.config, len(tokens[0].tokens))
+            together = list(chain.from_iterable(rows))
+            cut = Division.of(self.config, len(tokens[0].tokens))
             masks = self._masks(together, window, self.config.mask_options())
             work = short_pass(lay_end_to_end(together), masks, weighting.short(), cut, self.context, self.bos_id)
             batches = work.batches
@@ -135,14 +138,14 @@ class BatchMaker:
             same = list(torch.from_numpy(~work.scored).chunk(len(tokens)))
         scores = [
             RowScores(
-                trained_T=torch.from_numpy(own.trained),
-                labels_T=torch.from_numpy(own.labels),
+                trained_T=torch.from_numpy(batch_tokens.trained),
+                labels_T=torch.from_numpy(batch_tokens.labels),
                 samples=tuple(group),
-                seeds=tuple(row_seed(seed, sample) for sample in group),
+                seeds=tuple(row_seed(self.config.training.seed, sample) for sample in group),
                 short_loss_T=short_T,
                 same_context_T=same_T,
             )
-            for group, own, short_T, same_T in zip(samples, tokens, short, same, strict=True)
+            for group, batch_tokens, short_T, same_T in zip(samples, tokens, short, same, strict=True)
         ]
         return scores, batches
 

@@ -1,4 +1,4 @@
-"""Act on the results of each step: records, loss spikes.
+"""Record the results of each step and check them for incidents.
 
 RunRecords    metrics of each step and validation, config.yaml, history.jsonl, and the progress line
 Incidents     loss spikes and non-finite values: whether a step changes the weights, and whether the run goes on
@@ -10,24 +10,31 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_ext.attention.health import AttentionHealth
-from megatron_ext.checkpoint.history import first_start, note_history
+from megatron_ext.checkpoint.history import Record, first_start, note_history
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag, dump_run, of_start, to_dict
 from megatron_ext.engine.step import Outcome, StepResult
 from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.atomic import atomic_write
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.planning.flops import step_flops, utilisation
 
-RESULTS = ("lm_loss", "train_loss", "segments", "effective_context", "grad_norm", "denominator")  # of each step
+RESULTS = (
+    "lm_loss",
+    "train_loss",
+    "segments",
+    "effective_context",
+    "grad_norm",
+    "denominator",
+)  # recorded at each step
 SPIKE = "loss spike"
-SHOWN = 8  # results of lm-eval in the progress output; all are in evaluation.jsonl
+SHOWN = 8  # most results of lm-eval in the progress output; evaluation.jsonl has all
 _CONSEQUENCES = {
     "continue": "training continues",
     "skip": "the step is skipped, no weight changed",
@@ -41,9 +48,9 @@ Losses = dict[int, float | None]  # by completed steps, ascending, or by context
 class RunInfo:
     """Describes a run and its machine."""
 
-    parameters: int  # of the whole model; only the selected experts of a token count
+    parameters: int  # number of the whole model's; of the experts only as many as a token selects
     peak_flops: float | None  # FLOP/s of all GPUs together, in the dtype of the matrix products; None if unknown
-    facts: Mapping[str, Any]  # other facts that history.jsonl records at a start
+    facts: Record  # other facts that history.jsonl records at a start
 
 
 @dataclass
@@ -65,33 +72,26 @@ class StepRecord:
     source_rows: Mapping[str, int] | None = None  # its rows from each dataset of a mixture; None for a single dataset
 
 
-class Callback:
-    """Acts on the results of each step. Every process calls it, in the order of the steps."""
+class RunRecords:
+    """Shows the progress of a run on process 0 (`first`) and, after `open`, writes its metrics.
 
-    def after_step(self, done: StepRecord) -> None:
-        """Act on the results of a step, which may be known only after later steps were launched.
-
-        Raises:
-            DivergedError: the run cannot continue.
-        """
-        raise NotImplementedError
-
-
-class RunRecords(Callback):
-    """Shows progress on process 0 (`first`) after `step` completed steps and, after `open`, writes the metrics."""
+    The run starts, or resumes, after `step` completed steps.
+    """
 
     def __init__(self, config: Config, info: RunInfo, step: int, *, first: bool) -> None:
-        self.config, self.info = config, info
+        self.config = config
+        self.info = info
         self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
         self.metrics: MetricsWriter | None = None
         self._noted: set[str | None] = set()
         self._s_max_warned = False
         self._began = step
-        every = config.logging.log_interval
-        self.progress = Progress(config.training.train_iters, step, enabled=first, every_steps=every)
+        self.progress = Progress(
+            config.training.train_iters, step, enabled=first, every_steps=config.logging.log_interval
+        )
 
     def open(self, folder: Path) -> None:
-        """Write config.yaml and the start to the run's folder; open its metrics, without the steps to be repeated.
+        """Write config.yaml and the start to the run's folder; open its metrics, and remove steps to be repeated.
 
         Raises:
             UserError: a damaged line of metrics, or a run that began from others and saved nothing yet.
@@ -116,9 +116,9 @@ class RunRecords(Callback):
 
     def after_step(self, done: StepRecord) -> None:
         """Write the metrics of a step."""
-        result, model, parameters = done.result, self.config.model, self.info.parameters
-        work = (model, parameters, self.tokens_per_step, result.effective_context)
-        record: dict[str, Any] = {
+        result = done.result
+        work = (self.config.model, self.info.parameters, self.tokens_per_step, result.effective_context)
+        record: JsonObject = {
             **{name: value for name, value in vars(done).items() if name not in ("samples", "result")},
             "time": time.time(),
             "consumed_tokens": done.consumed_samples * self.config.data.seq_length,
@@ -132,12 +132,12 @@ class RunRecords(Callback):
         if self.info.peak_flops is not None:
             record["mfu"] = utilisation(*work, seconds=done.step_time_s, peak=self.info.peak_flops)
         if self.config.weighting.token_weighting != "none":
-            terms = result.terms
+            tokens = result.terms.token_count or 1.0
             record |= {
                 "weight_std": result.weight_std,
                 "weight_max": result.weight_max,
-                "zero_share": terms.zero_count / (terms.token_count or 1.0),
-                "score_mean": terms.score_sum / (terms.token_count or 1.0),
+                "zero_share": result.terms.zero_count / tokens,
+                "score_mean": result.terms.score_sum / tokens,
                 "score_time_s": result.score_seconds,
             }
         if result.attention is not None:
@@ -147,29 +147,22 @@ class RunRecords(Callback):
             record["moe_aux_loss"] = result.moe_aux_loss
         self.progress.update(record)
         if result.outcome is Outcome.NO_TOKENS:
-            nothing = f"step {done.step} has no trained token: no weight changed (logged once; see `skipped`)"
-            self.note(nothing, once="skipped")
+            self.note(
+                f"step {done.step} has no trained token: no weight changed (logged once; see `skipped`)", once="skipped"
+            )
         if self.metrics is not None:
             self.metrics.write("train", record)
 
     def evaluation(self, step: int, losses: Losses, by_position: Mapping[int, float], setting: str) -> None:
-        """Record a validation after `step` steps: its losses by context length, those of the longest by position.
+        """Record a validation after `step` steps: its losses by context length, and by position at the longest.
 
         Records with the same `setting` are comparable.
         """
-        training, loss = self.config.training, losses[max(losses)]
-        record = {
-            "step": step,
-            "valid_loss": loss,
-            "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # avoid float overflow
-            "tokens": training.eval_iters * self.tokens_per_step,
-            "setting": setting,
-            "document_mask": training.eval_document_mask,
-            "stride": training.eval_stride,
-            "by_length": losses,
-            "by_position": by_position,
-        }
+        training = self.config.training
+        loss = losses[max(losses)]
+        perplexity = None
         if loss is not None:
+            perplexity = math.exp(min(loss, 700.0))  # avoid float overflow
             self.note(f"validation after {step} steps: loss {loss:.4f} at context {max(losses)}")
         else:
             self.note(
@@ -177,13 +170,26 @@ class RunRecords(Callback):
                 "raise --eval-iters or the second share of --split",
                 once="no validation loss",
             )
+        record = {
+            "step": step,
+            "valid_loss": loss,
+            "valid_perplexity": perplexity,
+            "tokens": training.eval_iters * self.tokens_per_step,
+            "setting": setting,
+            "document_mask": training.eval_document_mask,
+            "stride": training.eval_stride,
+            "by_length": losses,
+            "by_position": by_position,
+        }
         if self.metrics is not None:
             self.metrics.write("validation", record)
 
     def lm_eval(self, step: int, scores: Mapping[str, float]) -> None:
         """Record the results of lm-eval after `step` steps, by task and metric."""
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        self.note(f"lm-eval after {step} steps: {shown if len(scores) <= SHOWN else f'{len(scores)} results'}")
+        shown = f"{len(scores)} results"
+        if len(scores) <= SHOWN:
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        self.note(f"lm-eval after {step} steps: {shown}")
         if self.metrics is not None:
             self.metrics.write("validation", {"step": step, "lm_eval": scores})
 
@@ -194,7 +200,7 @@ class RunRecords(Callback):
             self.progress.note(text)
 
     def close(self, step: int, how: str) -> None:
-        """Close the metrics, end the progress line and record the end after `step` steps: how the run ended."""
+        """Close the metrics and the progress line; record that the run ended after `step` steps, and `how`."""
         self.progress.close()
         if self.metrics is not None:
             note_history(self.metrics.folder, "end", step, {"how": how})
@@ -228,16 +234,17 @@ def spike_bound(losses: Sequence[float], window: int, deviations: float) -> floa
     return mean + deviations * max(float(last.std()), _ROUNDING * abs(mean))
 
 
-class Incidents(Callback):
+class Incidents:
     """Checks each step of a run, the same on every process, and applies the configured reaction.
 
-    With `--on-spike skip` or `--on-non-finite skip` such a step leaves the weights and the optimizer's state unchanged:
-    the host waits for each step's loss and gradient norm before the update. `state` is the `state_dict` of the run that
-    is resumed; {} for a new run.
+    With `--on-spike skip` or `--on-non-finite skip`, a step that has one does not change the weights and the
+    optimizer's state: the host waits for each step's loss and gradient norm before the update. `state` is the
+    `state_dict` of the run that is resumed; {} for a new run.
     """
 
-    def __init__(self, config: Config, records: RunRecords, state: Mapping[str, Any]) -> None:
-        self.options, self.records = config.training, records
+    def __init__(self, config: Config, records: RunRecords, state: Record) -> None:
+        self.options = config.training
+        self.records = records
         self.may_skip = "skip" in (self.options.on_spike, self.options.on_non_finite)
         self.losses = deque(state.get("loss_history", ()), self.options.spike_window)  # finite ones, the latest last
         self._skips = state.get("skips", 0)
@@ -252,7 +259,9 @@ class Incidents(Callback):
         incident, action = self._check(result)
         if result.outcome is not Outcome.NO_TOKENS and math.isfinite(result.lm_loss):
             self.losses.append(result.lm_loss)
-        self._skips = self._skips + 1 if result.outcome is Outcome.REFUSED else 0
+        self._skips += 1
+        if result.outcome is not Outcome.REFUSED:
+            self._skips = 0
         if incident is None:
             return
         if action == "skip" and self._skips >= self.options.skip_limit:
@@ -262,13 +271,13 @@ class Incidents(Callback):
             f"{_CONSEQUENCES[action]}"
         )
         done.spike = int(incident.what == SPIKE)
-        if action == "stop" and result.outcome is Outcome.REFUSED:
-            needs = f"{incident.needs} in one of skip_limit {self.options.skip_limit} steps, which were skipped"
-            raise DivergedError(incident.what, incident.value, needs)
         if action == "stop":
+            if result.outcome is Outcome.REFUSED:
+                needs = f"{incident.needs} in one of skip_limit {self.options.skip_limit} steps, which were skipped"
+                raise DivergedError(incident.what, incident.value, needs)
             raise incident
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Return the state that a resumed run needs for identical decisions, as JSON types."""
         return {"loss_history": list(self.losses), "skips": self._skips}
 
@@ -277,7 +286,8 @@ class Incidents(Callback):
         options = self.options
         if result.outcome is Outcome.NO_TOKENS:
             return None, "continue"
-        if (divergence := result.divergence()) is not None:
+        divergence = result.divergence()
+        if divergence is not None:
             return divergence, options.on_non_finite
         bound = spike_bound(self.losses, options.spike_window, options.spike_deviations)
         if bound is not None and result.lm_loss > bound:

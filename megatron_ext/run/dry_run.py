@@ -22,7 +22,9 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
     missing = []
     for number, stage in enumerate(stages):
         if stage.name is not None:
-            print(f"{'' if number == 0 else chr(10)}stage            {stage.name}, {number + 1} of {len(stages)}")
+            if number > 0:
+                print()
+            print(f"stage            {stage.name}, {number + 1} of {len(stages)}")
         vocab_size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
         inputs = list(look_at_inputs(stage, vocab_size))
         for line in [*describe(stage.config, world_size, vocab_size), *inputs]:
@@ -34,30 +36,37 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
 
 def look_at_inputs(stage: Stage, vocab_size: int) -> Iterator[str]:
     """Check the inputs that are present here as training would, and yield a line for each dataset and missing input."""
-    config, source = stage.config, find_checkpoint(stage.config)
-    tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
-    finished = source is not None and source.manifest.step == config.training.train_iters
-    complete = all(Path(f"{part.prefix}.bin").is_file() for part in config.data.parts)
+    config = stage.config
+    checkpoint = find_checkpoint(config)
+    finished = checkpoint is not None and checkpoint.manifest.step == config.training.train_iters
+    tokenizer = config.data.tokenizer_model
     if tokenizer not in (None, "bytes") and not Path(tokenizer).exists():
         yield f"{MISSING}tokenizer_model: {tokenizer} does not exist"
     elif tokenizer is not None and not finished:
         checked_vocab_size(config)
         yield from (f"tokenizer        {line}" for line in ids_without_rows(Tokenizer(tokenizer), vocab_size))
+    store = config.weighting.score_store
     if store is not None and not Path(store).exists():
         yield f"{MISSING}score_store: {store} does not exist; make it with {program('score')}"
-    elif store is not None and complete and not finished:
-        open_scores(config, vocab_size, end_of_samples(config, source))
-    if weights is not None and stage.before is None and not Path(weights).exists():
-        yield f"{MISSING}init_from: {weights} does not exist"
-    elif weights is not None and stage.before is None and source is None:
-        first_weights(config, vocab_size)
+    elif not finished and all(Path(f"{part.prefix}.bin").is_file() for part in config.data.parts):
+        open_scores(config, vocab_size, end_of_samples(config, checkpoint))
+    weights = config.checkpoint.init_from
+    if stage.before is None and weights is not None:
+        if not Path(weights).exists():
+            yield f"{MISSING}init_from: {weights} does not exist"
+        elif checkpoint is None:
+            first_weights(config, vocab_size)
     yield from _data_lines(config, vocab_size)
 
 
 def _data_lines(config: Config, vocab_size: int) -> Iterator[str]:
     """Describe the parts of the mixture for training and how often the run reads them; yield what is missing."""
-    data, validates = config.data, config.training.eval_interval > 0
-    for share, parts in enumerate((data.parts, data.valid_parts if validates and data.valid_data_path else ())):
+    data = config.data
+    validates = config.training.eval_interval > 0
+    parts_by_share = {TRAINING: data.parts}
+    if validates and data.valid_data_path:
+        parts_by_share[VALIDATION] = data.valid_parts
+    for share, parts in parts_by_share.items():
         for index, part in enumerate(parts):
             absent = [f"{part.prefix}{end}" for end in (".idx", ".bin") if not Path(f"{part.prefix}{end}").is_file()]
             if absent:

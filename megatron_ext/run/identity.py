@@ -15,9 +15,9 @@ from megatron_ext.token_weighting.store import ScoreStore
 
 def checked_vocab_size(config: Config) -> int:
     """Return V; raise UserError unless all data sets were created with the run's tokenizer, by their metadata."""
-    given, path = config.model.vocab_size, config.data.tokenizer_model
+    path = config.data.tokenizer_model
     if path is None:
-        return vocabulary_size(given, None)
+        return vocabulary_size(config.model.vocab_size, None)
     tokenizer = Tokenizer(path)
     for prefix in dict.fromkeys(part.prefix for part in (*config.data.parts, *config.data.valid_parts)):
         metadata = read_metadata(prefix)
@@ -27,19 +27,21 @@ def checked_vocab_size(config: Config) -> int:
                 f"{metadata['tokenizer_fingerprint'][:12]}) than {path} (fingerprint {tokenizer.fingerprint[:12]}); "
                 "use the one it was made with, or make the dataset again"
             )
-    return tokenizer.vocab_size if given is None else given
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    return tokenizer.vocab_size
 
 
 def bos_of(config: Config) -> int | None:
     """Return the token (BOS) that documents begin with, by the metadata; None if no data set has one."""
-    prefixes = [part.prefix for part in config.data.parts]
-    found = {bos: prefix for prefix in prefixes if (bos := read_metadata(prefix).get("bos_id")) is not None}
-    if len(found) > 1:
-        listed = ", ".join(f"{prefix} with {bos}" for bos, prefix in found.items())
+    prefix_by_bos = {read_metadata(part.prefix).get("bos_id"): part.prefix for part in config.data.parts}
+    prefix_by_bos.pop(None, None)
+    if len(prefix_by_bos) > 1:
+        listed = ", ".join(f"{prefix} with {bos}" for bos, prefix in prefix_by_bos.items())
         raise UserError(
             f"data: documents begin with different tokens ({listed}); make the data sets with one --bos-token"
         )
-    return next(iter(found), None)
+    return next(iter(prefix_by_bos), None)
 
 
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
@@ -53,24 +55,30 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
         # the index, and size and both ends of the tokens; reading terabytes would add little
         content += [Path(f"{part.prefix}.idx"), *file_edges(f"{part.prefix}.bin")]
         sources = Path(f"{part.prefix}{SOURCES}")  # used by upsampling
-        content += [sources] if sources.is_file() else []
+        if sources.is_file():
+            content.append(sources)
     packing = (
         f"{' '.join((repr(part.weight), 'x', part.packing, *part.packing_options))} of {part.length}"
         for part in data.mixture
     )
-    mask = "inside documents" if config.window.document_mask else "across documents"
+    mask = "across documents"
+    if config.window.document_mask:
+        mask = "inside documents"
+    tokenizer = "none"
+    if data.tokenizer_model:
+        tokenizer = Tokenizer(data.tokenizer_model).fingerprint
     return {
         "row_length": data.seq_length,
         "seed": config.training.seed,
         "vocab_size": vocab_size,
         "data": fingerprint(*content),
         "packing": f"{', '.join(packing)}, split {data.split}, {mask}",
-        "tokenizer": Tokenizer(data.tokenizer_model).fingerprint if data.tokenizer_model else "none",
+        "tokenizer": tokenizer,
     }
 
 
-def open_scores(config: Config, vocab_size: int, end: int | None = None) -> ScoreStore | None:
-    """Open the store of a frozen scorer, if the run uses one; `end` is the sample after its last.
+def open_scores(config: Config, vocab_size: int, end: int) -> ScoreStore | None:
+    """Open the store of a frozen scorer, if the run uses one; `end` is the sample after the run's last.
 
     Rank 0 alone checks the store, for which it reads the data sets' `.idx` files and lists the store's folder.
     """
@@ -79,9 +87,8 @@ def open_scores(config: Config, vocab_size: int, end: int | None = None) -> Scor
         return None
     if not is_first():
         return ScoreStore(Path(path), "r")
-    first, end = config.data.first_sample, config.samples if end is None else end
     identity: dict[str, Any] = row_identity(config, vocab_size)
-    return ScoreStore.open(path, first=first, rows=end, **identity)
+    return ScoreStore.open(path, first=config.data.first_sample, rows=end, **identity)
 
 
 def data_fingerprints(config: Config) -> list[str]:

@@ -4,7 +4,7 @@ The datasets of `--data-path` or a mixture are split, packed and blended; rows a
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from megatron_ext.run.identity import bos_of, checked_vocab_size, data_fingerpri
 from megatron_ext.token_weighting.store import ScoreStore
 
 RowAt = Callable[[int], TokenRow]
-TRAINING, VALIDATION = 0, 1  # indices into the shares of `--split`
+TRAINING = 0  # indices into the shares of `--split`
+VALIDATION = 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Inputs:
     valid: RowSource | None  # None if the run never validates
     scores: ScoreStore | None  # of a frozen scorer
     pretrained: Pretrained | None  # initial weights of a new run; None for random weights
-    bos_id: int | None = None  # the token at the start of the data's documents
+    bos_id: int | None  # the token at the start of the data's documents
 
 
 def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
@@ -50,13 +51,21 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
     """
     checkpoint = find_checkpoint(config)
     vocab_size = checked_vocab_size(config)
+    train = open_rows(config, vocab_size)
+    valid = None
+    if config.training.eval_interval:
+        valid = open_rows(config, vocab_size, VALIDATION)
+    scores = open_scores(config, vocab_size, end_of_samples(config, checkpoint))
+    weights = None
+    if pretrained and checkpoint is None:
+        weights = first_weights(config, vocab_size)
     return Inputs(
         checkpoint=checkpoint,
         vocab_size=vocab_size,
-        train=open_rows(config, vocab_size),
-        valid=open_rows(config, vocab_size, VALIDATION) if config.training.eval_interval else None,
-        scores=open_scores(config, vocab_size, end_of_samples(config, checkpoint)),
-        pretrained=first_weights(config, vocab_size) if pretrained and checkpoint is None else None,
+        train=train,
+        valid=valid,
+        scores=scores,
+        pretrained=weights,
         bos_id=bos_of(config),
     )
 
@@ -93,9 +102,9 @@ class Split:
 
     def plan_key(self) -> PlanKey:
         """Return the values that determine the packing plan of these documents; may read all their lengths."""
-        options = self.part.options
+        part = self.part
         return plan_key(
-            self.part.packing, self.source, self.documents, self.length, self.seed, options, cache=self.cache
+            part.packing, self.source, self.documents, self.length, self.seed, part.options, cache=self.cache
         )
 
 
@@ -108,21 +117,22 @@ def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
         UserError: a dataset that cannot be read, or no document for validation.
     """
     data = config.data
-    part = (data.valid_parts if share == VALIDATION else data.parts)[index]
-    weighted = config.weighting.token_weighting == "dataset" and share == TRAINING
+    validates = share == VALIDATION
+    part = _parts(config, share)[index]
+    weighted = config.weighting.token_weighting == "dataset" and not validates
     source = IndexedSource(part.prefix, vocab_size, weighted=weighted)
-    if share == VALIDATION and data.valid_data_path:
-        documents = range(source.document_count)
-    else:
+    documents = range(source.document_count)
+    if not validates or not data.valid_data_path:
         documents = split_documents(source.document_count, data.split)[share]
-    if share == VALIDATION and not len(documents):
-        raise UserError(
-            f"split: got {data.split!r}, which leaves no document of {part.prefix} for validation; "
-            "raise the second share, give --valid-data-path or use --eval-interval 0"
-        )
-    if share == VALIDATION and config.training.eval_packing == "random":
-        part = replace(part, packing="random", packing_options=())
-    part = part.unfiltered() if share == VALIDATION else part
+    if validates:
+        if not documents:
+            raise UserError(
+                f"split: got {data.split!r}, which leaves no document of {part.prefix} for validation; "
+                "raise the second share, give --valid-data-path or use --eval-interval 0"
+            )
+        if config.training.eval_packing == "random":
+            part = replace(part, packing="random", packing_options=())
+        part = part.unfiltered()
     seed = (config.training.seed + index) % 2**64  # each part has its own order
     return Split(
         part=part,
@@ -134,32 +144,43 @@ def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
     )
 
 
+def _parts(config: Config, share: int) -> Sequence[MixturePart]:
+    if share == VALIDATION:
+        return config.data.valid_parts
+    return config.data.parts
+
+
 def splits(config: Config, vocab_size: int, share: int) -> list[Split]:
     """Open all parts of the mixture for training (share 0) or validation (share 1), as `open_part`."""
-    parts = config.data.valid_parts if share == VALIDATION else config.data.parts
-    return [open_part(config, vocab_size, share, index) for index in range(len(parts))]
+    return [open_part(config, vocab_size, share, index) for index in range(len(_parts(config, share)))]
 
 
 def open_rows(config: Config, vocab_size: int, share: int = TRAINING) -> RowSource:
     """Open the datasets of training or validation. Raises what `open_part` and `open_split` raise."""
-    row_length, opened = config.data.seq_length, splits(config, vocab_size, share)
+    row_length = config.data.seq_length
+    opened = splits(config, vocab_size, share)
     sources: list[RowSource] = []
     for split in opened:
-        sequences = open_split(split, config)
-        sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
+        rows: RowSource = open_split(split, config)
+        if split.length != row_length:
+            rows = LaidSequences(rows, row_length)
+        sources.append(rows)
     if len(sources) == 1:
         return sources[0]
-    return BlendedRows(sources, [one.part.weight for one in opened], [one.part.label for one in opened])
+    return BlendedRows(sources, [split.part.weight for split in opened], [split.part.label for split in opened])
 
 
 def validation_setting(config: Config, vocab_size: int) -> str:
     """Return a fingerprint of what a validation measures at its longest context, besides the model.
 
-    Losses of validations with the same one are comparable. Raises what `open_part` raises.
+    Losses of validations with the same fingerprint are comparable. Raises what `open_part` raises.
     """
-    data, training = config.data, config.training
+    data = config.data
+    training = config.training
     length = max(training.eval_lengths, default=data.seq_length)
-    stride = training.eval_stride if length < data.seq_length else None
+    stride = None
+    if length < data.seq_length:
+        stride = training.eval_stride
     opened = splits(config, vocab_size, VALIDATION)
     weights = scaled([split.part.weight for split in opened])
     facts: list[object] = [data.seq_length, data.global_batch_size, data.eod_mask_loss]

@@ -23,11 +23,11 @@ from megatron_ext.run.trainer import build
 def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterator[str]:
     """Recompute the rows of a step and the losses of their tokens, on one process, and describe them in lines.
 
-    After what was recorded follows a line for each document, the largest loss first: the mean over its trained tokens,
-    in nats, and the first `characters` of its text, or its token ids without a tokenizer.
+    The recorded values come first, then a line for each document, the largest loss first: the mean over its trained
+    tokens, in nats, and the first `characters` of its text, or its token ids without a tokenizer.
 
-    `today` is the configuration in RUN/config.yaml; options may have changed since the step, so those of the next
-    checkpoint are used.
+    `today` is the configuration in RUN/config.yaml. Options may have changed since the step, so the configuration in
+    the next checkpoint is used if there is one.
 
     Raises:
         UserError: the run has no record of the step or the one before it; data or weights cannot be read.
@@ -36,20 +36,20 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     records = read_by_step(metrics, (step - 1, step))
     if step < 0 or (step not in records and step - 1 not in records):
         raise UserError(f"step: got {step}, needs one that {metrics} has; name another")
-    before, after = ([n for n in saved_steps(run) if (n > step) == later] for later in (False, True))
+    checkpoints = {saved: run / "checkpoints" / folder_name(saved) for saved in saved_steps(run)}
+    before = [folder for saved, folder in checkpoints.items() if saved <= step]
+    after = [folder for saved, folder in checkpoints.items() if saved > step]
     config = today
     if after:
-        config = from_dict(read_checkpoint(run / "checkpoints" / folder_name(after[0])).manifest.config)
-    recorded, rows = records.get(step, {}), config.data.global_batch_size
+        config = from_dict(read_checkpoint(after[0]).manifest.config)
+    recorded = records.get(step, {})
+    rows = config.data.global_batch_size
     first = records[step - 1]["consumed_samples"] if step - 1 in records else recorded["consumed_samples"] - rows
     end = recorded.get("consumed_samples", first + rows)
-    weights = run / "checkpoints" / folder_name(before[-1]) if before else None
-    init_from = str(weights)
-    if weights is None:  # earlier versions kept it in config.yaml
-        init_from = first_start(run).get("init_from", today.checkpoint.init_from)
+    weights = str(before[-1]) if before else None
     config = replace(
         config,
-        checkpoint=CheckpointConfig(init_from=init_from),
+        checkpoint=CheckpointConfig(init_from=weights or first_start(run).get("init_from")),
         training=replace(config.training, eval_interval=0),
         logging=LoggingConfig(tensorboard=False),
         parallel=ParallelConfig(device=config.parallel.device),
@@ -67,9 +67,12 @@ def _documents(config: Config, samples: range, window: int, characters: int) -> 
     """Yield the loss of each document of some rows, and its description."""
     built = build(config)
     pipeline = Pipeline([in_precision(chunk, config) for chunk in built.chunks])
-    model = config.data.tokenizer_model
-    tokenizer = Tokenizer(model) if model else None
-    base = config.model.rotary_base_at(window) if config.model.rope_window_bases else None
+    tokenizer = None
+    if config.data.tokenizer_model:
+        tokenizer = Tokenizer(config.data.tokenizer_model)
+    base = None
+    if config.model.rope_window_bases:
+        base = config.model.rotary_base_at(window)
     for sample in samples:
         row = built.inputs.train.row(sample)
         batch = replace(pack([row], window, config.mask_options()), rotary_base=base)
@@ -77,7 +80,8 @@ def _documents(config: Config, samples: range, window: int, characters: int) -> 
         losses = loss_t.cpu().numpy()
         ends = sorted({*(int(end) for end in row.document_ends if end < len(losses)), len(losses)})
         for first, end in itertools.pairwise([0, *ends]):
-            tokens, trained = row.tokens[first:end].tolist(), losses[first:end][row.trained[first:end]]
+            tokens = row.tokens[first:end].tolist()
+            trained = losses[first:end][row.trained[first:end]]
             text = tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
             yield (
                 math.fsum(trained) / max(len(trained), 1),

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -43,25 +43,30 @@ def load_tasks(config: Config) -> Any:
 def _load(tokenizer: str, names: tuple[str, ...], lengths: tuple[int, ...], include_path: str | None) -> Any:
     from megatron_ext.inference.lm_eval_model import Tasks  # takes seconds to import
 
-    return Tasks(names, Tokenizer(tokenizer), lengths, None if include_path is None else Path(include_path))
+    folder = None
+    if include_path is not None:
+        folder = Path(include_path)
+    return Tasks(names, Tokenizer(tokenizer), lengths, folder)
 
 
 class LmEval:
     """Runs the tasks of `--lm-eval-tasks` on the model of a `stepper`; documents begin with `bos_id`, if any."""
 
     def __init__(self, config: Config, stepper: Stepper, vocab_size: int, bos_id: int | None) -> None:
-        self.config, self.stepper = config, stepper
+        self.config = config
+        self.stepper = stepper
         self.chunks = list(unwrap(stepper.model))
         assert config.data.tokenizer_model is not None  # config/checks.py
         tokenizer = Tokenizer(config.data.tokenizer_model)
-        try:
+        end = None
+        end_tokens = frozenset[int]()
+        with suppress(UserError):  # without an end token, answers end by their length and stop texts
             end = tokenizer.eod_id
-        except UserError:  # answers end by their length and stop texts
-            end = None
+            end_tokens = frozenset([end])
         model = Pretrained(
             Path(config.checkpoint.save or "."), replace(config.model, vocab_size=vocab_size), config.data.seq_length
         )
-        self.text = ModelText(model, tokenizer, bos_id, end, frozenset(() if end is None else (end,)), None)
+        self.text = ModelText(model, tokenizer, bos_id, end, end_tokens, None)
         self.model = InferenceModel(model, config, stepper.ranks, stepper.platform, self.chunks)
 
     def scores(self, step: int) -> dict[str, float]:
@@ -75,32 +80,39 @@ class LmEval:
         from megatron_ext.inference.lm_eval_model import ask, results_of
 
         heartbeat.beat(f"lm-eval after {step} steps")
-        training, model = self.config.training, self.config.model
-        window = self.config.window_schedule().window_at(max(step - 1, 0))
-        base = model.rotary_base_at(window) if model.rope_window_bases else None
+        training = self.config.training
+        model = self.config.model
+        base = None
+        if model.rope_window_bases:
+            base = model.rotary_base_at(self.config.window_schedule().window_at(max(step - 1, 0)))
         generator = Generator(self.model, self.text, training.lm_eval_batch_size, base)
         sync_params(self.stepper.model)
         for chunk in self.chunks:
             chunk.eval()
         # texts have any length: compiled layers would be compiled anew, and training's as well
         with _random_states_kept(self.stepper.platform.device), torch.compiler.set_stance("force_eager"):
-            found = ask(
+            answers = ask(
                 generator, partial(load_tasks, self.config), self.config.data.seq_length, limit=training.lm_eval_limit
             )
         for chunk in self.chunks:
             chunk.train()
-        results = [] if found is None else results_of(found)
+        if answers is None:
+            return {}
         return {
-            "/".join(str(one[key]) for key in ("task", "metric", "length") if key in one): one["value"]
-            for one in results
+            "/".join(str(result[key]) for key in ("task", "metric", "length") if key in result): result["value"]
+            for result in results_of(answers)
         }
 
 
 @contextmanager
 def _random_states_kept(device: torch.device) -> Iterator[None]:
     """Restore the random states of Python, NumPy and torch, which lm-eval seeds."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    gpus = []
+    if device.type == "cuda":
+        gpus.append(torch.cuda.current_device())
+    with torch.random.fork_rng(gpus):
         yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)

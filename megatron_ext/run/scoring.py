@@ -37,7 +37,7 @@ def score_rows(
         scorer, short: the model, and its chunks, which score every token.
         end: exclusive end of the samples.
         output: the store; created if missing.
-        part: of the samples; other parts may be scored into the same store at the same time.
+        part: the samples to score; other processes may score other parts into the same store at the same time.
 
     Raises:
         UserError: data with a token id that the scorer does not have, or a store that does not fit.
@@ -63,17 +63,18 @@ def score_missing(
     model: InferenceModel, run: Config, short: ShortContext, row_at: RowAt, store: ScoreStore, wanted: range
 ) -> None:
     """Score this data-parallel rank's share of the wanted rows of a run that are missing in the store. Collective."""
-    ranks, data, length = model.ranks, run.data, run.data.seq_length
+    ranks = model.ranks
+    length = run.data.seq_length
     options = replace(model.config.mask_options(), document_mask=run.window.document_mask)
-    scorer = ChunkScorer(model, data.micro_batch_size * length)
+    scorer = ChunkScorer(model, run.data.micro_batch_size * length)
     bos_id = bos_of(run)
     missing = agreement.run_on_rank0(lambda: store.missing(wanted), store.path, reads=True)
-    mine = missing[ranks.data :: ranks.data_size]
-    at_once = data.micro_batch_size * ranks.pipeline_size  # keeps the pipeline stages busy
+    share = missing[ranks.data :: ranks.data_size]
+    at_once = run.data.micro_batch_size * ranks.pipeline_size  # keeps the pipeline stages busy
     logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
-    with tqdm(total=len(mine), unit="row", disable=ranks.world != 0) as bar:
-        for first in range(0, len(mine), at_once):
-            samples = mine[first : first + at_once]
+    with tqdm(total=len(share), unit="row", disable=ranks.world != 0) as bar:
+        for first in range(0, len(share), at_once):
+            samples = share[first : first + at_once]
             rows = [row_at(sample) for sample in samples]
             masks = options.at(length, [row.document_ends for row in rows], length)
             work = short_pass(lay_end_to_end(rows), masks, short, scorer.division, scorer.context, bos_id=bos_id)

@@ -37,10 +37,12 @@ from megatron_ext.files.atomic import atomic_write
 from megatron_ext.launch import is_first
 from megatron_ext.monitoring.progress import print_above
 
-REQUEUE, DIVERGED, HUNG = 85, 86, 87
-STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
+REQUEUE = 85
+DIVERGED = 86
+HUNG = 87
+STOPPED_FILE = "stopped.json"
+DIVERGED_FILE = "diverged.json"
 VALIDATION_LOSS = "validation loss"
-
 
 # signals that end nothing, that cannot be caught, that Python makes an OSError, and faults of the process itself
 _OTHER = {
@@ -54,13 +56,16 @@ _TWICE_S = 1.0  # a terminal and a launcher may both pass on one Ctrl-C
 
 
 class StopRequest(ExitStack):
-    """Records the last of `REQUESTS` in `signal` (0: none), from `listen` to the end of the context; SIGINT stays.
+    """Records the last signal of `REQUESTS` in `signal` (0: none), from `listen` to the end of the context.
+
+    After a SIGINT, no later signal replaces it.
 
     A thread reads the signals as well, because the main thread may be in a kernel or a collective for minutes: it
-    prints at once that the run will stop. A second SIGINT ends this process without saving. A SIGTERM after it does
-    not: torchrun's workers get one for its second SIGINT, but also for a preemption.
+    prints at once that the run will stop. A second SIGINT ends this process without saving. A SIGTERM after a SIGINT
+    does not: torchrun's workers get one for its second SIGINT, but also for a preemption.
 
-    A signal that is ignored (SIGHUP under nohup) or has a handler (timers) stays so, except the three of launchers.
+    Signals that are ignored (SIGHUP under nohup) or have a handler (timers) are left alone, except the three that
+    launchers send.
     """
 
     def __init__(self, run: Path | None) -> None:
@@ -87,11 +92,11 @@ class StopRequest(ExitStack):
         os.register_at_fork(after_in_child=self.close)  # a forked child's signals are its own
 
     def _record(self, number: int, _: object) -> None:
-        if self.signal != signal.SIGINT:  # of a person: nothing starts the run again
+        if self.signal != signal.SIGINT:  # a person sent it: nothing starts the run again
             self.signal = number
 
     def _read(self, reading: int) -> None:
-        """Acknowledge each signal once, and end the process by a second SIGINT; the thread of `listen`."""
+        """Acknowledge each signal once, and end the process at a second SIGINT; runs in the thread of `listen`."""
         interrupted_at = math.inf
         acknowledged = set()
         with open(reading, "rb", buffering=0) as numbers:  # Python writes every signal's number, also a timer's
@@ -109,11 +114,12 @@ class StopRequest(ExitStack):
                     self._acknowledge(signal.Signals(number))
 
     def _acknowledge(self, number: signal.Signals) -> None:
-        what = "saves and stops after the current step"
+        text = f"{number.name}: the run saves and stops after the current step"
         if self.run is None:
-            what = "stops after the current step, and saves nothing without --save"
-        again = "; a second Ctrl-C ends it now, without saving" if number == signal.SIGINT else ""
-        self._say(f"{number.name}: the run {what}{again}")
+            text = f"{number.name}: the run stops after the current step, and saves nothing without --save"
+        if number == signal.SIGINT:
+            text += "; a second Ctrl-C ends it now, without saving"
+        self._say(text)
 
     def _say(self, text: str) -> None:
         if is_first():
@@ -124,28 +130,33 @@ class StopRequest(ExitStack):
 class Ending:
     """Describes how a run ended."""
 
-    signal: int  # that stopped it; 0 if all steps are done
-    step: int  # completed steps
-    checkpoint: Path | None  # of this step, None without --save; after divergence, the newest one, if any
-    divergence: DivergedError | None = None  # what ended it in the step, or the validation, after `step` steps
+    signal: int  # the signal that stopped the run; 0 if all steps are done
+    step: int  # number of completed steps
+    checkpoint: Path | None  # the checkpoint of this step, None without --save; after divergence, the newest, if any
+    divergence: DivergedError | None = None  # the error in the step, or the validation, after `step` steps
 
     @property
     def status(self) -> int:
-        """The exit status of every process, as above."""
+        """The exit status of every process, from the table of this module."""
         if self.divergence is not None:
             return DIVERGED
         if not self.signal:
             return 0
-        return REQUEUE if self.checkpoint is not None and self.signal != signal.SIGINT else 128 + self.signal
+        if self.checkpoint is None or self.signal == signal.SIGINT:
+            return 128 + self.signal
+        return REQUEUE
 
     def mark(self, run: Path) -> None:
         """Write RUN/stopped.json if the launcher is to restart, or RUN/diverged.json; atomically."""
         facts: dict[str, Any] = {"exit_code": self.status, "step": self.step}
         if self.divergence is not None:
-            name, checkpoint = DIVERGED_FILE, None if self.checkpoint is None else str(self.checkpoint)
-            facts |= {"what": self.divergence.what, "value": str(self.divergence.value), "checkpoint": checkpoint}
+            name = DIVERGED_FILE
+            facts |= {"what": self.divergence.what, "value": str(self.divergence.value), "checkpoint": None}
+            if self.checkpoint is not None:
+                facts["checkpoint"] = str(self.checkpoint)
         elif self.status == REQUEUE and self.checkpoint is not None:
-            name, checkpoint = STOPPED, str(self.checkpoint.relative_to(run))
+            name = STOPPED_FILE
+            checkpoint = str(self.checkpoint.relative_to(run))
             facts |= {"signal": signal.Signals(self.signal).name, "checkpoint": checkpoint}
         else:
             return
@@ -155,5 +166,5 @@ class Ending:
 
 def unmark(run: Path) -> None:
     """Remove RUN/stopped.json and RUN/diverged.json at the start of a run."""
-    for name in (STOPPED, DIVERGED_FILE):
+    for name in (STOPPED_FILE, DIVERGED_FILE):
         (run / name).unlink(missing_ok=True)

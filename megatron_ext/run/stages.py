@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.checkpoint.folders import end_of_samples, find_checkpoint, locate, older
+from megatron_ext.checkpoint.folders import Checkpoint, end_of_samples, find_checkpoint, locate, older
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
@@ -41,18 +41,19 @@ def train_stages(stages: Sequence[Stage]) -> int:
         UserError: any error of `train`, a view that is not installed, a folder that cannot be written or that another
             trainer uses, or a previous stage that has not ended.
     """
-    run, options = stages[0].run, stages[0].config.parallel
+    run = stages[0].run
+    options = stages[0].config.parallel
     with StopRequest(run) as request:
         _check_all(stages)
         parallel.join(options, choose_platform(options.device))
         for stage in stages:
             agreement.run_on_rank0(partial(check_views, stage.config.logging), Path())
-        held = []
+        locks = []
 
         def claim(run: Path) -> None:
-            for folder in dict.fromkeys([run, *(Path(one.config.checkpoint.save or run) for one in stages)]):
+            for folder in dict.fromkeys([run, *(Path(stage.config.checkpoint.save or run) for stage in stages)]):
                 folder.mkdir(parents=True, exist_ok=True)
-                held.append(lock(folder, "save"))
+                locks.append(lock(folder, "save"))
             unmark(run)
 
         if run is not None:
@@ -96,8 +97,8 @@ def _check_all(stages: Sequence[Stage]) -> None:
         if stage.before is not None:  # its weights do not exist yet, but their shapes are known
             before = stage.before.config
             model = replace(before.model, vocab_size=checked_vocab_size(before))
-            coming = Pretrained(Path(before.checkpoint.save or ""), model)
-            coming.check_shapes(stage.config.model, checked_vocab_size(stage.config))
+            weights = Pretrained(Path(before.checkpoint.save or ""), model)
+            weights.check_shapes(stage.config.model, checked_vocab_size(stage.config))
         open_inputs(stage.config, pretrained=stage.before is None)
 
 
@@ -107,32 +108,37 @@ def _load_tasks(stages: Sequence[Stage]) -> None:
     Raises:
         UserError: a task cannot be loaded.
     """
-    wanted = [stage.config for stage in stages if stage.config.training.lm_eval_interval and not _has_ended(stage)]
+    configs = [stage.config for stage in stages if stage.config.training.lm_eval_interval and not _has_ended(stage)]
 
     def load() -> None:
-        for config in wanted if dist.get_rank() == 0 else ():
-            load_tasks(config)
+        if dist.get_rank() == 0:
+            for config in configs:
+                load_tasks(config)
 
-    if wanted:
+    if configs:
         agreement.together_in_threads("lm-eval loader", load)
 
 
 def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
     """Check the stage whose weights `stage` starts from.
 
-    It must have ended, unless this command runs it first (`will_run`); a stage that has steps already does not need its
-    weights, but was not trained from those that a run would produce now.
+    It must have ended, unless this command runs it first (`will_run`). A stage that has steps already does not need
+    these weights, but was not trained from the ones that a run would produce now.
     """
-    steps, options = _steps(stage.config), before.config.checkpoint
-    saved = locate(Path(options.save), past_damaged=options.load_latest_complete) if options.save else None
-    done = saved.manifest.step if saved is not None else 0
+    steps = _steps(stage.config)
+    options = before.config.checkpoint
+    saved = None
+    if options.save:
+        saved = locate(Path(options.save), past_damaged=options.load_latest_complete)
+    done = _step_of(saved)
     if not _has_all_steps(before.config, done) and (steps > 0) == will_run:
         raise UserError(
             f"stage: {stage.name} has {steps} steps and begins with the weights of {before.name}, which has {done} of "
             f"its {before.config.training.train_iters} steps in {options.save}; complete or restore "
             f"{before.name}, or use --stage {stage.name} --init-from FOLDER"
         )
-    end, first = end_of_samples(before.config, saved), stage.config.data.first_sample
+    end = end_of_samples(before.config, saved)
+    first = stage.config.data.first_sample
     if not steps and "samples" in stage.keep and end != first:  # steps had another batch size
         raise UserError(
             f"stages: {stage.name}: keep: got samples, but {before.name} takes those up to {end:,} and not up to "
@@ -141,13 +147,15 @@ def _check_before(stage: Stage, before: Stage, *, will_run: bool) -> None:
 
 
 def _diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
-    """Return the message for a value that was not finite, with the flags that continue from before it."""
+    """Return the message for a diverged run, with the flags that continue from the checkpoint before it."""
     good = ending.checkpoint
     if divergence.what == VALIDATION_LOSS and good is not None:  # it was saved before this validation
         good = next((checkpoint.folder for checkpoint in older(good)), None)
     flags = ""
     if good is not None:
-        source = as_flag("load", good) if stage.name is None else f"--stage {stage.name} {as_flag('load', stage.run)}"
+        source = as_flag("load", good)
+        if stage.name is not None:
+            source = f"--stage {stage.name} {as_flag('load', stage.run)}"
         flags = f"{source} --override lr clip_grad and "
     return (
         f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs {divergence.needs}; the "
@@ -159,21 +167,29 @@ def _has_ended(stage: Stage) -> bool:
     """Return whether a stage has completed all its steps, and the evaluations after them."""
     if stage.name is None:
         return False
-    config, steps = stage.config, _steps(stage.config)
+    steps = _steps(stage.config)
     # it may have been stopped between its last checkpoint and these
-    training, save = config.training, config.checkpoint.save
-    validated = not training.eval_interval or steps in read_validated(save, steps)
-    validated &= not training.lm_eval_interval or steps in read_scored(save, steps)
-    return validated and _has_all_steps(config, steps)
+    training = stage.config.training
+    save = stage.config.checkpoint.save
+    if training.eval_interval and steps not in read_validated(save, steps):
+        return False
+    if training.lm_eval_interval and steps not in read_scored(save, steps):
+        return False
+    return _has_all_steps(stage.config, steps)
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:
-    """Return whether a number of steps is all of a run, or all until it stopped early."""
-    training, losses = config.training, read_losses(config.checkpoint.save, steps)
-    return steps == training.train_iters or stop_reason(losses, training) is not None
+    """Return whether a run has no step left after `steps`: it has done all, or has stopped early."""
+    losses = read_losses(config.checkpoint.save, steps)
+    return steps == config.training.train_iters or stop_reason(losses, config.training) is not None
 
 
 def _steps(config: Config) -> int:
     """Return the completed steps of the run that this one continues; 0 for a new run."""
-    checkpoint = find_checkpoint(config)
-    return checkpoint.manifest.step if checkpoint is not None else 0
+    return _step_of(find_checkpoint(config))
+
+
+def _step_of(checkpoint: Checkpoint | None) -> int:
+    if checkpoint is None:
+        return 0
+    return checkpoint.manifest.step

@@ -2,9 +2,8 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,11 @@ import torch.distributed as dist
 from megatron_ext import heartbeat
 from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.data.row import RowSource
+from megatron_ext.engine import agreement
 from megatron_ext.engine.step import Stepper
 from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, losses_by_position, mean_loss
+from megatron_ext.files.reading import JsonObject
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.callbacks import Losses, RunRecords
@@ -37,10 +38,24 @@ class Validation:
     records: RunRecords
     lm_eval: LmEval | None  # None if the run never runs it
     setting: str  # of `validation_setting`; "" if the run never validates
-    # also before the run was resumed: losses of validations with this setting, steps of all validations and of lm-eval
-    losses: Losses
-    validated: set[int]
-    scored: set[int]
+    # since the run began, also before it was resumed: the losses of validations with this setting, and the steps after
+    # which it validated with any setting and ran lm-eval
+    losses: Losses = field(default_factory=dict)
+    validated: set[int] = field(default_factory=set)
+    scored: set[int] = field(default_factory=set)
+
+    def recall(self, run: Path, step: int) -> None:
+        """Read what a resumed run has evaluated after at most `step` steps. Collective."""
+        self.losses, self.validated, self.scored = agreement.run_on_rank0(
+            lambda: (read_losses(run, step, self.setting), read_validated(run, step), read_scored(run, step)),
+            run,
+            reads=True,
+        )
+        other_settings = len(self.validated) - len(self.losses)
+        if self.config.training.early_stopping_patience and other_settings:
+            self.records.note(
+                f"early stopping counts anew: {other_settings} earlier validations measured something else"
+            )
 
     @property
     def stop_reason(self) -> str | None:
@@ -49,16 +64,16 @@ class Validation:
     def is_due(self, step: int) -> bool:
         """Return whether a run validates, or runs lm-eval, after this many steps."""
         training = self.config.training
-        return any(is_due(every, step, training) for every in (training.eval_interval, training.lm_eval_interval))
+        return is_due(training.eval_interval, step, training) or is_due(training.lm_eval_interval, step, training)
 
     def runs_lm_eval(self, step: int) -> bool:
         """Return whether a run runs lm-eval after this many steps, which no signal interrupts."""
         return is_due(self.config.training.lm_eval_interval, step, self.config.training) and step not in self.scored
 
     def run_if_due(self, step: int, request: StopRequest | None) -> int:
-        """Validate if it is due after `step` completed steps, until a signal interrupts it; None: signals are deferred.
+        """Validate if this is due after `step` completed steps, then run lm-eval if this is due.
 
-        Then run lm-eval, if it is due.
+        A signal recorded in `request` interrupts the validation; with None it does not.
 
         Returns:
             The signal that interrupted the validation, which then has no record; 0 otherwise.
@@ -68,9 +83,10 @@ class Validation:
             UserError: lm-eval cannot run a task.
         """
         training = self.config.training
-        validates = is_due(training.eval_interval, step, training) and step not in self.validated
-        if validates and (received := self._validate(step, request)):
-            return received
+        if is_due(training.eval_interval, step, training) and step not in self.validated:
+            received = self._validate(step, request)
+            if received:
+                return received
         if self.runs_lm_eval(step):
             self.run_lm_eval(step)
         return 0
@@ -87,7 +103,8 @@ class Validation:
 
     def _validate(self, step: int, request: StopRequest | None) -> int:
         assert self.rows is not None
-        training, data = self.config.training, self.config.data
+        training = self.config.training
+        data = self.config.data
         lengths = sorted(training.eval_lengths or (data.seq_length,))
         trained_window = self.config.window_schedule().window_at(max(step - 1, 0))
         sums = {length: torch.zeros(2, BINS, dtype=torch.float64) for length in lengths}
@@ -105,22 +122,23 @@ class Validation:
         for loss in losses.values():
             if loss is not None and not math.isfinite(loss):
                 raise DivergedError(VALIDATION_LOSS, loss)
-        self.records.evaluation(step, losses, losses_by_position(sums[lengths[-1]]), self.setting)
-        self.losses[step] = losses[lengths[-1]]
+        longest = lengths[-1]
+        self.records.evaluation(step, losses, losses_by_position(sums[longest]), self.setting)
+        self.losses[step] = losses[longest]
         self.validated.add(step)
         return 0
 
 
 def is_due(interval: int, step: int, training: TrainingConfig) -> bool:
-    """Return whether what a run does every `interval` steps, and at its end, is due after `step` steps; 0: never."""
+    """Return whether `step` is a multiple of `interval` or the last step of the run; never with an interval of 0."""
     return interval > 0 and (step % interval == 0 or step == training.train_iters)
 
 
 def read_losses(run: Path | str | None, step: int, setting: str | None = None) -> Losses:
     """Read the losses of a run's validations after at most `step` steps; {} without a folder.
 
-    Only those with one `setting` are comparable: the given one, or that of the last validation. They are not in a
-    checkpoint, which is saved before the validation of the same step.
+    Losses are comparable if their validations have the same `setting`: the given one, or the last validation's. They
+    are not in a checkpoint, which is saved before the validation of the same step.
     """
     records = _read("valid_loss", run, step)
     if records and setting is None:
@@ -129,16 +147,16 @@ def read_losses(run: Path | str | None, step: int, setting: str | None = None) -
 
 
 def read_validated(run: Path | str | None, step: int) -> set[int]:
-    """Read after which steps a run has validated, with any setting, as `read_losses`."""
+    """Read the steps after which a run has validated, with any setting, as `read_losses`."""
     return set(_read("valid_loss", run, step))
 
 
 def read_scored(run: Path | str | None, step: int) -> set[int]:
-    """Read after which steps a run has run lm-eval, as `read_losses`."""
+    """Read the steps after which a run has run lm-eval, as `read_losses`."""
     return set(_read("lm_eval", run, step))
 
 
-def _read(key: str, run: Path | str | None, step: int) -> dict[int, dict[str, Any]]:
+def _read(key: str, run: Path | str | None, step: int) -> dict[int, JsonObject]:
     records = {} if run is None else read_by_step(Path(run) / EVALUATION_FILE)
     return {after: record for after, record in records.items() if after <= step and key in record}
 
@@ -153,15 +171,20 @@ def stop_reason(losses: Losses, training: TrainingConfig) -> str | None:
     A loss improves on the lowest one if it is lower by more than `early_stopping_delta`, in nats. A patience of 0
     disables early stopping.
     """
-    lowest, at, without = math.inf, 0, 0
+    lowest = math.inf
+    lowest_step = 0
+    without = 0
     for step, loss in losses.items():
-        if loss is not None and loss < lowest - training.early_stopping_delta:
-            lowest, at, without = loss, step, 0
-        elif loss is not None:
-            without += 1
+        if loss is None:
+            continue
+        without += 1
+        if loss < lowest - training.early_stopping_delta:
+            lowest = loss
+            lowest_step = step
+            without = 0
     if not training.early_stopping_patience or without < training.early_stopping_patience:
         return None
     return (
-        f"stopped early: the validation loss was lowest after {at} steps, {lowest:.4f}, and the "
+        f"stopped early: the validation loss was lowest after {lowest_step} steps, {lowest:.4f}, and the "
         f"{without} validations since were not lower by more than {training.early_stopping_delta:g}"
     )

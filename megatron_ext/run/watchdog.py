@@ -30,7 +30,11 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, folder: Path | None, timeout_s: float) -> None:
-        self.rank, self.folder, self.timeout_s = rank, folder, timeout_s
+        self.rank = rank
+        self.stacks: Path | None = None
+        if folder is not None:
+            self.stacks = folder / "stacks"
+        self.timeout_s = timeout_s
         self._end = threading.Event()
         self._hangs = False
 
@@ -46,13 +50,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval_s = min(1.0, self.timeout_s / 4)
-        beats, quiet_s, before = heartbeat.beats, 0.0, time.monotonic()
+        beats = heartbeat.beats
+        quiet_s = 0.0
+        before = time.monotonic()
         while not self._end.wait(interval_s):
             now = time.monotonic()
             quiet_s += min(now - before, 2 * interval_s)  # a longer gap: the whole process was suspended
             before = now
             if heartbeat.beats != beats or not heartbeat.limited:
-                beats, quiet_s = heartbeat.beats, 0.0
+                beats = heartbeat.beats
+                quiet_s = 0.0
             elif quiet_s > self.timeout_s:
                 self._hangs = True
                 try:
@@ -63,12 +70,14 @@ class Watchdog:
                     os._exit(HUNG)
 
     def _report(self, quiet_s: float) -> None:
-        stacks = None if self.folder is None else self.folder / "stacks"
+        stacks = self.stacks
+        place = "below"
+        if stacks is not None:
+            place = f"in {stacks}/rank{self.rank}.txt"
         with contextlib.suppress(Exception):
             print(
                 f"error: rank {self.rank} made no progress for {quiet_s:.0f} s in {heartbeat.phase} "
-                f"(--watchdog-timeout {self.timeout_s:g}); the stacks of its threads are "
-                f"{'below' if stacks is None else f'in {stacks}/rank{self.rank}.txt'}",
+                f"(--watchdog-timeout {self.timeout_s:g}); the stacks of its threads are {place}",
                 file=sys.stderr,
                 flush=True,
             )

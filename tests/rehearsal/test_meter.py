@@ -38,7 +38,7 @@ def test_bytes_and_peak_of_known_allocations() -> None:
 def test_scratch_counts_for_the_peak_alone() -> None:
     with meter() as counted:
         x = torch.zeros(100)
-    counted.allocations.transient(1000, Part.OTHER, "a kernel")
+    counted.allocations.transient(1000, "a kernel")
     assert counted.allocations.total == 400
     assert counted.allocations.peak.total == 1400
     assert counted.allocations.peak.site == "a kernel"

@@ -93,7 +93,7 @@ def test_a_score_store_serves_every_spelling_of_its_rows(folder: Path) -> None:
     store(plain)
     alike = {"packing_options": (f"below={2**62}",)} | packing
     for config in (weighted(folder, 1, 1, **packing), weighted(folder, 0.5, 0.5, "49,1,0", **alike)):
-        assert open_scores(config, 300) is not None
+        assert open_scores(config, 300, config.samples) is not None
     others = (
         weighted(folder, 1, 3, **packing),
         weighted(folder, 2, 2, "90,10,0", **packing),
@@ -103,4 +103,4 @@ def test_a_score_store_serves_every_spelling_of_its_rows(folder: Path) -> None:
     )
     for config in others:
         with pytest.raises(UserError, match=r"store: its packing is 0.5 x whole_document .*, but this run needs "):
-            open_scores(config, 300)
+            open_scores(config, 300, config.samples)

@@ -14,7 +14,7 @@ def test_validation_is_due_at_multiples_and_at_the_end() -> None:
     def due(interval: int) -> list[int]:
         config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
         parts = dict.fromkeys(("stepper", "batches", "rows", "records", "lm_eval"))
-        validation = Validation(config, **parts, setting="", losses={}, validated=set(), scored=set())  # type: ignore[arg-type]
+        validation = Validation(config, **parts, setting="")  # type: ignore[arg-type]
         return [step for step in range(8) if validation.is_due(step)]
 
     assert due(3) == [0, 3, 6, 7]
