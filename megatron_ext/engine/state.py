@@ -113,19 +113,19 @@ class Checkpointer:
         self._writing: Future[Any] | None = None  # the complete checkpoint's folder
         self._group: Any = None  # torch types what new_group returns also for ranks outside of it
         self._folder = -1  # rank 0's descriptor of RUN/checkpoints
-        self.threads = 0
+        self.begun = 0  # checkpoints
         self._stalled = 0.0
         self._last_save = time.monotonic()
 
     def prepare(self, run: Path) -> None:
         """Raise UserError if a run folder is not writable; delete what a killed run left unfinished."""
 
-        def write() -> int:
+        def open_folder() -> int:
             (run / "checkpoints").mkdir(parents=True, exist_ok=True)
             folders.begin(run, 0).rmdir()
             return os.open(run / "checkpoints", os.O_RDONLY)  # while it is open, no other folder has its inode
 
-        self._folder = agreement.run_on_rank0(write, run)
+        self._folder = agreement.run_on_rank0(open_folder, run)
 
     def status(self) -> tuple[bool, bool]:
         """Return whether this process is writing a checkpoint, and whether the next one is due by its clock."""
@@ -138,7 +138,7 @@ class Checkpointer:
 
         Args:
             step: completed steps.
-            writing: whether any process is still writing, or has not reported its `status` since `threads` last
+            writing: whether any process is still writing, or has not reported its `status` since `begun` last
                 changed. It must be equal on all processes, so that all raise an error in the same step.
             by_clock: whether any process reported that a checkpoint is due since the last one was begun.
         """
@@ -211,7 +211,7 @@ class Checkpointer:
             return folder.with_name(folders.folder_name(position.step))
 
         self._writing = agreement.in_thread("checkpoint writer", write_together)
-        self.threads += 1
+        self.begun += 1
         self._stalled += time.perf_counter() - began
         if not self.options.async_save:
             self.finish()

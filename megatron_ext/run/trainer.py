@@ -89,7 +89,7 @@ class InFlight:
     waiting_since: float  # when the host began to wait for its batches, by `time.perf_counter`
     data_wait_s: float
     save_stall_s: float
-    checkpoints: int  # `Checkpointer.threads` at its launch
+    checkpoints_begun: int  # at its launch, by `Checkpointer.begun`
 
 
 class Trainer:
@@ -269,7 +269,7 @@ class Trainer:
                 waiting_since=waiting_since,
                 data_wait_s=data_wait_s,
                 save_stall_s=self.checkpointer.take_stall(),
-                checkpoints=self.checkpointer.threads,
+                checkpoints_begun=self.checkpointer.begun,
             )
         )
         self.step += 1
@@ -281,7 +281,7 @@ class Trainer:
         stop_signal, writing, by_clock, peak_memory = values["largest"]
         self.stopped_by = self.stopped_by or int(stop_signal)
         # the status is outdated if the step was launched before the last result began to be published
-        self.writing = bool(writing) or launched.checkpoints != self.checkpointer.threads
+        self.writing = bool(writing) or launched.checkpoints_begun != self.checkpointer.begun
         self.save_by_clock = bool(by_clock)
         began = max(launched.waiting_since, self._collected)
         self._collected = time.perf_counter()
