@@ -42,7 +42,8 @@ def main(world_size: int, flags: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     from megatron_ext.config.arguments import parse
     from megatron_ext.run.signals import StopRequest
-    from megatron_ext.run.trainer import Trainer, build, describe_run
+    from megatron_ext.run.build import build, describe_run
+    from megatron_ext.run.trainer import Trainer
 
     config = parse(flags)
     steps: list[dict[str, Any]] = []

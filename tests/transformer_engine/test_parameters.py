@@ -20,7 +20,7 @@ MODELS = {
 def parameters(rank: int, flags: list[str]) -> dict[str, tuple[list[int], int | None]]:
     """Return the shape of each parameter that the trainer builds, and along which dimension it says that it is cut."""
     from megatron_ext.config.arguments import parse
-    from megatron_ext.run.trainer import build
+    from megatron_ext.run.build import build
 
     (chunk,) = build(parse(flags)).chunks
     return {
