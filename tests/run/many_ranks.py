@@ -41,8 +41,8 @@ def main(world_size: int, flags: list[str]) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     torch.set_num_threads(1)
     from megatron_ext.config.arguments import parse
-    from megatron_ext.run.signals import StopRequest
     from megatron_ext.run.build import build, describe_run
+    from megatron_ext.run.signals import StopRequest
     from megatron_ext.run.trainer import Trainer
 
     config = parse(flags)
