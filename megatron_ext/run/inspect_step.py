@@ -46,10 +46,13 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     rows = config.data.global_batch_size
     first = records[step - 1]["consumed_samples"] if step - 1 in records else recorded["consumed_samples"] - rows
     end = recorded.get("consumed_samples", first + rows)
-    weights = str(before[-1]) if before else None
+    if before:
+        init_from = str(before[-1])
+    else:  # earlier versions kept it in config.yaml
+        init_from = first_start(run).get("init_from", today.checkpoint.init_from)
     config = replace(
         config,
-        checkpoint=CheckpointConfig(init_from=weights or first_start(run).get("init_from")),
+        checkpoint=CheckpointConfig(init_from=init_from),
         training=replace(config.training, eval_interval=0),
         logging=LoggingConfig(tensorboard=False),
         parallel=ParallelConfig(device=config.parallel.device),
