@@ -46,10 +46,11 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     rows = config.data.global_batch_size
     first = records[step - 1]["consumed_samples"] if step - 1 in records else recorded["consumed_samples"] - rows
     end = recorded.get("consumed_samples", first + rows)
+    weights = "the first weights of the run"
+    # earlier versions kept it in config.yaml
+    init_from = first_start(run).get("init_from", today.checkpoint.init_from)
     if before:
-        init_from = str(before[-1])
-    else:  # earlier versions kept it in config.yaml
-        init_from = first_start(run).get("init_from", today.checkpoint.init_from)
+        weights = init_from = str(before[-1])
     config = replace(
         config,
         checkpoint=CheckpointConfig(init_from=init_from),
@@ -59,7 +60,7 @@ def inspect_step(run: Path, step: int, today: Config, characters: int) -> Iterat
     )
     window = config.window_schedule().window_at(step)
     samples = range(config.data.first_sample + first, config.data.first_sample + end)
-    yield f"step {step}, window {window}, losses under {weights or 'the first weights of the run'}"
+    yield f"step {step}, window {window}, losses under {weights}"
     for name in ("lm_loss", "grad_norm", "learning_rate"):
         yield f"{name} recorded: {recorded.get(name, 'nothing')}"
     for loss, description in sorted(_documents(config, samples, window, characters), reverse=True):
