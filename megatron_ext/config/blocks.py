@@ -1,7 +1,7 @@
 """The kinds of transformer layers, values of `--block`: what distinguishes one family of models from the others.
 
 A new family is a row of `BLOCKS`, its architecture in checkpoint/hf/families.yaml, and names of its parameters in
-checkpoint/hf/names.py, where those of the other families do not apply.
+checkpoint/hf/names.py, where the names of the other families do not apply.
 """
 
 from dataclasses import dataclass
@@ -85,4 +85,6 @@ def mlp_width(hidden_size: int, *, gated: bool) -> int:
 
     With a gate it is 8/3 of the model's, rounded down to a multiple of 64, but at least 64.
     """
-    return max(8 * hidden_size // 3 // 64 * 64, 64) if gated else 4 * hidden_size
+    if not gated:
+        return 4 * hidden_size
+    return max(8 * hidden_size // 3 // 64 * 64, 64)
