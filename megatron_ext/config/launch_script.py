@@ -25,10 +25,7 @@ _PRINTERS = {"echo", "printf", "cat"}
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _BRACED = re.compile(r"(\w+|@|\*)(?:\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _REPLACED = re.compile(r"(\w+)(//?)([^/*?\[]+)(?:/(.*))?", re.DOTALL)
-_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
-    "-ge": operator.ge,
-}  # fmt: skip
+_COMPARISONS = {"-eq", "-ne", "-lt", "-le", "-gt", "-ge"}
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
@@ -274,7 +271,8 @@ class Script:
                 return is_equal == (comparison != "!=")
             case [left, comparison, _] if comparison in _COMPARISONS:
                 if left.isdecimal() and text.isdecimal():
-                    return _COMPARISONS[comparison](int(left), int(text))
+                    holds: bool = getattr(operator, comparison.removeprefix("-"))(int(left), int(text))
+                    return holds
         return UNKNOWN
 
     def _matches(self, subject: str, patterns: Sequence[str]) -> Truth:
