@@ -213,13 +213,13 @@ class Generator:
             self._prefill(cache, {slot: choice.tokens[:-1] for slot, choice in enumerate(some)})
             scores: list[list[Likelihood]] = [[] for _ in some]
             for place in range(max(len(choice.options) for choice in some)):
-                present = {slot: choice for slot, choice in enumerate(some) if place < len(choice.options)}
-                options = {slot: choice.options[place] for slot, choice in present.items()}
-                inputs = {slot: [choice.tokens[-1], *options[slot][:-1]] for slot, choice in present.items()}
+                options = {
+                    slot: choice.options[place] for slot, choice in enumerate(some) if place < len(choice.options)
+                }
+                inputs = {slot: [some[slot].tokens[-1], *option[:-1]] for slot, option in options.items()}
                 for slot, likelihood in self._score_options(cache, inputs, options).items():
                     scores[slot].append(likelihood)
-                for slot, choice in present.items():
-                    cache.keep(slot, len(choice.tokens) - 1)
+                    cache.keep(slot, len(some[slot].tokens) - 1)
             if self.stages.rank() == self.stages.size() - 1:
                 likelihoods |= zip(numbers, scores, strict=True)
         return likelihoods
