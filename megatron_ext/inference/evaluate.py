@@ -204,10 +204,9 @@ def evenly_spaced(items: Sequence[Item], count: int | None) -> Sequence[Item]:
 
 def make_streams(documents: Sequence[Document], *, document_mask: bool) -> Iterator[Stream]:
     """Yield one stream per document, or one per source from all of its documents."""
-    numbers: dict[int | str, list[int]] = {}
+    numbers: dict[tuple[str, int], list[int]] = {}
     for number, document in enumerate(documents):
-        stream: int | str = number if document_mask else document.source
-        numbers.setdefault(stream, []).append(number)
+        numbers.setdefault((document.source, document_mask and number), []).append(number)
     for joined in numbers.values():
         tokens = [documents[number].tokens for number in joined]
         yield Stream(np.concatenate(tokens), np.repeat(joined, list(map(len, tokens)))[1:])
