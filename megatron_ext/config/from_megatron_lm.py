@@ -370,8 +370,9 @@ def translate(arguments: Args) -> Translation:
             if value:
                 result.unknown[name] = f"{name}: got {echo(value)}, which this version does not know"
         elif argument.group in ("model", "training") and not argument.allows(value):
-            lines = {"model": result.model, "training": result.training}[argument.group]
-            lines[name] = f"{name}: got {echo(value)}, needs {argument.needed!r} ({argument.text})"
+            vars(result)[argument.group][name] = (
+                f"{name}: got {echo(value)}, needs {argument.needed!r} ({argument.text})"
+            )
         elif argument.group == "carried" and name not in CONVERTED:
             if not argument.has_same_name and not argument.allows(value):
                 result.other[name] = f"{name}: got {echo(value)}, here {argument.text}"
@@ -386,14 +387,10 @@ def translate(arguments: Args) -> Translation:
                 lines[name] = str(error)
             except (TypeError, ValueError, ZeroDivisionError):
                 lines[name] = f"{name}: got {echo(args[name])}, needs a value of Megatron-LM and what it depends on"
-    for needed, prefixes in _READ_WITH.items():
-        if not result.options.get(needed):
-            _drop(result.options, prefixes)
+    unread = [prefix for name, prefixes in _READ_WITH.items() if not result.options.get(name) for prefix in prefixes]
     if result.options.get("optimizer") != "muon":
-        _drop(result.options, ("muon_",))
+        unread.append("muon_")
+    for name in list(result.options):
+        if name.startswith(tuple(unread)):
+            del result.options[name]
     return result
-
-
-def _drop(options: Options, prefixes: tuple[str, ...]) -> None:
-    for name in [name for name in options if name.startswith(prefixes)]:
-        del options[name]
