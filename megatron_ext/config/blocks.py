@@ -41,9 +41,17 @@ class Block:
 BLOCKS = {
     "llama": Block(
         options=(
-            *("add_qkv_bias", "qk_layernorm", "no_rope_freq", "num_experts", "moe_router_score_function"),
-            *("moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_enable_expert_bias"),
-            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+            "add_qkv_bias",
+            "qk_layernorm",
+            "no_rope_freq",
+            "num_experts",
+            "moe_router_score_function",
+            "moe_shared_expert_intermediate_size",
+            "moe_layer_freq",
+            "moe_router_enable_expert_bias",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_topk_scaling_factor",
         )
     ),
     "phi": Block(

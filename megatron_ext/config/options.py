@@ -573,8 +573,14 @@ class CheckpointConfig(_Section):
 
 # addresses and permissions of one start, which a configuration to resume with must not repeat
 OF_ONE_START = (
-    *("load", "load_if_present", "load_latest_complete", "verify_load", "override"),
-    *("init_from", "init_optimizer", "dump_trajectory"),
+    "load",
+    "load_if_present",
+    "load_latest_complete",
+    "verify_load",
+    "override",
+    "init_from",
+    "init_optimizer",
+    "dump_trajectory",
 )
 
 
