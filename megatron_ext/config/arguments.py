@@ -1,7 +1,7 @@
 """Parse flags and YAML into `Config`, and write it as YAML.
 
 Values are merged in this order, later ones winning: preset, extended file, file, stage, flags. Of several files, each
-adds its values and then those of its stage to the files before it. The YAML has one mapping per section of `Config`,
+adds its values and then its stage's values to the files before it. The YAML has one mapping per section of `Config`,
 and may have `stages:` (config/stages.py) and `extends: FILE`. A run in a file of many runs (config/matrix.py) is named
 FILE#NAME. A flag is a field's name with dashes.
 """
@@ -9,7 +9,7 @@ FILE#NAME. A flag is a field's name with dashes.
 import argparse
 import functools
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -70,28 +70,44 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
     wanted = flags["stage"]
     files = [_read_config(path) for path in flags["config"]]
     paths = " ".join(file.path for file in files)
-    given: Values = {}
-    for name, field in FIELDS.items():
-        if name in flags:
-            if field.default == () and "none" in flags[name] and len(flags[name]) > 1:
-                raise UserError(f"{name}: got {' '.join(flags[name])}, needs none alone, or values; leave none out")
-            is_reset = flags[name] in ("none", ["none"]) and field.default in (None, ())
-            given.setdefault(field.section, {})[name] = field.default if is_reset else flags[name]
+    values = _flag_values(flags)
     names = _stage_names(files)
     if not names:
         if wanted is not None:
             raise UserError(f"stage: got {wanted}, but {paths or 'the run'} has no stages; leave it out")
-        return [Stage(None, _build(*(file.sections for file in files), given))]
+        return [Stage(None, _build(*(file.sections for file in files), values))]
     stages: list[Stage] = []
     for name in names:
-        # a file's init_from applies to the first stage, that of the flags to the named one
-        flags_here = _without_init(given) if stages and name != wanted else given
-        config = _build(*_layers(files, name, is_first=not stages), flags_here)
-        stages.append(link_stage(name, config, _kept(files, name), stages[-1] if stages else None))
+        # a file's init_from applies to the first stage, a flag's to the named one
+        layers: list[Values] = []
+        keep: Sequence[str] = ()
+        for file in files:
+            layers.append(_without_init(file.sections) if stages else file.sections)
+            if name in file.stages:
+                entry = file.stages[name]
+                layers.append(entry.sections)
+                if "keep" in entry.model_fields_set:
+                    keep = entry.keep
+        layers.append(_without_init(values) if stages and name != wanted else values)
+        stages.append(link_stage(name, _build(*layers), keep, *stages[-1:]))
     chosen = [stage for stage in stages if wanted in (None, stage.name)]
     if not chosen:
         raise UserError(f"stage: got {wanted}, {paths} has {', '.join(names)}{nearest(str(wanted), names)}")
     return chosen
+
+
+def _flag_values(flags: Mapping[str, Any]) -> Values:
+    """Return the options that are among the flags, by section."""
+    values: Values = {}
+    for name, field in FIELDS.items():
+        if name in flags:
+            value = flags[name]
+            if field.default == () and "none" in value and len(value) > 1:
+                raise UserError(f"{name}: got {' '.join(value)}, needs none alone, or values; leave none out")
+            if value in ("none", ["none"]) and field.default in (None, ()):
+                value = field.default
+            values.setdefault(field.section, {})[name] = value
+    return values
 
 
 def parse_dry_run(argv: Sequence[str]) -> tuple[str | None, int | None]:
@@ -108,7 +124,7 @@ def dump_yaml(config: Config) -> str:
 
 
 def dump_run(config: Config) -> str:
-    """Return as YAML what belongs to a run: all values, except those of `OF_ONE_START`."""
+    """Return as YAML what belongs to a run: all values, except `OF_ONE_START`."""
     values = to_dict(config)
     for name in OF_ONE_START:
         del values["checkpoint"][name]
@@ -140,10 +156,15 @@ def from_dict(values: Values) -> Config:
 
 def as_flag(name: str, value: Any) -> str:
     """Return the command-line words that set a field to a value, quoted for a shell."""
-    if isinstance(value, bool):
-        return flag(name) if value else flag(f"no_{name}")
-    words = value if isinstance(value, tuple | list) else ["none" if value is None else value]
-    return shlex.join([flag(name), *(str(word) for word in words or ["none"])])
+    if value is True:
+        return flag(name)
+    if value is False:
+        return flag(f"no_{name}")
+    if value in (None, (), []):
+        value = "none"
+    if not isinstance(value, tuple | list):
+        value = [value]
+    return shlex.join([flag(name), *map(str, value)])
 
 
 class _ConfigFile(NamedTuple):
@@ -155,14 +176,16 @@ class _ConfigFile(NamedTuple):
 def _read_config(path: str) -> _ConfigFile:
     sections = _read_yaml(path)
     entries = sections.pop("stages", None)
-    stages = [] if entries is None else read_entries(entries, path)
-    for stage in stages:
+    stages = {}
+    if entries is not None:
+        stages = {stage.name: stage for stage in read_entries(entries, path)}
+    for stage in stages.values():
         _check_file(stage.sections, path)
-    return _ConfigFile(path, sections, {stage.name: stage for stage in stages})
+    return _ConfigFile(path, sections, stages)
 
 
 def _stage_names(files: Sequence[_ConfigFile]) -> list[str]:
-    """Return the names of the run's stages: those of the first file that has any.
+    """Return the names of the run's stages, which the first file with stages lists.
 
     Raises UserError for a later file with a stage of another name.
     """
@@ -174,19 +197,6 @@ def _stage_names(files: Sequence[_ConfigFile]) -> list[str]:
                 needs = f"needs a stage of the files before it, {', '.join(names)}{nearest(name, names)}"
                 raise UserError(f"{file.path}: stages: got {name}, {needs}")
     return names
-
-
-def _layers(files: Sequence[_ConfigFile], name: str, *, is_first: bool) -> Iterator[Values]:
-    """Yield the values of a stage, the later the stronger."""
-    for file in files:
-        yield file.sections if is_first else _without_init(file.sections)
-        if name in file.stages:
-            yield file.stages[name].sections
-
-
-def _kept(files: Sequence[_ConfigFile], name: str) -> tuple[str, ...]:
-    entries = [file.stages[name] for file in files if name in file.stages]
-    return next((entry.keep for entry in reversed(entries) if "keep" in entry.model_fields_set), ())
 
 
 def _without_init(layer: Values) -> Values:
@@ -202,15 +212,18 @@ def _build(*layers: Values) -> Config:
         words = values["data"].get(name)
         if isinstance(words, list | tuple):
             values["data"][name] = with_weights([str(word) for word in words])
-    if mixture := values["data"].get("mixture"):
-        is_file = len(mixture) == 1 and isinstance(mixture[0], str)
-        values["data"]["mixture"] = expand_mixture(Path(mixture[0]) if is_file else mixture)
+    mixture = values["data"].get("mixture")
+    if mixture:
+        if len(mixture) == 1 and isinstance(mixture[0], str):
+            mixture = Path(mixture[0])
+        values["data"]["mixture"] = expand_mixture(mixture)
     return validate(values)
 
 
 def _with_sizes(model: dict[str, Any]) -> dict[str, Any]:
     """Add what follows from a given width and number of heads, as in Megatron-LM: the MLP's width and the key heads."""
-    model = {"num_query_groups": model["num_attention_heads"]} | model if "num_attention_heads" in model else model
+    if "num_attention_heads" in model:
+        model = {"num_query_groups": model["num_attention_heads"]} | model
     try:
         hidden_size = int(model["hidden_size"])
     except (KeyError, TypeError, ValueError):  # not given, or validation names it
@@ -230,7 +243,7 @@ def _check_file(sections: Values, path: str) -> None:
 
 
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
-    """Read a file's sections and stages, merged over those of the file that it extends."""
+    """Read a file's sections and stages, merged over the file that it extends."""
     content = read_file(path.partition(matrix.MARK)[0])
     if "families" in content:
         content = matrix.pick(content, path)
@@ -277,17 +290,21 @@ def _parser(everything: bool = False) -> Parser:
     text = "describe the run and exit; strict: missing data is an error"
     add("--dry-run", nargs="?", const="lenient", choices=kinds, help=text)
     add("--world-size", type=int, metavar="N", help="number of processes that a dry run assumes")
-    about = {section: options.__doc__ if everything else None for section, options in SECTIONS.items()}
-    groups = {section: parser.add_argument_group(section, text) for section, text in about.items()}
+    groups = {section: parser.add_argument_group(section) for section in SECTIONS}
     for name, field in FIELDS.items():
-        is_shown = everything or name in _COMMON.split()
-        text = (field.description + _default(field.default)).replace("%", "%%")
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text if is_shown else argparse.SUPPRESS}
+        group = groups[field.section]
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if everything:
+            group.description = SECTIONS[field.section].__doc__
+        if everything or name in _COMMON.split():
+            options["help"] = (field.description + _default(field.default)).replace("%", "%%")
         if field.is_switch:
-            options |= {"action": argparse.BooleanOptionalAction}
+            options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {**(MANY if field.default == () else {}), "metavar": _metavar(field)}
-        groups[field.section].add_argument(flag(name), **options)
+            options["metavar"] = _metavar(field)
+        if field.default == ():
+            options |= MANY
+        group.add_argument(flag(name), **options)
     return parser
 
 
@@ -295,16 +312,23 @@ def _default(default: Any) -> str:
     if default is None or default == ():
         return ""
     if isinstance(default, bool):
-        return f" [{'yes' if default else 'no'}]"
-    return f" [{format(default, 'g') if isinstance(default, float) else default}]"
+        default = ["no", "yes"][default]
+    elif isinstance(default, float):
+        default = format(default, "g")
+    return f" [{default}]"
 
 
 def _metavar(field: Option) -> str:
     """Return the value shown by --help: {choices}, N, X, or the kind of text."""
     parts = list(dict.fromkeys(value_parts(field.hint)))
     choices = ",".join(part for part in parts if isinstance(part, str))
-    kind = "N" if int in parts else "X" if float in parts else "TEXT"
-    return field.shown or (f"{{{choices}}}" if choices else kind)
+    if field.shown:
+        return field.shown
+    if choices:
+        return f"{{{choices}}}"
+    if int in parts:
+        return "N"
+    return "X" if float in parts else "TEXT"
 
 
 def value_parts(hint: Any) -> list[Any]:
@@ -312,4 +336,6 @@ def value_parts(hint: Any) -> list[Any]:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return [word.value for word in hint]
     parts = get_args(hint)
-    return [inner for part in parts for inner in value_parts(part)] if parts else [hint]
+    if not parts:
+        return [hint]
+    return [inner for part in parts for inner in value_parts(part)]

@@ -1,7 +1,7 @@
 """The kinds of transformer layers, values of `--block`: what distinguishes one family of models from the others.
 
 A new family is a row of `BLOCKS`, its architecture in checkpoint/hf/families.yaml, and names of its parameters in
-checkpoint/hf/names.py, where those of the other families do not apply.
+checkpoint/hf/names.py, where the names of the other families do not apply.
 """
 
 from dataclasses import dataclass
@@ -41,9 +41,17 @@ class Block:
 BLOCKS = {
     "llama": Block(
         options=(
-            *("add_qkv_bias", "qk_layernorm", "no_rope_freq", "num_experts", "moe_router_score_function"),
-            *("moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_enable_expert_bias"),
-            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+            "add_qkv_bias",
+            "qk_layernorm",
+            "no_rope_freq",
+            "num_experts",
+            "moe_router_score_function",
+            "moe_shared_expert_intermediate_size",
+            "moe_layer_freq",
+            "moe_router_enable_expert_bias",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_topk_scaling_factor",
         )
     ),
     "phi": Block(
@@ -85,4 +93,6 @@ def mlp_width(hidden_size: int, *, gated: bool) -> int:
 
     With a gate it is 8/3 of the model's, rounded down to a multiple of 64, but at least 64.
     """
-    return max(8 * hidden_size // 3 // 64 * 64, 64) if gated else 4 * hidden_size
+    if not gated:
+        return 4 * hidden_size
+    return max(8 * hidden_size // 3 // 64 * 64, 64)

@@ -54,7 +54,9 @@ def _data(data: DataConfig) -> DataConfig:
         spelled = tuple(f"{name}={value!r}" for name, value in chosen)
         parts += (replace(part, name=part.label, length=length, weight=weight, packing_options=spelled),)
     packings = {(part.packing, part.packing_options) for part in parts}
-    packing, options = packings.pop() if len(packings) == 1 else ("random", ())
+    if len(packings) > 1:
+        packings = {("random", ())}
+    ((packing, options),) = packings
     shares = parse_shares(data.split)
     return replace(
         data,

@@ -40,35 +40,44 @@ def _width(args: Args) -> Options:
 
 
 def _heads(args: Args) -> Options:
-    return {"num_query_groups": args["num_query_groups" if args["group_query_attention"] else "num_attention_heads"]}
+    if args["group_query_attention"]:
+        return {"num_query_groups": args["num_query_groups"]}
+    return {"num_query_groups": args["num_attention_heads"]}
 
 
 def _epsilon(args: Args) -> Options:
-    new = args["layernorm_epsilon"]
-    is_default = new == DEFAULTS["layernorm_epsilon"]
-    return {"norm_epsilon": args["norm_epsilon"] if is_default else new}  # its name until 0.15
+    name = "layernorm_epsilon"
+    if args[name] == DEFAULTS[name]:
+        name = "norm_epsilon"  # its name until 0.15
+    return {"norm_epsilon": args[name]}
 
 
 def _window(args: Args) -> Options:
     window = args["window_size"]
     if isinstance(window, str):
         window = tuple(int(part) for part in window.strip("()").split(","))
-    if not window or tuple(window) == (-1, 0) or tuple(window) == (-1, -1):
+    window = tuple(window or ())
+    if window in ((), (-1, 0), (-1, -1)):
         return {}
     before, after = window
     if before < 0 or after != 0:
-        raise UserError(f"window_size: got {tuple(window)}, needs a number of tokens before each token and 0 after it")
+        raise UserError(f"window_size: got {window}, needs a number of tokens before each token and 0 after it")
     return {"local_window": before + 1, "window_attn_skip_freq": args["window_attn_skip_freq"]}
 
 
 def _positions(args: Args) -> Options:
     factor = args["rotary_seq_len_interpolation_factor"]
-    if args["use_rope_scaling"] and factor:
-        raise UserError(f"rotary_seq_len_interpolation_factor: got {factor}, needs none with --use-rope-scaling")
     if args["use_rope_scaling"]:
-        llama = {"rope_scaling": "llama3", "rope_original_length": 8192}
-        return llama | {"rope_scaling_factor": args["rope_scaling_factor"]}
-    return {"rope_scaling": "linear", "rope_scaling_factor": factor} if factor else {}
+        if factor:
+            raise UserError(f"rotary_seq_len_interpolation_factor: got {factor}, needs none with --use-rope-scaling")
+        return {
+            "rope_scaling": "llama3",
+            "rope_original_length": 8192,
+            "rope_scaling_factor": args["rope_scaling_factor"],
+        }
+    if not factor:
+        return {}
+    return {"rope_scaling": "linear", "rope_scaling_factor": factor}
 
 
 def _expert_layers(args: Args) -> Options:
@@ -99,14 +108,20 @@ def _pattern(node: ast.expr) -> Any:
 
 
 def _kinds(args: Args) -> list[str]:
-    kinds = args["moe_router_load_balancing_type"]
-    return [kinds] if isinstance(kinds, str) else list(kinds)
+    return _listed(args["moe_router_load_balancing_type"])
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return the values of an argument that has one value or several."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value]
 
 
 def _routing(args: Args) -> Options:
-    others = set(_kinds(args)) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-    if args["num_experts"] and others:
-        raise UserError(f"moe_router_load_balancing_type: got {min(others)}, which chooses other experts")
+    other_kinds = set(_kinds(args)) - {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+    if args["num_experts"] and other_kinds:
+        raise UserError(f"moe_router_load_balancing_type: got {min(other_kinds)}, which chooses other experts")
     return {"moe_router_topk_scaling_factor": args["moe_router_topk_scaling_factor"] or 1.0}
 
 
@@ -123,8 +138,9 @@ def balancing(args: Args) -> Options:
     losses = {kind: number for kind, number in zip(kinds, coefficients, strict=False) if number and kind != "none"}
     if not args["num_experts"] or not losses:
         return {}
-    ((kind, coefficient),) = losses.items() if len(losses) == 1 else (("several", 0.0),)
-    if kind not in ("aux_loss", "seq_aux_loss"):
+    kind, coefficient = losses.popitem()
+    if losses or kind not in ("aux_loss", "seq_aux_loss"):
+        losses[kind] = coefficient
         raise UserError(f"moe_router_load_balancing_type: got {echo(losses)}, needs one of aux_loss and seq_aux_loss")
     return {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
 
@@ -160,20 +176,20 @@ def _warmup(args: Args) -> Options:
         if whole is None:
             raise UserError(f"lr_warmup_fraction: got {args['lr_warmup_fraction']}, needs --train-iters")
         steps = round(args["lr_warmup_fraction"] * whole)
-    return {"lr_warmup_iters": steps, "lr_warmup_from_zero": True} if steps else {}
+    if not steps:
+        return {}
+    return {"lr_warmup_iters": steps, "lr_warmup_from_zero": True}
 
 
 def _ranks(args: Args) -> Options:
     """Return options of the layout; an optimization that is off there is the platform's choice here."""
     tensor = args["tensor_model_parallel_size"]
-    schemes = {"p2p": "auto", "a2a": "ulysses"}
-    kinds = args["cp_comm_type"]
-    kind = kinds[0] if isinstance(kinds, list | tuple) else kinds
+    kind = _listed(args["cp_comm_type"])[0]
     switches = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     return {
         "sequence_parallel": bool(args["sequence_parallel"] and tensor > 1),
         "make_vocab_size_divisible_by": args["make_vocab_size_divisible_by"] * tensor,
-        "cp_scheme": schemes.get(kind, "auto"),
+        "cp_scheme": {"a2a": "ulysses"}.get(kind, "auto"),
         **{name: True for name in switches if args[name]},
     }
 
@@ -186,18 +202,22 @@ _DIVISION = (
 
 def _stages(args: Args) -> Options:
     """Return how layers are divided over pipeline stages; virtual stages divide each stage's layers evenly."""
-    stages, size = args["pipeline_model_parallel_size"], args["num_layers_per_virtual_pipeline_stage"]
+    stages = args["pipeline_model_parallel_size"]
+    size = args["num_layers_per_virtual_pipeline_stage"]
     layout, first, last, embedding, loss, virtual = (args[name] for name in _DIVISION.split())
     if stages == 1 or not any((layout, first, last, embedding, loss, virtual)):
         return {"num_layers_per_virtual_pipeline_stage": size}
     if layout:
         return {"pipeline_model_parallel_layout": checked_layout(str(layout))}
-    given = [layers for layers in (first, last) if layers]
+    set_sizes = [layers for layers in (first, last) if layers]
     slots = args["num_layers"] + bool(embedding) + bool(loss)
-    sizes = [(slots - sum(given)) // max(stages - len(given), 1)] * stages
+    sizes = [(slots - sum(set_sizes)) // max(stages - len(set_sizes), 1)] * stages
     sizes[0] = first or sizes[0]
     sizes[-1] = last or sizes[-1]
-    virtual = virtual or (sizes[0] // size if size else 1)
+    if not virtual:
+        virtual = 1
+        if size:
+            virtual = sizes[0] // size
     chunks = [layers // virtual for _ in range(virtual) for layers in sizes]
     chunks[0] -= bool(embedding)
     chunks[-1] -= bool(loss)
@@ -207,28 +227,32 @@ def _stages(args: Args) -> Options:
         )
     if len(set(chunks)) > 1:
         return {"pipeline_model_parallel_layout": write_layout(chunks)}
-    return {"num_layers_per_virtual_pipeline_stage": chunks[0] if virtual > 1 else None}
+    if virtual == 1:
+        return {}
+    return {"num_layers_per_virtual_pipeline_stage": chunks[0]}
 
 
 def _fp8(args: Args) -> Options:
+    if not args["fp8"]:
+        return {}
     recipe = args["fp8_recipe"]
-    if args["fp8"] and recipe not in ("tensorwise", "blockwise", "mxfp8"):
+    if recipe not in ("tensorwise", "blockwise", "mxfp8"):
         raise UserError(
             f"fp8_recipe: got {echo(recipe)}, needs tensorwise, blockwise or mxfp8; without it bf16 is used"
         )
-    return {"fp8_format": args["fp8"], "fp8_recipe": recipe} if args["fp8"] else {}
+    return {"fp8_format": args["fp8"], "fp8_recipe": recipe}
 
 
 def _recompute(args: Args) -> Options:
-    granularity = "selective" if args["recompute_activations"] else args["recompute_granularity"]
+    granularity = args["recompute_granularity"]
+    if args["recompute_activations"]:
+        granularity = "selective"
     modules = args["recompute_modules"]
     unlike = set(modules or ()) - {"core_attn", "layernorm", "mlp"}
     if unlike:
         raise UserError(f"recompute_modules: got {min(unlike)}, needs core_attn, layernorm and mlp")
-    options = {"recompute_granularity": granularity}
-    if granularity == "full":
-        options |= {name: args[name] for name in ("recompute_method", "recompute_num_layers")}
-    return options | ({"recompute_modules": modules} if granularity == "selective" else {})
+    names = {"full": ["recompute_method", "recompute_num_layers"], "selective": ["recompute_modules"]}
+    return {"recompute_granularity": granularity} | {name: args[name] for name in names.get(granularity, ())}
 
 
 def _data(args: Args) -> Options:
@@ -237,7 +261,7 @@ def _data(args: Args) -> Options:
         raise UserError("mock_data: got True, needs --data-path with a dataset; tools/preprocess_data.py writes one")
     if path and not args["data_path"]:
         return {"data_path": path, "split": "100,0,0"}  # validation has data of its own
-    split = args["split"] or ("969,30,1" if path else None)
+    split = args["split"] or (path and "969,30,1") or None
     return {"data_path": path, "split": split and str(split).replace(" ", "")}
 
 
@@ -249,8 +273,9 @@ def _batch(args: Args) -> Options:
 
 
 def _evaluation(args: Args) -> Options:
-    iterations = args["eval_iters"]
-    return {"eval_interval": args["eval_interval"], "eval_iters": iterations} if iterations else {}
+    if not args["eval_iters"]:
+        return {}
+    return {"eval_interval": args["eval_interval"], "eval_iters": args["eval_iters"]}
 
 
 def _masks(args: Args) -> Options:
@@ -274,13 +299,15 @@ def _tokenizer(args: Args) -> Options:
 
 def _start(args: Args) -> Options:
     load = args["load"] or args["pretrained_checkpoint"]
+    if not load:
+        return {}
     is_new = any(args[name] for name in ("finetune", "no_load_optim", "pretrained_checkpoint"))
-    if load and (is_new or load != args["save"]):
+    if is_new or load != args["save"]:
         raise UserError(
             f"load: got {echo(load)}, a checkpoint of Megatron-LM; tools/convert_checkpoint.py megatron-lm-to-megatron "
             "converts it for --init-from"
         )
-    return {"load": load, "load_if_present": not args["exit_on_missing_checkpoint"]} if load else {}
+    return {"load": load, "load_if_present": not args["exit_on_missing_checkpoint"]}
 
 
 def _muon(args: Args) -> Options:
@@ -331,9 +358,9 @@ _READ_WITH = {
 CONVERTED = {name: names.split()[0] for names in (_MODEL | _TRAINING).values() for name in names.split()}
 
 
-def translate(given: Args) -> Translation:
+def translate(arguments: Args) -> Translation:
     """Return our options for arguments of Megatron-LM by name, and a line for each one that has no place here."""
-    args = DEFAULTS | dict(given)
+    args = DEFAULTS | dict(arguments)
     if args.get("use_rotary_position_embeddings"):
         args["position_embedding_type"] = "rope"
     result = Translation()
@@ -343,8 +370,9 @@ def translate(given: Args) -> Translation:
             if value:
                 result.unknown[name] = f"{name}: got {echo(value)}, which this version does not know"
         elif argument.group in ("model", "training") and not argument.allows(value):
-            lines = result.model if argument.group == "model" else result.training
-            lines[name] = f"{name}: got {echo(value)}, needs {argument.needed!r} ({argument.text})"
+            vars(result)[argument.group][name] = (
+                f"{name}: got {echo(value)}, needs {argument.needed!r} ({argument.text})"
+            )
         elif argument.group == "carried" and name not in CONVERTED:
             if not argument.has_same_name and not argument.allows(value):
                 result.other[name] = f"{name}: got {echo(value)}, here {argument.text}"
@@ -352,21 +380,17 @@ def translate(given: Args) -> Translation:
                 result.options[name] = value
     for conversions, lines in ((_MODEL, result.model), (_TRAINING, result.training)):
         for convert, names in conversions.items():
+            name = names.split()[0]
             try:
                 result.options |= {name: value for name, value in convert(args).items() if value is not None}
             except UserError as error:
-                lines[names.split()[0]] = str(error)
+                lines[name] = str(error)
             except (TypeError, ValueError, ZeroDivisionError):
-                name = names.split()[0]
                 lines[name] = f"{name}: got {echo(args[name])}, needs a value of Megatron-LM and what it depends on"
-    for needed, prefixes in _READ_WITH.items():
-        if not result.options.get(needed):
-            _drop(result.options, prefixes)
+    unread = [prefix for name, prefixes in _READ_WITH.items() if not result.options.get(name) for prefix in prefixes]
     if result.options.get("optimizer") != "muon":
-        _drop(result.options, ("muon_",))
+        unread.append("muon_")
+    for name in list(result.options):
+        if name.startswith(tuple(unread)):
+            del result.options[name]
     return result
-
-
-def _drop(options: Options, prefixes: tuple[str, ...]) -> None:
-    for name in [name for name in options if name.startswith(prefixes)]:
-        del options[name]

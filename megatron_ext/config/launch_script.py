@@ -25,10 +25,7 @@ _PRINTERS = {"echo", "printf", "cat"}
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _BRACED = re.compile(r"(\w+|@|\*)(?:\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _REPLACED = re.compile(r"(\w+)(//?)([^/*?\[]+)(?:/(.*))?", re.DOTALL)
-_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
-    "-ge": operator.ge,
-}  # fmt: skip
+_COMPARISONS = {"-eq", "-ne", "-lt", "-le", "-gt", "-ge"}
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
@@ -58,19 +55,9 @@ _SKIPPED = r"(?:[ \t\r]|\\\n)*+(?:#[^\n]*)?+"
 _TOKEN = re.compile(rf"{_SKIPPED}(?:(?P<array>\w+\+?=\()|(?P<word>{_WORD})|(?P<end>;;|&&|\|\||[;|&()\n]))", re.DOTALL)
 
 
-def _both(one: bool | None, other: bool | None) -> bool | None:
-    """Return whether both are true; None stands for what is not known."""
-    if one is False or other is False:
-        return False
-    return None if one is None or other is None else True
-
-
-def _not(one: bool | None) -> bool | None:
-    return None if one is None else not one
-
-
-def _either(one: bool | None, other: bool | None) -> bool | None:
-    return _not(_both(_not(one), _not(other)))
+# whether something holds: 1 if so, 0 if not, and UNKNOWN between them; `and` is min, `or` is max, `not` is 1 - x
+Truth = float
+UNKNOWN = 0.5
 
 
 @dataclass
@@ -78,23 +65,23 @@ class _Block:
     """An `if`, a `case`, a loop or a group of commands that is being read.
 
     Attributes:
-        is_executed: whether its present branch is, None if that is not known.
-        is_past: whether an earlier branch was.
+        is_executed: whether its present branch is executed.
+        is_past: whether an earlier branch was executed.
         condition: the words of an `if` or `elif` so far, until `then`.
-        patterns: those of a branch of a `case`, which `subject` is compared with.
+        patterns: the patterns of a branch of a `case`, which `subject` is compared with.
     """
 
-    is_executed: bool | None = True
-    is_past: bool | None = False
+    is_executed: Truth = 1
+    is_past: Truth = 0
     is_loop: bool = False
     condition: list[str] | None = None
     subject: str = ""
     patterns: list[str] | None = None
 
-    def enter(self, holds: bool | None) -> None:
+    def enter(self, holds: Truth) -> None:
         """Begin a branch whose own condition holds."""
-        self.is_executed = _both(_not(self.is_past), holds)
-        self.is_past = _either(self.is_past, holds)
+        self.is_executed = min(1 - self.is_past, holds)
+        self.is_past = max(self.is_past, holds)
 
 
 class Script:
@@ -147,10 +134,11 @@ class Script:
         """Follow a command's keywords and assign its variables; add the words that remain to `commands`."""
         if self._belongs_to_condition(words):
             return
-        holds: bool | None = True
+        holds: Truth = 1
         if words[0] in ("&&", "||"):
-            former = self._holds(self._list)
-            holds = former if words[0] == "&&" else _not(former)
+            holds = self._holds(self._list)
+            if words[0] == "||":
+                holds = 1 - holds
             self._list = self._list + words
             words = words[1:]
         else:
@@ -159,19 +147,23 @@ class Script:
             words = self._follow(words, holds)
         self._list = self._list or words
         for block in self._blocks:
-            holds = _both(holds, block.is_executed)
-        if holds is not False:
-            self._execute(words, is_branch=holds is None)
+            holds = min(holds, block.is_executed)
+        if holds:
+            self._execute(words, is_branch=holds == UNKNOWN)
             return
         for assignment in filter(None, map(_ASSIGNMENT.fullmatch, words)):
             self.variables.setdefault(assignment[1], [])  # empty, no variable of the environment
 
     def _belongs_to_condition(self, words: list[str]) -> bool:
         """Add words to the condition or the patterns that are being read, or, after these, begin their branch."""
-        block = self._blocks[-1] if self._blocks else _Block()
+        if not self._blocks:
+            return False
+        block = self._blocks[-1]
         if block.condition is not None:
             if words[0] != "then":
-                block.condition += words if words[0] in _JOINTS else [";", *words]
+                if words[0] not in _JOINTS:
+                    block.condition.append(";")
+                block.condition += words
                 return True
             block.enter(self._holds(block.condition))
             block.condition = None
@@ -183,12 +175,12 @@ class Script:
             block.patterns = None
         return False
 
-    def _follow(self, words: list[str], holds: bool | None) -> list[str]:
+    def _follow(self, words: list[str], holds: Truth) -> list[str]:
         """Follow the keyword that a command begins with, if it `holds`; return the words after it."""
         keyword = words[0]
-        rest = words[1:]
+        following = words[1:]
         if keyword == "if":
-            self._blocks.append(_Block(condition=rest))
+            self._blocks.append(_Block(condition=following))
             return []
         if keyword == "case":
             self._blocks.append(_Block(subject=self._text("".join(words[1:2])), patterns=words[3:]))
@@ -196,20 +188,20 @@ class Script:
         if keyword in ("do", "{"):
             self._blocks.append(_Block(holds, is_loop=keyword == "do"))
         elif not self._blocks:
-            return rest
+            return following
         elif keyword == "elif":
-            self._blocks[-1].condition = rest
+            self._blocks[-1].condition = following
             return []
         elif keyword == "else":
-            self._blocks[-1].enter(True)
+            self._blocks[-1].enter(1)
         elif keyword == ";;":
             self._blocks[-1].patterns = []
-            if rest:
-                self._read(rest)
+            if following:
+                self._read(following)
             return []
         elif keyword != "then":
             self._blocks.pop()
-        return rest
+        return following
 
     def _execute(self, words: list[str], is_branch: bool) -> None:
         while words:
@@ -226,72 +218,86 @@ class Script:
             elif words[0] in _BEFORE_COMMANDS or words[0].startswith("-"):
                 words = words[1:]
             elif words[0] == "shift" and not self._blocks:
-                count = self._text(words[1]) if words[1:] else "1"
-                self._set_arguments(self.variables["@"][int(count) if count.isdecimal() else 0 :])
+                count = self._text([*words, "1"][1])
+                if count.isdecimal():
+                    self._set_arguments(self.variables["@"][int(count) :])
                 return
             else:
                 self.commands.append(self._expand(words) or [""])
                 return
 
-    def _holds(self, words: Sequence[str]) -> bool | None:
-        """Return whether tests that && and || join hold; None if that depends on more than the script."""
+    def _holds(self, words: Sequence[str]) -> Truth:
+        """Return whether tests that && and || join hold."""
         joints = _JOINTS.union(";").intersection(words)
         if joints - {"&&", "||"} or (len(joints) == 2 and "[[" in words):  # in [[ ]] && binds stronger than ||
-            return None
-        holds: bool | None = True
-        for joint, test in _split_at(words, ("&&", "||")):
-            holds = _both(holds, self._test(test)) if joint == "&&" else _either(holds, self._test(test))
+            return UNKNOWN
+        holds: Truth = 1
+        join = min
+        test: list[str] = []
+        for word in [*words, "&&"]:
+            if word in ("&&", "||"):
+                holds = join(holds, self._test(test))
+                join = {"&&": min, "||": max}[word]
+                test = []
+            else:
+                test.append(word)
         return holds
 
-    def _test(self, words: Sequence[str]) -> bool | None:
+    def _test(self, words: Sequence[str]) -> Truth:
         """Return whether a test, an assignment, or `true` or `false` holds."""
         if words[:1] == ["!"]:
-            return _not(self._test(words[1:]))
+            return 1 - self._test(words[1:])
         if words[1:2] == ["!"]:
-            return _not(self._test([words[0], *words[2:]]))
+            return 1 - self._test([words[0], *words[2:]])
         inside = [word for word in words if word not in ("[", "[[", "]", "]]", "test")]
         texts = [self._text(word) for word in inside]
         if not inside or any("\0" in text or "$" in text for text in texts):
-            return None
+            return UNKNOWN
         if len(inside) == len(words):
-            return True if _ASSIGNMENT.fullmatch(words[0]) else {"true": True, "false": False}.get(" ".join(texts))
+            if _ASSIGNMENT.fullmatch(words[0]):
+                return 1
+            return {"true": 1, "false": 0}.get(" ".join(texts), UNKNOWN)
         text = texts[-1]
+        has_text: Truth = bool(text)
+        if not text and re.search(r"\w:?[-+=]", inside[-1]):  # it is a default, such as ${NAME:-}
+            has_text = UNKNOWN
         match texts:
             case [_] | ["-n", _]:
-                return True if text else _not(self._is_empty(inside[-1]))
+                return has_text
             case ["-z", _]:
-                return False if text else self._is_empty(inside[-1])
-            case [left, "=" | "==", _]:
-                return left == text or fnmatchcase(left, text)
-            case [left, "!=", _]:
-                return not (left == text or fnmatchcase(left, text))
+                return 1 - has_text
+            case [left, "=" | "==" | "!=" as comparison, _]:
+                is_equal = left == text or fnmatchcase(left, text)
+                return is_equal == (comparison != "!=")
             case [left, comparison, _] if comparison in _COMPARISONS:
-                is_known = left.isdecimal() and text.isdecimal()
-                return _COMPARISONS[comparison](int(left), int(text)) if is_known else None
-        return None
+                if left.isdecimal() and text.isdecimal():
+                    holds: bool = getattr(operator, comparison.removeprefix("-"))(int(left), int(text))
+                    return holds
+        return UNKNOWN
 
-    def _is_empty(self, word: str) -> bool | None:
-        """Return True for a word without text, or None if that is a default, such as ${NAME:-}."""
-        return None if re.search(r"\w:?[-+=]", word) else True
-
-    def _matches(self, subject: str, patterns: Sequence[str]) -> bool | None:
+    def _matches(self, subject: str, patterns: Sequence[str]) -> Truth:
         texts = [self._text(word) for word in patterns if word not in ("|", "(")]
         if any(fnmatchcase(subject, text) for text in texts):
-            return True
-        return None if missing_variables([subject, *texts]) else False
+            return 1
+        if missing_variables([subject, *texts]):
+            return UNKNOWN
+        return 0
 
     def _assign(self, name: str, values: list[str], is_branch: bool, is_added: bool, is_text: bool) -> None:
         former = self.variables.get(name, [])
         if is_branch:
-            known = [" ".join(former)] if name in self.variables and not is_added else []
-            self.branches.setdefault((name, is_added), []).extend([*known, " ".join(values)])
+            texts = self.branches.setdefault((name, is_added), [])
+            if name in self.variables and not is_added:
+                texts.append(" ".join(former))
+            texts.append(" ".join(values))
         elif not is_added:
             self.branches.pop((name, False), None)
             self.branches.pop((name, True), None)
         if is_added and is_text and former:
-            self.variables[name] = [*former[:-1], former[-1] + values[0]]
-        else:
-            self.variables[name] = former + values if is_added else values
+            values = [*former[:-1], former[-1] + values[0]]
+        elif is_added:
+            values = former + values
+        self.variables[name] = values
 
     def _expand(self, words: Sequence[str]) -> list[str]:
         """Replace variables; outside of quotes their values become several words."""
@@ -299,7 +305,10 @@ class Script:
         for word in words:
             shell = ""
             for values, is_quoted in self._parts(word, _PART):
-                shell += " ".join(shlex.quote(value) if is_quoted else value for value in values)
+                if is_quoted:
+                    shell += shlex.join(values)
+                else:
+                    shell += " ".join(values)
             expanded += _split(shell)
         return expanded
 
@@ -314,24 +323,26 @@ class Script:
             text = match[kind or 0]
             if kind == "quoted":
                 whole = list(self._parts(text, _QUOTED_PART))
-                is_list = text.endswith("[@]}") or text in ("$@", "${@}")
-                yield whole[0][0] if is_list and len(whole) == 1 else [self._text(text, _QUOTED_PART)], True
+                if len(whole) == 1 and (text.endswith("[@]}") or text in ("$@", "${@}")):
+                    yield whole[0][0], True
+                else:
+                    yield [self._text(text, _QUOTED_PART)], True
             elif kind in ("call", "braced", "name", "tick"):
                 yield self._value(kind, text), False
-            else:
-                yield ["" if match[0] == "\\\n" else text], True
+            elif match[0] != "\\\n":
+                yield [text], True
 
     def _value(self, kind: str, text: str) -> list[str]:
-        """Return the values of an expansion: one, or those of an array."""
+        """Return the value of an expansion, or all values of an array."""
         if text.startswith("(("):
             return [self._number(text[2:-2])]
         if kind in ("call", "tick"):
             return [_missing("COMMAND")]
-        inside = text if kind == "name" else text[1:-1]
+        inside = text.removeprefix("{").removesuffix("}")
         replaced = _REPLACED.fullmatch(inside)
         if replaced is not None and replaced[1] in self.variables:
             old, new = (self._text(part or "") for part in replaced.group(3, 4))
-            count = 1 if replaced[2] == "/" else -1
+            count = {"/": 1, "//": -1}[replaced[2]]
             return [value.replace(old, new, count) for value in self.variables[replaced[1]]]
         match = _BRACED.fullmatch(inside)
         if match is None:
@@ -340,13 +351,18 @@ class Script:
         values = self.variables.get(name)
         if name.isdecimal() and any(block.is_loop for block in self._blocks):
             values = None  # other arguments in each round
+        has_text = any(values or ())
         if mode in ("+", ":+"):
-            return [self._text(other)] if values and any(values) else []
-        if mode in ("-", ":-", "=", ":=") and not (values and any(values)):
+            if not has_text:
+                return []
+            return [self._text(other)]
+        if mode in ("-", ":-", "=", ":=") and not has_text:
             values = [self._text(other)]
             if mode in ("=", ":="):
                 self.variables[name] = values
-        return [_missing(name)] if values is None else values
+        if values is None:
+            return [_missing(name)]
+        return values
 
     def _number(self, text: str) -> str:
         """Return the number that a calculation in $((...)) gives, or what has no value in it."""
@@ -380,9 +396,14 @@ def after_program(words: list[str]) -> list[str]:
             return after_program(_split(word))
         if word.endswith(".py"):
             arguments = takewhile(lambda word: not re.match(r"[0-9&]*>", word), words[place + 1 :])
-            parts = (_split(word) if re.search(r"\s--\w", word) else [word] for word in arguments)
-            return list(chain.from_iterable(parts))
+            return list(chain.from_iterable(map(_split_flags, arguments)))
     return []
+
+
+def _split_flags(word: str) -> list[str]:
+    if re.search(r"\s--\w", word):
+        return _split(word)
+    return [word]
 
 
 def _count_flags(words: list[str]) -> int:
@@ -408,11 +429,14 @@ def _statements(text: str) -> Iterator[list[str]]:
             in_array = in_array or match["array"] is not None
             command.append(match["array"] or match["word"])
         elif in_array:
-            in_array = match["end"] != ")"
-            command += [] if in_array else [")"]
+            if match["end"] == ")":
+                in_array = False
+                command.append(")")
         elif match["end"] != "\n" or command not in (["&&"], ["||"], ["|"]):
             yield command
-            command = [match["end"]] if match["end"] in _JOINTS else []
+            command = []
+            if match["end"] in _JOINTS:
+                command.append(match["end"])
     if not in_array:
         yield command
 
@@ -422,20 +446,6 @@ def _split(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         return text.split()
-
-
-def _split_at(words: Sequence[str], joints: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each joint and the words after it; the first words follow the first joint."""
-    joint = joints[0]
-    part: list[str] = []
-    for word in words:
-        if word in joints:
-            yield joint, part
-            joint = word
-            part = []
-        else:
-            part.append(word)
-    yield joint, part
 
 
 def _calculate(node: ast.AST) -> int:

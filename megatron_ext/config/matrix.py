@@ -49,14 +49,16 @@ def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
     runs: dict[str, dict[str, Any]] = {}
     for family in typed(content["families"], list[_Family], path, "families"):
         try:
-            own = list(family.runs())
+            family_runs = list(family.runs())
         except (KeyError, IndexError, ValueError) as error:
             raise UserError(f"{path}: {family.name}: got {{{error}}} in a text, needs the name of an axis") from None
-        if len(runs | dict(own)) < len(runs) + len(own):
+        count = len(runs) + len(family_runs)
+        runs.update(family_runs)
+        if len(runs) < count:
             raise UserError(f"{path}: {family.name}: got this name for several runs; put all axes into it")
-        if unknown := family.figures.keys() - dict(own):
-            raise UserError(f"{path}: {family.name}: figures: got {', '.join(unknown)}, needs names of its runs")
-        runs |= own
+        unknown_names = family.figures.keys() - dict(family_runs)
+        if unknown_names:
+            raise UserError(f"{path}: {family.name}: figures: got {', '.join(unknown_names)}, needs names of its runs")
     return runs
 
 
@@ -76,8 +78,9 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge one run's sections over another's, value by value."""
     merged = dict(below)
     for section, entries in above.items():
-        both = isinstance(entries, dict) and isinstance(merged.get(section), dict)
-        merged[section] = merged[section] | entries if both else entries
+        if isinstance(entries, dict) and isinstance(merged.get(section), dict):
+            entries = merged[section] | entries
+        merged[section] = entries
     return merged
 
 
@@ -86,4 +89,6 @@ def _filled(content: Any, words: Mapping[str, Any]) -> Any:
         return {name: _filled(value, words) for name, value in content.items()}
     if isinstance(content, list):
         return [_filled(value, words) for value in content]
-    return content.format(**words) if isinstance(content, str) else content
+    if isinstance(content, str):
+        return content.format(**words)
+    return content

@@ -1,6 +1,6 @@
 """The table of Megatron-LM's arguments, megatron_lm.yaml, and what to write here for a flag of its scripts.
 
-An argument's name is that of Megatron-LM's `args`, which its checkpoints hold, too.
+An argument has its name in Megatron-LM's `args`, which its checkpoints hold, too.
 
 python -m megatron_ext.config.megatron_lm    prints the table of docs/howto/from-megatron-lm.md
 """
@@ -52,8 +52,10 @@ def find_argument(name: str) -> Argument | None:
     """Return the argument with this name; None if the table does not know it."""
     if name in ARGUMENTS:
         return ARGUMENTS[name]
-    texts = [text for pattern, text in _SILENT.items() if fnmatchcase(name, pattern)]
-    return Argument(name, "silent", texts[0]) if texts else None
+    for pattern, text in _SILENT.items():
+        if fnmatchcase(name, pattern):
+            return Argument(name, "silent", text)
+    return None
 
 
 def set_by(word: str) -> tuple[Argument, bool] | None:
@@ -64,8 +66,8 @@ def set_by(word: str) -> tuple[Argument, bool] | None:
         return find_argument(name) or Argument(name, "silent", ""), False
     name = _TABLE["flags"].get(word, word.replace("-", "_"))
     for prefix in ("", "no_", "disable_"):
-        argument = find_argument(name.removeprefix(prefix)) if name.startswith(prefix) else None
-        if argument is not None:
+        argument = find_argument(name.removeprefix(prefix))
+        if name.startswith(prefix) and argument is not None:
             return argument, not prefix
     return None
 
@@ -87,7 +89,8 @@ def equivalent(word: str, value: str) -> str | None:
         return None
     argument, is_set = place
     if argument.name in FIELDS:
-        return flag(argument.name if is_set else f"no_{argument.name}")
+        prefix = "" if is_set else "no_"
+        return flag(prefix + argument.name)
     if argument.group == "silent":
         return f"not needed ({argument.text}); leave it out"
     if argument.group == "carried":
@@ -113,10 +116,12 @@ def differences() -> str:
 
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
-        return "on" if default else "off"
+        return ["off", "on"][default]
     if default is None or default == ():
         return "none"
-    return format(default, "g") if isinstance(default, float) else str(default)
+    if isinstance(default, float):
+        return format(default, "g")
+    return str(default)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ class MixturePart:
                 number = float(value)
             except ValueError:
                 raise UserError(f"packing_options: got {text!r}, needs NAME=NUMBER, such as threshold=8192") from None
-            numbers[name.strip()] = int(number) if number.is_integer() else number
+            if number.is_integer():
+                number = int(number)
+            numbers[name.strip()] = number
         return numbers
 
     def unfiltered(self) -> "MixturePart":
@@ -88,7 +90,9 @@ def parts_of_data_path(
     name: Literal["data_path", "valid_data_path"] = "data_path",
 ) -> tuple[MixturePart, ...]:
     """Parse Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`; all parts have the same packing."""
-    pairs = ["1", *data_path] if len(data_path) == 1 else list(data_path)
+    pairs = list(data_path)
+    if len(pairs) == 1:
+        pairs = ["1", *pairs]
     try:
         parts = tuple(
             MixturePart(prefix, weight, packing=packing, packing_options=packing_options)
@@ -123,34 +127,41 @@ class _Entry(BaseModel, extra="allow"):
     mixture: str | None = None
 
 
-def expand_mixture(given: Any, share: float | None = None, outer: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Return the parts of a list or of a YAML file (a Path), including those of nested files, as plain values.
+def expand_mixture(mixture: Any, share: float | None = None, outer: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """Return the parts of a list or of a YAML file (a Path), and of the files nested in it, as plain values.
 
-    Nested files are relative to the folder of theirs. `share` is the sum to which weights are scaled (None: unscaled),
-    `outer` are the files that this one is nested in.
+    A nested file is relative to the folder of its outer one. `share` is the sum to which weights are scaled (None:
+    unscaled), `outer` are the files that this one is nested in.
     """
-    where, folder = "the configuration", Path()
-    if isinstance(given, Path):
-        where, folder = str(given), given.parent
-        if given.resolve() in outer:
-            raise UserError(f"mixture: {given} includes itself; leave one of these parts out")
-        outer = (*outer, given.resolve())
-        given = read_yaml(given, "mixture")
-    listed = typed(given, list[_Entry], where, "mixture")
+    where = "the configuration"
+    folder = Path()
+    if isinstance(mixture, Path):
+        where = str(mixture)
+        folder = mixture.parent
+        if mixture.resolve() in outer:
+            raise UserError(f"mixture: {mixture} includes itself; leave one of these parts out")
+        outer = (*outer, mixture.resolve())
+        mixture = read_yaml(mixture, "mixture")
+    listed = typed(mixture, list[_Entry], where, "mixture")
     if not listed:
         raise UserError(f"mixture: {where} holds no parts; list at least one")
     total = math.fsum(entry.weight for entry in listed)
     expanded: list[dict[str, Any]] = []
     for entry in listed:
-        others = dict(entry.model_extra or {})
-        weight = entry.weight if share is None else share * entry.weight / total
+        options = dict(entry.model_extra or {})
+        weight = entry.weight
+        if share is not None:
+            weight = share * weight / total
         if entry.mixture is None:
-            expanded.append({**others, "weight": weight})
+            expanded.append({**options, "weight": weight})
             continue
-        if unknown := others.keys() - {"name", "length"}:
-            raise UserError(f"mixture: {where}: {min(unknown)} beside `mixture`, which brings its own; leave it out")
-        length = {"length": others["length"]} if "length" in others else {}
-        expanded += [part | length for part in expand_mixture(folder / entry.mixture, weight, outer)]
+        options.pop("name", None)
+        inner_options = options.keys() - {"length"}
+        if inner_options:
+            raise UserError(
+                f"mixture: {where}: {min(inner_options)} beside `mixture`, which brings its own; leave it out"
+            )
+        expanded += [part | options for part in expand_mixture(folder / entry.mixture, weight, outer)]
     return expanded
 
 
@@ -171,8 +182,11 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
     borders = [0]
     for number, share in enumerate(shares, start=1):
         nearest = math.floor(documents * sum(shares[:number]) / sum(shares) + Fraction(1, 2))
-        following = sum(other > 0 for other in shares[number:])  # they, like this one, get at least one document
-        borders.append(min(max(nearest, borders[-1] + 1), documents - following) if share > 0 else borders[-1])
+        following = sum(later > 0 for later in shares[number:])  # they, like this one, get at least one document
+        border = borders[-1]
+        if share > 0:
+            border = min(max(nearest, border + 1), documents - following)
+        borders.append(border)
     train, valid, test = map(range, borders, borders[1:])
     return train, valid, test
 

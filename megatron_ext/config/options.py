@@ -1,7 +1,7 @@
 """The configuration: one frozen dataclass per section. A flag is a field's name with dashes.
 
-Names are those of Megatron-LM if it has the option. A type restricts a value by itself (`PositiveInt`); checks.py has
-the rules across fields.
+An option that Megatron-LM has, too, has the same name there. A type restricts a value by itself (`PositiveInt`);
+checks.py has the rules across fields.
 """
 
 from dataclasses import dataclass, field
@@ -33,14 +33,10 @@ class _Section:
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
-def _given(value: bool | None, otherwise: bool) -> bool:
-    return otherwise if value is None else value
-
-
 Layers = Annotated[PositiveInt, Le(10_000)]  # a safe upper limit, because each layer is listed by name
 Width = Annotated[PositiveInt, Le(2**24)]  # larger tensors fit no machine
 Tokens = Annotated[PositiveInt, Le(2**31)]
-Steps = Annotated[PositiveInt, Le(10**9)]  # a hundred times those of the longest runs
+Steps = Annotated[PositiveInt, Le(10**9)]  # a hundred times the steps of the longest runs
 Step = Annotated[NonNegativeInt, Le(10**9)]
 Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds within a C int
 Seed = Annotated[NonNegativeInt, Lt(2**64)]
@@ -69,9 +65,10 @@ class GradientSharing:
     overlap_param_gather: bool
 
     def __str__(self) -> str:
-        kind = "distributed optimizer" if self.use_distributed_optimizer else "replicated optimizer"
+        kind = "distributed" if self.use_distributed_optimizer else "replicated"
         overlaps = {"gradient reduction": self.overlap_grad_reduce, "parameter gathering": self.overlap_param_gather}
-        return f"{kind}, {' and '.join(name for name, on in overlaps.items() if on) or 'no communication'} overlapped"
+        overlapped = " and ".join(name for name, is_on in overlaps.items() if is_on)
+        return f"{kind} optimizer, {overlapped or 'no communication'} overlapped"
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ class ModelConfig(_Section):
 
     @property
     def traits(self) -> Block:
-        """What distinguishes the layers of its block from those of others."""
+        """What distinguishes the layers of its block from the layers of others."""
         return BLOCKS[self.block]
 
     @property
@@ -168,8 +165,10 @@ class ModelConfig(_Section):
 
     @property
     def value_size(self) -> int:
-        """The size of a value head; only with MLA it differs from that of a key head."""
-        return self.v_head_dim if self.multi_latent_attention else self.head_size
+        """The size of a value head; only with MLA it differs from the size of a key head."""
+        if self.multi_latent_attention:
+            return self.v_head_dim
+        return self.head_size
 
     @property
     def key_value_size(self) -> int:
@@ -182,8 +181,9 @@ class ModelConfig(_Section):
         These are the keys and values of its heads, or with MLA the latent if it is narrower.
         """
         keys_and_values = self.num_query_groups // tensor_size * self.key_value_size
-        latent = self.kv_lora_rank + self.qk_pos_emb_head_dim
-        return min(latent, keys_and_values) if self.multi_latent_attention else keys_and_values
+        if self.multi_latent_attention:
+            return min(self.kv_lora_rank + self.qk_pos_emb_head_dim, keys_and_values)
+        return keys_and_values
 
     @property
     def expert_width(self) -> int:
@@ -200,7 +200,9 @@ class ModelConfig(_Section):
     @property
     def rotary_size(self) -> int:
         """The number of rotated dimensions of a head."""
-        return self.qk_pos_emb_head_dim if self.multi_latent_attention else int(self.head_size * self.rotary_percent)
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
+        return int(self.head_size * self.rotary_percent)
 
     @property
     def has_qk_norms(self) -> bool:
@@ -230,7 +232,7 @@ class ModelConfig(_Section):
         return sorted(table)
 
     def rotary_base_at(self, window: int) -> float:
-        """Return the base for a window: that of the table's smallest sufficient window, or `rotary_base`."""
+        """Return the base of the table's smallest window that is sufficient for a window, or `rotary_base`."""
         return next((base for upto, base in self.window_bases() if window <= upto), self.rotary_base)
 
     def padded_vocab_size(self, vocab_size: int) -> int:
@@ -315,8 +317,12 @@ class ParallelConfig(_Section):
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
         """The modules of each layer that are recomputed, in addition to the layers that `full` recomputes."""
-        chosen = (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
-        return chosen if self.mlp_block_tokens is None else (*chosen, "mlp")
+        modules: tuple[str, ...] = ()
+        if self.recompute_granularity == "selective":
+            modules = self.recompute_modules or ("core_attn",)
+        if self.mlp_block_tokens is not None:
+            modules += ("mlp",)
+        return modules
 
     @property
     def model_parallel_size(self) -> int:
@@ -348,17 +354,21 @@ class DataConfig(_Section):
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """The data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike."""
+        """The data sets that rows are drawn from: the mixture, or `data_path`, whose data sets are packed alike."""
         return self.mixture or self._parts("data_path")
 
     def _parts(self, option: Literal["data_path", "valid_data_path"]) -> tuple[MixturePart, ...]:
-        share = () if self.long_share is None else (f"long_share={self.long_share}",)
-        return parts_of_data_path(getattr(self, option), self.packing, self.packing_options + share, name=option)
+        options = self.packing_options
+        if self.long_share is not None:
+            options += (f"long_share={self.long_share}",)
+        return parts_of_data_path(getattr(self, option), self.packing, options, name=option)
 
     @property
     def valid_parts(self) -> tuple[MixturePart, ...]:
-        """The data sets of `valid_data_path`, packed as those of `data_path`; without it, those of training."""
-        return self._parts("valid_data_path") if self.valid_data_path else self.parts
+        """The data sets of `valid_data_path`, packed as `data_path`; without it, the data sets of training."""
+        if self.valid_data_path:
+            return self._parts("valid_data_path")
+        return self.parts
 
 
 @dataclass(frozen=True)
@@ -536,7 +546,9 @@ class TrainingConfig(_Section):
     @property
     def fp8_multiple(self) -> int:
         """The number that both dimensions of every matrix product must be a multiple of; 1 without fp8."""
-        return {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe] if self.fp8_format else 1
+        if self.fp8_format is None:
+            return 1
+        return {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe]
 
 
 @dataclass(frozen=True)
@@ -561,8 +573,14 @@ class CheckpointConfig(_Section):
 
 # addresses and permissions of one start, which a configuration to resume with must not repeat
 OF_ONE_START = (
-    *("load", "load_if_present", "load_latest_complete", "verify_load", "override"),
-    *("init_from", "init_optimizer", "dump_trajectory"),
+    "load",
+    "load_if_present",
+    "load_latest_complete",
+    "verify_load",
+    "override",
+    "init_from",
+    "init_optimizer",
+    "dump_trajectory",
 )
 
 
@@ -596,7 +614,7 @@ class Config(_Section):
     @property
     def window_end(self) -> int:
         """w_e, the last window in tokens: as given, or the whole row."""
-        return self.data.seq_length if self.window.window_end is None else self.window.window_end
+        return self.window.window_end or self.data.seq_length
 
     @property
     def balances_rows(self) -> bool:
@@ -654,13 +672,19 @@ class Config(_Section):
 
     def gradient_sharing(self, on_cuda: bool, world_size: int) -> GradientSharing:
         """Return how ranks that hold the same weights share gradients and optimizer state."""
-        parallel, aware = self.parallel, self.optimizer.use_precision_aware_optimizer  # which needs sharded state
+        parallel = self.parallel
         replicas = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
         several = on_cuda and replicas > 1
-        shards = several and self.optimizer.optimizer == "adam"
-        distributed = _given(parallel.use_distributed_optimizer, aware or shards)
-        reduce = _given(parallel.overlap_grad_reduce, several)
-        gather = _given(parallel.overlap_param_gather, several and distributed and reduce)
+        distributed = parallel.use_distributed_optimizer
+        if distributed is None:  # the precision-aware optimizer needs sharded state
+            shards = several and self.optimizer.optimizer == "adam"
+            distributed = self.optimizer.use_precision_aware_optimizer or shards
+        reduce = parallel.overlap_grad_reduce
+        if reduce is None:
+            reduce = several
+        gather = parallel.overlap_param_gather
+        if gather is None:
+            gather = several and distributed and reduce
         return GradientSharing(distributed, reduce, gather)
 
     def data_parallel_size(self, world_size: int) -> int:

@@ -49,7 +49,9 @@ def write_layout(chunks: Sequence[int]) -> str:
 def _times(text: str, count: int) -> str:
     if count < 2:
         return text * count
-    return f"({text})*{count}" if len(text) > 1 else f"{text}*{count}"
+    if len(text) > 1:
+        text = f"({text})"
+    return f"{text}*{count}"
 
 
 def balance(num_layers: int, chunks: int) -> tuple[int, ...]:

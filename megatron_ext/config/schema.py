@@ -51,10 +51,11 @@ def mistake(error: Mapping[str, Any]) -> str:
     path = [str(part)[:80] for part in error["loc"]]
     name = path[-1]
     if error["type"] in ("unexpected_keyword_argument", "invalid_key"):
-        kind = "option" if len(path) > 1 else "section"
         if name in FIELDS:
             return f"{'.'.join(path)}: belongs under `{FIELDS[name].section}:`; move it there"
-        return f"{'.'.join(path)}: no such {kind}{nearest(name, list(FIELDS if len(path) > 1 else SECTIONS))}"
+        if len(path) > 1:
+            return f"{'.'.join(path)}: no such option{nearest(name, list(FIELDS))}"
+        return f"{'.'.join(path)}: no such section{nearest(name, list(SECTIONS))}"
     if error["type"] == "dataclass_type":
         return f"{'.'.join(path)}: got {echo(error['input'])}, needs a mapping of options"
     return f"{'.'.join(path[1:] or path)}: {got_and_needs(error)}"
@@ -65,13 +66,14 @@ def validate(sections: Any, prefix: str = "") -> Config:
     lines = [
         f"{name}: got {value}, needs a value that is not yes or no"  # pydantic takes them for 1 and 0
         for entries in sections.values()
-        for name, value in (entries.items() if isinstance(entries, dict) else ())
+        if isinstance(entries, dict)
+        for name, value in entries.items()
         if isinstance(value, bool) and name in FIELDS and not FIELDS[name].is_switch
     ]
     try:
         config = ADAPTER.validate_python(sections)
     except ValidationError as error:
-        lines += [mistake(one) for one in error.errors()]
+        lines += map(mistake, error.errors())
     if lines:
         raise UserError("\n".join(prefix + line for line in lines))
     return config

@@ -38,11 +38,13 @@ class Stage:
 
     @property
     def run(self) -> Path | None:
-        """The folder of the whole run, given by --save and --load, which contains those of the stages."""
+        """The folder of the whole run, given by --save and --load, which contains the folders of its stages."""
         save = self.config.checkpoint.save
         if save is None:
             return None
-        return Path(save) if self.name is None else Path(save).parent
+        if self.name is None:
+            return Path(save)
+        return Path(save).parent
 
 
 class StageEntry(BaseModel, extra="allow", coerce_numbers_to_str=True):
@@ -65,7 +67,7 @@ def read_entries(entries: Any, path: str) -> list[StageEntry]:
     return stages
 
 
-def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | None) -> Stage:
+def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | None = None) -> Stage:
     """Build a stage with its own folders and with what it takes from the previous stage, `before`.
 
     In `config`, as written, `save` and `load` are the run's folders, and `init_from` is set if the stage gives it.
@@ -83,12 +85,12 @@ def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | N
         checkpoint = replace(checkpoint, init_optimizer=True)
     if before is not None and checkpoint.load is not None:  # its folder may not have a checkpoint yet
         checkpoint = replace(checkpoint, load_if_present=True)
-    own: dict[str, Any] = {
-        field: str(Path(folder) / name)
-        for field in ("save", "load", "dump_trajectory")
-        if (folder := getattr(checkpoint, field)) is not None
-    }
-    config = replace(config, checkpoint=replace(checkpoint, **own))
+    folders: dict[str, Any] = {}
+    for field in ("save", "load", "dump_trajectory"):
+        folder = getattr(checkpoint, field)
+        if folder is not None:
+            folders[field] = str(Path(folder) / name)
+    config = replace(config, checkpoint=replace(checkpoint, **folders))
     if before is not None:
         _check_kept(name, config, keep, before)
         if "learning_rate" in keep:
@@ -109,7 +111,8 @@ def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -
         )
     earlier = before.config
     changed = [field for field in _ROWS if getattr(config.data, field) != getattr(earlier.data, field)]
-    changed += ["seed"] if config.training.seed != earlier.training.seed else []
+    if config.training.seed != earlier.training.seed:
+        changed.append("seed")
     if "samples" in keep and changed:
         raise UserError(
             f"stages: {name}: keep: got samples, but its {', '.join(changed)} differs from that of {before.name}, so "

@@ -37,7 +37,8 @@ class KeyValueCache:
 
         Return these rows and the rows of the keys that they see.
         """
-        where, new = np.asarray(slots, dtype=np.int64), np.asarray(counts, dtype=np.int64)
+        where = np.asarray(slots, dtype=np.int64)
+        new = np.asarray(counts, dtype=np.int64)
         before = self.lengths[where]
         after = before + new
         assert after.max() <= self.capacity, (after, self.capacity)
@@ -76,5 +77,6 @@ class Appended:
             keys, values = (x.new_empty(rows, *x.shape[1:]) for x in (key_tGH, value_tGW))
             self.cache.layers[layer_number] = keys, values
         keys, values = self.cache.layers[layer_number]
-        keys[self.write], values[self.write] = key_tGH, value_tGW
+        keys[self.write] = key_tGH
+        values[self.write] = value_tGW
         return keys[self.read], values[self.read]

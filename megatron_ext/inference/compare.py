@@ -48,9 +48,9 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         """Whether the models agree within the tolerances; in bf16, near ties of greedy tokens may differ."""
-        found = self.largest, self.mean, abs(self.losses[0] - self.losses[1])
+        differences = self.largest, self.mean, abs(self.losses[0] - self.losses[1])
         same_text = self.dtype == "bfloat16" or self.greedy[0] == self.greedy[1]
-        return same_text and all(value <= limit for value, limit in zip(found, self.allowed, strict=True))
+        return same_text and all(value <= limit for value, limit in zip(differences, self.allowed, strict=True))
 
 
 @torch.no_grad()
@@ -77,7 +77,8 @@ def compare(hugging_face: Path, checkpoint: Path, tokens: list[int], dtype: Dtyp
 
         our_loss, ours_TV, our_greedy = _answers(logits, tokens, greedy)
     dist.destroy_process_group()
-    theirs, ours = theirs_TV.shape[1], ours_TV.shape[1]
+    theirs = theirs_TV.shape[1]
+    ours = ours_TV.shape[1]
     if theirs != ours:
         raise UserError(f"verify: got models with {theirs} and {ours} token ids, needs the same model twice")
     difference_TV = (theirs_TV - ours_TV).abs()

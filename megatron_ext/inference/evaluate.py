@@ -55,21 +55,20 @@ def evaluate_models(options: Options, processes: ParallelConfig) -> tuple[Result
     """
     models = _find_models(options)
     items: dict[str, list[Result]] = {}
-    match options:
-        case PerplexityOptions():
-            found = _perplexity(options, processes, models, _lengths(options.lengths, models))
-        case LmEvalOptions():
-            if find_spec("lm_eval") is None:
-                raise missing_package("lm-eval", "lm-eval[hf]")
-            from megatron_ext.inference.lm_eval_model import evaluate
+    if isinstance(options, PerplexityOptions):
+        record = _perplexity(options, processes, models, _lengths(options.lengths, models))
+    else:
+        if find_spec("lm_eval") is None:
+            raise missing_package("lm-eval", "lm-eval[hf]")
+        from megatron_ext.inference.lm_eval_model import evaluate
 
-            found, items = evaluate(options, processes, models)
+        record, items = evaluate(options, processes, models)
     dist.destroy_process_group()
     folders = {
         name: {"folder": str(text.pretrained.folder), "trained_length": text.pretrained.length}
         for name, text in models.items()
     }
-    return {"kind": options.command, "models": folders, **found}, items
+    return {"kind": options.command, "models": folders, **record}, items
 
 
 def _find_models(options: Options) -> Models:
@@ -77,7 +76,9 @@ def _find_models(options: Options) -> Models:
     models: dict[str, ModelText] = {}
     for path in options.models:
         model = Pretrained.find(path)
-        name = str(path) if path.resolve().name in models else path.resolve().name
+        name = path.resolve().name
+        if name in models:
+            name = str(path)
         if name in models:
             raise UserError(f"models: got {path} twice; name each once")
         chat = isinstance(options, LmEvalOptions) and options.chat
@@ -90,11 +91,13 @@ def _find_models(options: Options) -> Models:
     return models
 
 
-def _lengths(given: Sequence[int] | None, models: Models) -> list[int]:
+def _lengths(requested: Sequence[int] | None, models: Models) -> list[int]:
+    if requested is not None:
+        return sorted(set(requested))
     trained = [text.pretrained.length for text in models.values() if text.pretrained.length is not None]
-    if given is None and not trained:
+    if not trained:
         raise UserError("lengths: the model does not say its trained length; give --lengths")
-    return sorted(set(given or [min(trained)]))
+    return [min(trained)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,19 +122,19 @@ def _perplexity(
     """Score documents with windows of several lengths; return a part of the record. Collective."""
     windows = []
     for length in lengths:
-        stride = options.stride if options.stride is not None else max(length // 2, 1)
+        stride = options.stride or max(length // 2, 1)
         if stride > length:
             raise UserError(f"stride: got {stride}, needs at most the window's {length}; lower it")
         windows.append(ShortContext(length, stride, every_token=True))
     # their tokenizers are the same, but not the rows of their embeddings
     text = min(models.values(), key=lambda text: text.pretrained.vocab_size)
-    found = file_documents(options, text) if options.input is not None else dataset_documents(options, text)
-    documents = list(itertools.islice(found, options.documents))
+    read = dataset_documents if options.input is None else file_documents
+    documents = list(itertools.islice(read(options, text), options.documents))
     if not documents:
         raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
-    chosen = {"all": list(range(len(documents)))}
+    numbers_by_task = {"all": list(range(len(documents)))}
     for number, document in enumerate(documents):
-        chosen.setdefault(document.source, []).append(number)
+        numbers_by_task.setdefault(document.source, []).append(number)
     streams = list(make_streams(documents, document_mask=options.document_mask))
     results: list[Result] = []
     losses: dict[str, dict[Key, Float64]] = {}
@@ -141,9 +144,9 @@ def _perplexity(
             for window in windows:
                 sums = window_losses(model, window, streams, len(documents), options.batch_tokens)
                 losses[name]["all", "loss", window.length] = sums[0].sum(dim=1).numpy()
-                for task, own in chosen.items():
+                for task, numbers in numbers_by_task.items():
                     at = {"model": name, "task": task, "length": window.length}
-                    results += [at | result for result in results_of(sums[:, own])]
+                    results += [at | result for result in results_of(sums[:, numbers])]
     counts = dict.fromkeys(losses[name], sums[1].sum(dim=1).numpy())  # the same for all models and lengths
     settings = {
         "document_mask": options.document_mask,
@@ -159,23 +162,26 @@ def file_documents(options: PerplexityOptions, text: ModelText) -> Iterator[Docu
 
     With `--documents-per-source` the documents of a source come together, and all texts are read first.
     """
-    found = _long_enough(options, text)
+    long_enough = _long_enough(options, text)
     if options.documents_per_source is None:
-        yield from found
+        yield from long_enough
         return
     by_source: dict[str, list[Document]] = {}
-    for document in found:
+    for document in long_enough:
         by_source.setdefault(document.source, []).append(document)
-    for own in by_source.values():
-        yield from evenly_spaced(own, options.documents_per_source)
+    for documents in by_source.values():
+        yield from evenly_spaced(documents, options.documents_per_source)
 
 
 def _long_enough(options: PerplexityOptions, text: ModelText) -> Iterator[Document]:
-    end = [] if text.end is None else [text.end]
-    for one in read_documents(options.input or (), options.json_key, key_field=options.source_key):
-        source = str(one.source) if one.key is None else one.key
-        tokens = text.checked(text.encode(one.text) + end)
-        if len(tokens) >= options.min_tokens:
+    for document in read_documents(options.input or (), options.json_key, key_field=options.source_key):
+        source = document.key
+        if source is None:
+            source = str(document.source)
+        tokens = text.encode(document.text)
+        if text.end is not None:
+            tokens.append(text.end)
+        if len(text.checked(tokens)) >= options.min_tokens:
             yield Document(source, np.array(tokens[: options.max_tokens], dtype=np.int64))
 
 
@@ -198,9 +204,9 @@ def evenly_spaced(items: Sequence[Item], count: int | None) -> Sequence[Item]:
 
 def make_streams(documents: Sequence[Document], *, document_mask: bool) -> Iterator[Stream]:
     """Yield one stream per document, or one per source from all of its documents."""
-    numbers: dict[Any, list[int]] = {}
+    numbers: dict[tuple[str, int], list[int]] = {}
     for number, document in enumerate(documents):
-        numbers.setdefault(number if document_mask else document.source, []).append(number)
+        numbers.setdefault((document.source, document_mask and number), []).append(number)
     for joined in numbers.values():
         tokens = [documents[number].tokens for number in joined]
         yield Stream(np.concatenate(tokens), np.repeat(joined, list(map(len, tokens)))[1:])
@@ -227,7 +233,7 @@ def window_losses(
         float64 [2, documents, BINS], on the host of every process: for each document what `sums_by_position` returns;
         positions count from the window's start.
     """
-    ranks, device = model.ranks, model.platform.device
+    ranks = model.ranks
     scorer = ChunkScorer(model, max(batch_tokens, window.length))
     sums = np.zeros((2, documents, BINS))
     ends = np.cumsum([len(stream.document) for stream in streams])
@@ -246,9 +252,11 @@ def window_losses(
                 np.add.at(sums[0], place, loss_T.cpu().double().numpy()[scored])
                 np.add.at(sums[1], place, 1.0)
             bar.update(len(document))
-    everyones = torch.from_numpy(sums * (ranks.reports_loss and ranks.context == 0)).to(device)
-    dist.all_reduce(everyones)
-    return everyones.cpu()
+    if not (ranks.reports_loss and ranks.context == 0):
+        sums[:] = 0
+    total = torch.from_numpy(sums).to(model.platform.device)
+    dist.all_reduce(total)
+    return total.cpu()
 
 
 def _batches(
@@ -271,10 +279,9 @@ def _batches(
         np.concatenate([getattr(part, name) + first for part, first in zip(windows, borders, strict=False)])
         for name in ("start", "end", "scored")
     )
-    mine = np.arange(model.ranks.data, len(start), model.ranks.data_size)
-    if not len(mine):
+    chunks = Chunks(start, end, scored).chosen(np.arange(model.ranks.data, len(start), model.ranks.data_size))
+    if not len(chunks.start):
         return
-    chunks = Chunks(start, end, scored).chosen(mine)
     masks = model.config.mask_options().at(total, [borders[1:]], total)
     if not model.follows_text:
         yield chunks, chunk_batches(tokens, masks, chunks, scorer.division, scorer.context)

@@ -104,17 +104,23 @@ class Generator:
     """
 
     def __init__(self, model: InferenceModel, text: ModelText, slots: int, rotary_base: float | None = None) -> None:
-        self.model, self.text, self.slots, self.rotary_base = model, text, slots, rotary_base
+        self.model = model
+        self.text = text
+        self.slots = slots
+        self.rotary_base = rotary_base
         self.mask_options = model.config.mask_options()
         self.stages: dist.ProcessGroup = model.chunks[0].pg_collection.pp
         ranks = model.ranks
-        lockstep = ranks.expert_size > 1
-        self.share = ranks.expert_copy if lockstep else ranks.data * ranks.context_size + ranks.context
+        self.share = ranks.data * ranks.context_size + ranks.context
+        if ranks.expert_size > 1:
+            self.share = ranks.expert_copy
         self.shares = ranks.data_size * ranks.context_size // ranks.expert_size
         # groups that compute the same texts, and the rank in each that chooses the tokens
         self.alike = [(ranks.tensor_group, 0), (self.stages, self.stages.size() - 1), (ranks.expert_group, 0)]
         # sequence parallelism divides the tokens of a pass evenly; tokens of one more slot, which nobody reads, fill up
-        self.unit = ranks.tensor_size if model.config.parallel.sequence_parallel else 1
+        self.unit = 1
+        if model.config.parallel.sequence_parallel:
+            self.unit = ranks.tensor_size
 
     def answer(
         self,
@@ -130,7 +136,7 @@ class Generator:
         Raises:
             UserError: an empty prompt, or a text too long for dynamic RoPE.
         """
-        return self._shared(prompts, lambda own: self._generate(own, sampling or Sampling(), on_token))
+        return self._shared(prompts, lambda share: self._generate(share, sampling or Sampling(), on_token))
 
     def likelihoods(self, choices: Sequence[Choice]) -> list[list[Likelihood]]:
         """Score every continuation of every choice; each context is computed once. Otherwise as `answer`."""
@@ -149,9 +155,9 @@ class Generator:
                     f"prompt {number}: got up to {request.length} tokens, but {self.model.pretrained.folder} has "
                     f"dynamic RoPE, which would rotate all cached keys anew beyond {original} tokens; ask for fewer"
                 )
-        own = compute([(number, requests[number]) for number in range(self.share, len(requests), self.shares)])
-        gathered = [own] * self.model.ranks.world_size
-        dist.all_gather_object(gathered, own)
+        results = compute(list(enumerate(requests))[self.share :: self.shares])
+        gathered = [results] * self.model.ranks.world_size
+        dist.all_gather_object(gathered, results)
         joined = ChainMap(*gathered)
         return [joined[number] for number in range(len(joined))]
 
@@ -177,7 +183,9 @@ class Generator:
             texts = list(active.values())
             last = {slot: [(text.answer or text.prompt.tokens)[-1]] for slot, text in active.items()}
             logits_nV = self._forward(cache, last)
-            chosen = None if logits_nV is None else choose(logits_nV, sampling, [text.draws for text in texts])
+            chosen = None
+            if logits_nV is not None:
+                chosen = choose(logits_nV, sampling, [text.draws for text in texts])
             for slot, token in zip(list(active), self._broadcast(chosen, len(texts)), strict=True):
                 text = active[slot]
                 text.answer.append(token)
@@ -197,7 +205,7 @@ class Generator:
 
     @torch.no_grad()
     def _score(self, choices: Sequence[tuple[int, Choice]]) -> dict[int, list[Likelihood]]:
-        found: dict[int, list[Likelihood]] = {}
+        likelihoods: dict[int, list[Likelihood]] = {}
         choices = sorted(choices, key=lambda numbered: -numbered[1].length)  # batches of similar lengths
         for first in range(0, len(choices), self.slots):
             numbers, some = zip(*choices[first : first + self.slots], strict=True)
@@ -205,16 +213,16 @@ class Generator:
             self._prefill(cache, {slot: choice.tokens[:-1] for slot, choice in enumerate(some)})
             scores: list[list[Likelihood]] = [[] for _ in some]
             for place in range(max(len(choice.options) for choice in some)):
-                present = {slot: choice for slot, choice in enumerate(some) if place < len(choice.options)}
-                options = {slot: choice.options[place] for slot, choice in present.items()}
-                inputs = {slot: [choice.tokens[-1], *options[slot][:-1]] for slot, choice in present.items()}
+                options = {
+                    slot: choice.options[place] for slot, choice in enumerate(some) if place < len(choice.options)
+                }
+                inputs = {slot: [some[slot].tokens[-1], *option[:-1]] for slot, option in options.items()}
                 for slot, likelihood in self._score_options(cache, inputs, options).items():
                     scores[slot].append(likelihood)
-                for slot, choice in present.items():
-                    cache.keep(slot, len(choice.tokens) - 1)
+                    cache.keep(slot, len(some[slot].tokens) - 1)
             if self.stages.rank() == self.stages.size() - 1:
-                found |= dict(zip(numbers, scores, strict=True))
-        return found
+                likelihoods |= zip(numbers, scores, strict=True)
+        return likelihoods
 
     def _score_options(
         self, cache: KeyValueCache, inputs: Mapping[int, Sequence[int]], labels: Mapping[int, Sequence[int]]
@@ -255,29 +263,39 @@ class Generator:
             last stage; None on the others.
         """
         heartbeat.beat()
-        real, texts_given = sum(map(len, texts.values())), len(texts)
-        if fill := -real % self.unit:
+        lengths = list(map(len, texts.values()))
+        wanted_n = np.cumsum(lengths) - 1
+        if every:
+            wanted_n = np.arange(sum(lengths))
+        fill = -sum(lengths) % self.unit
+        if fill:
             spare = len(cache.lengths) - 1
             cache.keep(spare, 0)
             texts = {**texts, spare: [0] * fill}
-        appended = cache.append(list(texts), [len(tokens) for tokens in texts.values()])
-        tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in texts.values()])
-        total, borders, local = len(tokens), appended.cu_seqlens_q, self.mask_options.local_window
-        device, stages, stage = self.model.platform.device, self.stages.size(), self.stages.rank()
+            lengths.append(fill)
+        appended = cache.append(list(texts), lengths)
+        tokens = np.fromiter(itertools.chain.from_iterable(texts.values()), dtype=np.int64)
+        total = len(tokens)
+        left_windows: list[int | None] = [None]
+        if self.mask_options.local_window is not None:
+            left_windows.append(self.mask_options.local_window - 1)
+        device = self.model.platform.device
         batch = PackedBatch(
             tokens_t=torch.from_numpy(tokens),
             labels_t=torch.zeros(total, dtype=torch.int64),
             positions_t=torch.from_numpy(appended.positions.astype(np.int32)),
             weights_t=torch.zeros(total),
             trained_t=torch.zeros(total, dtype=torch.bool),
-            masks=LayerMasks((AttentionMask(PackedLayout(total, borders.astype(np.int32))),)),
-            attention=tuple(map(appended.call, [None] if local is None else [None, local - 1])),
+            masks=LayerMasks((AttentionMask(PackedLayout(total, appended.cu_seqlens_q.astype(np.int32))),)),
+            attention=tuple(map(appended.call, left_windows)),
             total_trained=0,
             total_weight=0.0,
-            wanted=torch.arange(real) if every else torch.from_numpy(borders[1 : texts_given + 1] - 1),
+            wanted=torch.from_numpy(wanted_n),
             rotary_base=self.rotary_base,
         ).to(device)
         appended = moved(appended, device)
+        stages = self.stages.size()
+        stage = self.stages.rank()
         output: Tensor | None = None
         for chunk in self.model.chunks:  # several if the pipeline is interleaved
             if not chunk.pre_process:
@@ -305,29 +323,32 @@ class Generator:
 def _passes(texts: Mapping[int, Sequence[int]], limit: int) -> Iterator[dict[int, slice]]:
     """Cut texts into forward passes of at most `limit` tokens: long texts span several, short ones share one."""
     part: dict[int, slice] = {}
-    left = limit
+    free = limit
     for slot, tokens in texts.items():
         start = 0
         while start < len(tokens):
-            end = min(start + left, len(tokens))
+            end = min(start + free, len(tokens))
             part[slot] = slice(start, end)
-            left -= end - start
+            free -= end - start
             start = end
-            if not left:
+            if not free:
                 yield part
-                part, left = {}, limit
+                part = {}
+                free = limit
     if part:
         yield part
 
 
 def generate_text(options: GenerateOptions, processes: ParallelConfig, sampling: Sampling) -> None:
     """Continue the prompts or chat by the flags of `tools/generate.py`; print or write the texts. Collective."""
-    texts = [] if options.chat else list(options.prompt or ())
+    texts: list[str] = []
     if options.input is not None:
-        texts = [document.text for document in read_documents(options.input, options.json_key)]
+        texts += [document.text for document in read_documents(options.input, options.json_key)]
+    elif not options.chat:
+        texts += options.prompt or ()
     model = Pretrained.find(options.model)
     text = ModelText.of(model, options.tokenizer, options.eod_token, bos=options.bos, chat=options.chat)
-    prompts = [Prompt(text.encode(given), options.max_new_tokens) for given in texts]
+    prompts = [Prompt(text.encode(words), options.max_new_tokens) for words in texts]
     longest = max((prompt.length for prompt in prompts), default=options.max_new_tokens)
     with open_generator(text, processes, longest, dtype=options.dtype, slots=options.batch_size) as generator:
         first = generator.model.ranks.world == 0
@@ -335,7 +356,8 @@ def generate_text(options: GenerateOptions, processes: ParallelConfig, sampling:
         if options.chat:
             _chat(options, generator, sampling)
         elif options.output is None and len(prompts) == 1:
-            print(texts[0] if first else "", end="", flush=True)
+            if first:
+                print(texts[0], end="", flush=True)
             _answer_and_print(generator, prompts[0], sampling)
         else:
             answers = generator.answer(prompts, sampling)
@@ -344,13 +366,14 @@ def generate_text(options: GenerateOptions, processes: ParallelConfig, sampling:
         return
     if options.output is None:
         for number, answer in enumerate(answers):
-            print("\n" if number else "", f"[{number + 1}] {texts[number]}", sep="", end="")
-            print(text.answer(prompts[number].tokens, answer))
+            if number:
+                print()
+            print(f"[{number + 1}] {texts[number]}{text.answer(prompts[number].tokens, answer)}")
         return
     with atomic_write(options.output) as aside, aside.open("w", encoding="utf-8") as file:
-        for given, prompt, answer in zip(texts, prompts, answers, strict=True):
+        for words, prompt, answer in zip(texts, prompts, answers, strict=True):
             record = {
-                "prompt": given,
+                "prompt": words,
                 "answer": text.answer(prompt.tokens, answer),
                 "tokens": answer,
                 "prompt_tokens": len(prompt.tokens),
@@ -361,7 +384,8 @@ def generate_text(options: GenerateOptions, processes: ParallelConfig, sampling:
 
 def _answer_and_print(generator: Generator, prompt: Prompt, sampling: Sampling) -> list[int]:
     """Answer a prompt; process 0 prints each part of the text as soon as it is complete."""
-    first, text = generator.model.ranks.world == 0, generator.text
+    first = generator.model.ranks.world == 0
+    text = generator.text
     stream = TextStream(text.tokenizer, prompt.tokens)
 
     def show(number: int, token: int) -> None:
@@ -376,14 +400,16 @@ def _answer_and_print(generator: Generator, prompt: Prompt, sampling: Sampling) 
 
 def _chat(options: GenerateOptions, generator: Generator, sampling: Sampling) -> None:
     """Run a conversation; process 0 reads the user's turns."""
-    text, ranks = generator.text, generator.model.ranks
+    text = generator.text
     assert text.template is not None
     if generator.shares > 1:
         raise UserError(
-            f"chat: got {ranks.world_size} processes, needs one copy of the model; start as many as "
+            f"chat: got {generator.model.ranks.world_size} processes, needs one copy of the model; start as many as "
             "--tensor-model-parallel-size times --pipeline-model-parallel-size"
         )
-    messages = [{"role": "system", "content": options.system}] if options.system else []
+    messages = []
+    if options.system:
+        messages.append({"role": "system", "content": options.system})
 
     def ask() -> str:
         if sys.stdin.isatty():

@@ -57,9 +57,11 @@ class Requests:
 
     def serve(self) -> None:
         """Compute requests of process 0 until it finishes; raise its error, if any, as a UserError."""
-        while isinstance(request := self._broadcast(None), tuple):
+        request = self._broadcast(None)
+        while isinstance(request, tuple):
             with heartbeat.limit(True):
                 getattr(self.generator, request[0])(*request[1])
+            request = self._broadcast(None)
         dist.destroy_process_group(self.group)
         if request is not None:
             raise UserError(request)
@@ -85,12 +87,17 @@ class TrainedModel(TemplateLM):
 
     def __init__(self, requests: Requests, max_length: int, *, cut_middle: bool = False) -> None:
         super().__init__()
-        self.requests, self.max_length, self.cut_middle = requests, max_length, cut_middle
+        self.requests = requests
+        self.max_length = max_length
+        self.cut_middle = cut_middle
         self.text = requests.generator.text
 
     @property
     def eot_token_id(self) -> int:
-        return self.text.checked([min(self.text.stop) if self.text.end is None else self.text.end])[0]
+        end = self.text.end
+        if end is None:
+            end = min(self.text.stop)
+        return self.text.checked([end])[0]
 
     @cached_property
     def prefix_token_id(self) -> int:
@@ -107,10 +114,14 @@ class TrainedModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         template = self.text.template
         assert template is not None
-        return template.prompt(chat_history) if add_generation_prompt else template.render(chat_history)[0]
+        if add_generation_prompt:
+            return template.prompt(chat_history)
+        return template.render(chat_history)[0]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return None if self.text.template is None else self.text.template.source
+        if self.text.template is None:
+            return None
+        return self.text.template.source
 
     @property
     def tokenizer_name(self) -> str:
@@ -127,8 +138,8 @@ class TrainedModel(TemplateLM):
             groups.setdefault(tuple(kept), []).append(number)
         choices = [Choice(context, [continuations[n] for n in numbers]) for context, numbers in groups.items()]
         scores = itertools.chain.from_iterable(self.requests.compute("likelihoods", choices))
-        found = dict(zip(itertools.chain.from_iterable(groups.values()), scores, strict=True))
-        return [found[number] for number in range(len(requests))]
+        by_number = dict(zip(itertools.chain.from_iterable(groups.values()), scores, strict=True))
+        return [by_number[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         windows: list[tuple[Any, list[int], list[int]]] = []
@@ -138,8 +149,8 @@ class TrainedModel(TemplateLM):
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             windows += [(None, *make_disjoint_window(pair)) for pair in rolling]
             ends.append(len(windows))
-        found = self._loglikelihood_tokens(windows)
-        return [sum(score for score, _ in found[start:end]) for start, end in itertools.pairwise(ends)]
+        scores = self._loglikelihood_tokens(windows)
+        return [sum(score for score, _ in scores[start:end]) for start, end in itertools.pairwise(ends)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue texts; those with the same options are generated together."""
@@ -149,16 +160,20 @@ class TrainedModel(TemplateLM):
         answers = [""] * len(requests)
         for options, numbers in groups.items():
             wanted = normalize_gen_kwargs(json.loads(options))
-            until, new_tokens = [stop for stop in wanted["until"] if stop], wanted["max_gen_toks"]
-            if new_tokens >= self.max_length:
+            until = [stop for stop in wanted["until"] if stop]
+            new_tokens = wanted["max_gen_toks"]
+            limit = self.max_length - new_tokens
+            if limit <= 0:
                 raise UserError(f"max_length: got {self.max_length}, needs more than the {new_tokens} of an answer")
             sampling = Sampling()
             if wanted["do_sample"]:
                 sampling = Sampling(wanted["temperature"], wanted.get("top_k") or None, wanted.get("top_p"))
             prompts = []
             for number in numbers:
-                tokens, limit = self.tok_encode(requests[number].args[0]), self.max_length - new_tokens
-                start = limit // 2 if self.cut_middle and len(tokens) > limit else 0
+                tokens = self.tok_encode(requests[number].args[0])
+                start = 0
+                if self.cut_middle and len(tokens) > limit:
+                    start = limit // 2
                 tokens = tokens[:start] + tokens[-(limit - start) :]
                 prompts.append(Prompt(tokens or [self.prefix_token_id], new_tokens, tuple(until)))
             for number, tokens in zip(numbers, self.requests.compute("answer", prompts, sampling), strict=True):
@@ -180,12 +195,14 @@ class Tasks(TaskManager):
         with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder, self.refusing():
             # RULER opens the tokenizer with trust_remote_code: give it only the vocabulary
             file = tokenizer.file
-            metadata: dict[str, Any] = {"max_seq_lengths": list(lengths)} if lengths else {}
+            metadata: dict[str, Any] = {}
+            if lengths:
+                metadata["max_seq_lengths"] = list(lengths)
             if file.name == "tokenizer.json":
                 (Path(folder) / file.name).write_bytes(file.read_bytes())
                 (Path(folder) / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-                metadata |= {"tokenizer": folder}
-            super().__init__(include_path=None if include_path is None else str(include_path), metadata=metadata)
+                metadata["tokenizer"] = folder
+            super().__init__(include_path=include_path and str(include_path), metadata=metadata)
             # RULER and others draw their texts: seeded as in `lm_eval.simple_evaluate`, they are the same each time
             random.seed(DEFAULT_RANDOM_SEED)
             np.random.seed(DEFAULT_OTHER_SEED)
@@ -201,11 +218,11 @@ class Tasks(TaskManager):
 
     def first(self, count: int) -> dict[str, list[int]]:
         """Return the first `count` questions of each task, and of each length of RULER, whose lengths are in order."""
-        found: dict[str, list[int]] = {}
+        numbers: dict[str, list[int]] = {}
         for name, task in self.loaded["tasks"].items():
-            lengths = [doc.get("max_length") if isinstance(doc, dict) else None for doc in task.eval_docs]
-            found[name] = [n for n, length in enumerate(lengths) if n - lengths.index(length) < count]
-        return found
+            lengths = [isinstance(doc, dict) and doc.get("max_length") for doc in task.eval_docs]
+            numbers[name] = [n for n, length in enumerate(lengths) if n - lengths.index(length) < count]
+        return numbers
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -234,7 +251,7 @@ def ask(
 ) -> Mapping[str, Any] | None:
     """Run the tasks that process 0 loads; return lm-eval's results there, and None on other processes. Collective.
 
-    `max_length` and `cut_middle` are those of `TrainedModel`, the other options those of `LmEvalOptions`.
+    `TrainedModel` describes `max_length` and `cut_middle`; `limit` is the number of questions, all if it is None.
 
     Raises:
         UserError: the tasks cannot be loaded or run; raised on all processes.
@@ -246,7 +263,7 @@ def ask(
     try:
         tasks = load()
         with tasks.refusing():
-            found: Mapping[str, Any] = lm_eval.simple_evaluate(
+            output: Mapping[str, Any] = lm_eval.simple_evaluate(
                 model=TrainedModel(requests, max_length, cut_middle=cut_middle),
                 tasks=tasks.names,
                 num_fewshot=shots,
@@ -260,7 +277,7 @@ def ask(
         requests.finish(str(error))
         raise
     requests.finish()
-    return found
+    return output
 
 
 def evaluate(
@@ -268,7 +285,8 @@ def evaluate(
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Run lm-eval on trained models; return a part of the record, and every answer of each model. Collective."""
     results: list[dict[str, Any]] = []
-    items, samples = {}, {}
+    items = {}
+    samples = {}
     for name, text in models.items():
         length = options.max_length or text.pretrained.length
         if length is None:
@@ -276,70 +294,78 @@ def evaluate(
         load = partial(Tasks, options.tasks, text.tokenizer, options.lengths, options.include_path)
         asked = {name: getattr(options, name) for name in ("shots", "limit", "cut_middle", "chat")}
         with open_generator(text, processes, length, dtype=options.dtype, slots=options.batch_size) as generator:
-            found = ask(generator, load, length, **asked)
-        if found is None:
+            output = ask(generator, load, length, **asked)
+        if output is None:
             continue
-        own = list(results_of(found))
+        model_results = list(results_of(output))
         if options.split_length is not None:
-            own += results_by_prompt_length(found, text.encode, options.split_length)
-        results += [{"model": name, **result} for result in own]
-        items[name] = items_of(found)
-        samples[name] = [{"task": task, **one} for task, answers in found["samples"].items() for one in answers]
+            model_results += results_by_prompt_length(output, text.encode, options.split_length)
+        results += [{"model": name, **result} for result in model_results]
+        items[name] = items_of(output)
+        samples[name] = [{"task": task, **answer} for task, answers in output["samples"].items() for answer in answers]
     settings = {name: getattr(options, name) for name in ("tasks", "shots", "limit", "lengths", "chat", "cut_middle")}
-    return {"settings": settings, "results": results, "differences": list(compare(items)) if items else []}, samples
+    differences = list(compare(items)) if items else []  # without items except on process 0
+    return {"settings": settings, "results": results, "differences": differences}, samples
 
 
-def results_of(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def results_of(output: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Return the metrics of tasks and groups. RULER names its metrics by length; -1 means no samples."""
-    for task, metrics in (found["results"] | found.get("groups", {})).items():
+    for task, metrics in (output["results"] | output.get("groups", {})).items():
         for key, value in metrics.items():
             metric, comma, kind = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            result = {"task": task, "metric": metric if kind == "none" else key, "value": float(value)}
             if metric.isdigit():
-                result |= {"metric": "score", "length": int(metric)}
-            if not (metric.isdigit() and value == -1):
-                yield result
+                if value != -1:
+                    yield {"task": task, "metric": "score", "value": float(value), "length": int(metric)}
+                continue
+            if kind != "none":
+                metric = key
+            yield {"task": task, "metric": metric, "value": float(value)}
 
 
-def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
+def items_of(output: Mapping[str, Any]) -> dict[Key, Float64]:
     """Return the main score of each question of each task, by the task's first filter; for RULER, by length."""
     items: dict[Key, Float64] = {}
-    for task, own in _answers(found):
-        if not own:
-            continue
-        known = dict.fromkeys((*MAIN, *(name for answer in own for name in answer.get("metrics", ()))))
-        lengths = sorted(int(name) for name in known if name.isdigit())
-        names = [name for name in known if isinstance(own[0].get(name), (int, float))]
-        for name in map(str, lengths) if lengths else names[:1]:
+    for task, answers in _answers(output):
+        metrics = dict.fromkeys((*MAIN, *(name for answer in answers for name in answer.get("metrics", ()))))
+        lengths = sorted(int(name) for name in metrics if name.isdigit())
+        for length in lengths:
             # a question of RULER has the score of its own length, perhaps -1 for others
-            scores = np.array([float(answer[name]) for answer in own if answer.get(name, -1) != -1 or not lengths])
-            if len(scores):
-                items[task, "score" if lengths else name, int(name) if lengths else None] = scores
-    return items
+            scores = [float(answer.get(str(length), -1)) for answer in answers]
+            items[task, "score", length] = np.array([score for score in scores if score != -1])
+        names = [name for name in metrics if isinstance(answers[0].get(name), (int, float))]
+        if names and not lengths:
+            items[task, names[0], None] = np.array([float(answer[names[0]]) for answer in answers])
+    return {key: scores for key, scores in items.items() if len(scores)}
 
 
 def results_by_prompt_length(
-    found: Mapping[str, Any], encode: Callable[[str], Sequence[int]], length: int
+    output: Mapping[str, Any], encode: Callable[[str], Sequence[int]], length: int
 ) -> Iterator[dict[str, Any]]:
     """Return the mean main score of prompts of at most `length` tokens and of longer ones, by task and over tasks."""
-    prompts = {task: np.array([len(encode(one["arguments"][0][0])) for one in own]) for task, own in _answers(found)}
-    for sign, chosen in ("<=", np.less_equal), (">", np.greater):
+    prompts = {
+        task: np.array([len(encode(answer["arguments"][0][0])) for answer in answers])
+        for task, answers in _answers(output)
+    }
+    for sign, compared in ("<=", np.less_equal), (">", np.greater):
         means = []
-        for (task, metric, ruler_length), scores in items_of(found).items():
-            own = scores[chosen(prompts[task], length)] if ruler_length is None else scores[:0]
-            if len(own):
-                means.append(float(own.mean()))
+        for (task, metric, ruler_length), scores in items_of(output).items():
+            if ruler_length is not None:
+                continue
+            scores = scores[compared(prompts[task], length)]
+            if len(scores):
+                means.append(float(scores.mean()))
                 name = f"{metric}, prompts {sign} {length}"
-                yield {"task": task, "metric": name, "value": means[-1], "count": len(own)}
+                yield {"task": task, "metric": name, "value": means[-1], "count": len(scores)}
         if means:
             name = f"mean of tasks, prompts {sign} {length}"
             yield {"task": "all", "metric": name, "value": float(np.mean(means)), "count": len(means)}
 
 
-def _answers(found: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield each task's answers in the order of its questions, as its first filter reads them."""
-    for task, answers in found["samples"].items():
-        own = [answer for answer in answers if answer.get("filter") == answers[0].get("filter")]
-        yield task, sorted(own, key=lambda answer: int(answer["doc_id"]))
+def _answers(output: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield each task's answers, if any, in the order of its questions, as its first filter reads them."""
+    for task, answers in output["samples"].items():
+        chosen = [answer for answer in answers if answer.get("filter") == answers[0].get("filter")]
+        if chosen:
+            yield task, sorted(chosen, key=lambda answer: int(answer["doc_id"]))

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class InferenceModel:
-    """A model with its weights loaded; `chunks` are those of this pipeline stage, in evaluation mode."""
+    """A model with its weights loaded; `chunks` are its parts on this pipeline stage, in evaluation mode."""
 
     pretrained: Pretrained
     config: Config
@@ -67,10 +67,11 @@ def open_model(
         )
     world_size = read_launch().world_size
     device = platform.choose(processes.device)
-    half = device.device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
+    half = dtype == "bfloat16" or (dtype == "auto" and device.device.type == "cuda")
     config = inference_config(pretrained, processes, length, world_size, bf16=half)
     check(config, world_size, training=False)
-    ep, cp = config.parallel.expert_model_parallel_size, config.parallel.context_parallel_size
+    ep = config.parallel.expert_model_parallel_size
+    cp = config.parallel.context_parallel_size
     if cp % ep:
         raise UserError(
             f"expert_model_parallel_size: got {ep}, outside training it needs a divisor of context_parallel_size {cp}: "
