@@ -105,11 +105,11 @@ def pack(
 
 def lay_end_to_end(rows: Sequence[TokenRow]) -> Tokens:
     """Concatenate the tokens of rows of equal length."""
-    both = np.stack([row.tokens for row in rows])
+    ids = np.stack([row.tokens for row in rows])
     weights = [row.weights for row in rows if row.weights is not None]
     return Tokens(
-        tokens=both[:, :-1].reshape(-1),
-        labels=both[:, 1:].reshape(-1),
+        tokens=ids[:, :-1].reshape(-1),
+        labels=ids[:, 1:].reshape(-1),
         trained=np.concatenate([row.trained for row in rows]),
         weights=np.concatenate(weights) if weights else None,
     )
@@ -129,33 +129,43 @@ def assemble(
     `sampled` has the queries to measure, among the T tokens. With `number_rows`, a batch of several rows also has each
     token's row.
     """
-    total, row_length = masks.widest.tokens, masks.widest.row_length
+    total = masks.widest.tokens
+    row_length = masks.widest.row_length
     if context is not None:
         plans = context.plans(masks)
-        group, by_rank = context.group, plans[0].rows
+        group = context.group
+        by_rank = plans[0].rows
         calls = tuple(AttentionCall.of_plan(plan, group, context.choose(plan)) for plan in plans)
     else:
-        group, by_rank = ContextGroup(0, 1, None), (np.arange(total, dtype=np.int64),)
+        group = ContextGroup(0, 1, None)
+        by_rank = (np.arange(total, dtype=np.int64),)
         calls = tuple(AttentionCall.of_layout(mask.layout, mask.left_window) for mask in masks.by_kind)
-    mine = by_rank[group.rank]
+    share = by_rank[group.rank]
+    wanted = None
+    losses_by_rank = by_rank
+    if tokens.wanted is not None:
+        wanted = torch.from_numpy(np.flatnonzero(tokens.wanted[share]))
+        losses_by_rank = tuple(indices[tokens.wanted[indices]] for indices in by_rank)
     places = None
     if tokens.wanted is not None or scores is not None:  # the losses are gathered over ranks
-        wanted = by_rank if tokens.wanted is None else [own[tokens.wanted[own]] for own in by_rank]
-        places = Places(tuple(len(own) for own in wanted), torch.from_numpy(np.concatenate(wanted)))
-    weights = np.ones(total, dtype=np.float32) if tokens.weights is None else tokens.weights
+        counts = tuple(len(indices) for indices in losses_by_rank)
+        places = Places(counts, torch.from_numpy(np.concatenate(losses_by_rank)))
+    weights = tokens.weights
+    if weights is None:
+        weights = np.ones(total, dtype=np.float32)
     return PackedBatch(
-        tokens_t=torch.from_numpy(tokens.tokens[mine]),
-        labels_t=torch.from_numpy(tokens.labels[mine]),
-        positions_t=torch.from_numpy(masks.widest.positions()[mine]),
-        weights_t=torch.from_numpy(weights[mine]),
-        trained_t=torch.from_numpy(tokens.trained[mine]),
+        tokens_t=torch.from_numpy(tokens.tokens[share]),
+        labels_t=torch.from_numpy(tokens.labels[share]),
+        positions_t=torch.from_numpy(masks.widest.positions()[share]),
+        weights_t=torch.from_numpy(weights[share]),
+        trained_t=torch.from_numpy(tokens.trained[share]),
         masks=masks,
         attention=calls,
         total_trained=int(tokens.trained.sum()),
         total_weight=float(weights[tokens.trained].sum(dtype=np.float64)),
-        wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[mine])),
+        wanted=wanted,
         places=places,
         scores=scores,
         probe=None if sampled is None else Probe.of(sampled, masks, by_rank, group),
-        rows_t=torch.from_numpy(mine // row_length) if number_rows and total > row_length else None,
+        rows_t=torch.from_numpy(share // row_length) if number_rows and total > row_length else None,
     )

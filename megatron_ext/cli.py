@@ -234,9 +234,10 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         number = int(text)
-        if number < low or (high is not None and number > high):
-            needed = f"at least {low}" if high is None else f"{low}..{high}"
-            raise argparse.ArgumentTypeError(f"got {number}, needs {needed}")
+        if high is None and number < low:
+            raise argparse.ArgumentTypeError(f"got {number}, needs at least {low}")
+        if high is not None and not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"got {number}, needs {low}..{high}")
         return number
 
     convert.__name__ = "int"  # for argparse's message about other text
@@ -275,9 +276,10 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """Return "; did you mean X?" for the known name most similar to `name`, or "" if none is similar."""
     if name.startswith("-"):
         name = name.replace("_", "-")
-    for match in difflib.get_close_matches(name, known, n=1):
-        return f"; did you mean {match}?"
-    return ""
+    matches = difflib.get_close_matches(name, known, n=1)
+    if not matches:
+        return ""
+    return f"; did you mean {matches[0]}?"
 
 
 if __name__ == "__main__":

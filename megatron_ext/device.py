@@ -17,26 +17,27 @@ Carrier = TypeVar("Carrier")
 
 
 def moved(carrier: Carrier, device: torch.device) -> Carrier:
-    """Copy a tensor, or those in a tuple or dataclass, to `device` without blocking the host.
+    """Copy a tensor, or the tensors in a tuple or dataclass, to `device` without blocking the host.
 
-    What needs no copy is returned itself.
+    A carrier that is on the device already is returned itself.
     """
-    given: Any = carrier
-    if isinstance(given, Tensor):
-        pinned = given.pin_memory() if device.type == "cuda" and given.device.type == "cpu" else given
-        given = pinned.to(device, non_blocking=True)
-    elif type(given) is tuple:
-        on_device = tuple(moved(value, device) for value in given)
-        if any(new is not old for new, old in zip(on_device, given, strict=True)):
-            given = on_device
-    elif is_dataclass(given):
-        values = {field.name: getattr(given, field.name) for field in fields(given) if field.init}
+    result: Any = carrier
+    if isinstance(result, Tensor):
+        if device.type == "cuda" and result.device.type == "cpu":
+            result = result.pin_memory()
+        result = result.to(device, non_blocking=True)
+    elif type(result) is tuple:
+        on_device = tuple(moved(value, device) for value in result)
+        if any(new is not old for new, old in zip(on_device, result, strict=True)):
+            result = on_device
+    elif is_dataclass(result):
+        values = {field.name: getattr(result, field.name) for field in fields(result) if field.init}
         copies = {name: moved(value, device) for name, value in values.items()}
         changed: Any = {name: copy for name, copy in copies.items() if copy is not values[name]}
         if changed:
-            given = replace(given, **changed)  # type: ignore[type-var]
-    result: Carrier = given
-    return result
+            result = replace(result, **changed)  # type: ignore[type-var]
+    typed: Carrier = result
+    return typed
 
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:

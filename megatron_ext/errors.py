@@ -35,7 +35,9 @@ class DivergedError(FloatingPointError):
 
     def __init__(self, what: str, value: float, needs: str = "a finite number") -> None:
         super().__init__(f"the {what} is {value}, needs {needs}")
-        self.what, self.value, self.needs = what, value, needs
+        self.what = what
+        self.value = value
+        self.needs = needs
 
 
 def missing_package(what: str, package: str) -> UserError:
@@ -82,7 +84,8 @@ def first_line(error: BaseException) -> str:
 
 
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxdict = 3, 4
+_SHORT.maxlevel = 3
+_SHORT.maxdict = 4
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
@@ -93,4 +96,4 @@ def echo(value: object) -> str:
 
 def printable(text: str) -> str:
     """Escape control characters, so that a file's content cannot control the terminal."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

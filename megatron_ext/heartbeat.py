@@ -24,7 +24,8 @@ def beat(doing: str | None = None) -> None:
 def limit(on: bool) -> Iterator[None]:
     """Limit the time between two beats in the context, or not: for code that cannot call `beat`."""
     global limited
-    before, limited = limited, on
+    before = limited
+    limited = on
     try:
         yield
     finally:

@@ -26,12 +26,18 @@ class LearningRateSchedule:
         """Return the learning rate of the run's 0-based optimizer step."""
         step += self.first_step
         if step < self.warmup_steps:
-            return self.peak * (step if self.from_zero else step + 1) / self.warmup_steps
+            if not self.from_zero:
+                step += 1
+            return self.peak * step / self.warmup_steps
         if self.style == "constant":
             return self.peak
         if step >= self.decay_steps:
             return self.minimum
-        start = self.decay_steps - self.wsd_steps if self.style == "WSD" else self.warmup_steps
+        start = self.warmup_steps
+        if self.style == "WSD":
+            start = self.decay_steps - self.wsd_steps
         share = max(step - start, 0) / (self.decay_steps - start)
-        fall = (1 + math.cos(math.pi * share)) / 2 if self.style == "cosine" else 1 - share
-        return self.minimum + (self.peak - self.minimum) * fall
+        height = 1 - share
+        if self.style == "cosine":
+            height = (1 + math.cos(math.pi * share)) / 2
+        return self.minimum + (self.peak - self.minimum) * height

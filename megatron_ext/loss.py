@@ -33,7 +33,7 @@ LOWEST = torch.finfo(torch.float32).min / 2  # initial maximum; unlike -inf, it 
 Number = TypeVar("Number", Tensor, float)
 # Earlier versions reject a float32 total with bf16 operands: https://github.com/pytorch/pytorch/pull/167931
 _ADDS_IN_PLACE = TorchVersion(torch.__version__) >= "2.11.0a0"
-_PARTS = 32  # in which these add a product
+_PARTS = 32  # number of parts in which these versions add a product
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,17 @@ class AttentionMask:
         """Return the first token that each token sees; int64 [T], non-decreasing."""
         layout = self.layout
         starts = np.repeat(layout.cu_seqlens[:-1].astype(np.int64), layout.lengths)
-        return starts if self.left_window is None else np.maximum(starts, np.arange(layout.tokens) - self.left_window)
+        if self.left_window is None:
+            return starts
+        return np.maximum(starts, np.arange(layout.tokens) - self.left_window)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMasks:
     """Attention masks of all layers in one micro-batch."""
 
-    # of the layers that follow the window schedule, then of local layers if any, whose segments contain the others
+    # the mask of layers that follow the window schedule, then the mask of local layers if any; a segment of the second
+    # contains whole segments of the first
     by_kind: tuple[AttentionMask, ...]
     is_local: tuple[bool, ...] = (False,)  # one flag per layer of the model, in order: the index of its mask
 
@@ -120,16 +123,21 @@ class MaskOptions:
     def bounds(self, row_length: int, window: int) -> tuple[Bounds, ...]:
         """Return what bounds scheduled layers, and what bounds local layers if there are any."""
         grid = window if self.window_mask == "grid" else row_length
+        left_window = None
         # the window of a whole row bounds nothing: without a left window, backends use their plain causal kernel
-        left = None if window >= row_length else {"sliding": window, "sliding_w": window - 1}.get(self.window_mask)
+        if window < row_length:
+            left_window = {"sliding": window, "sliding_w": window - 1}.get(self.window_mask)
+        scheduled = (grid, left_window)
         if self.local_window is None:
-            return ((grid, left),)
+            return (scheduled,)
         local_left = self.local_window - 1
         if self.local_fixed:
-            return (grid, left), (row_length, local_left)
-        if left is not None:
-            return (grid, left), (grid, min(local_left, left))
-        return (grid, left), (grid, None if window <= self.local_window else local_left)  # the grid may be narrower
+            return scheduled, (row_length, local_left)
+        if left_window is not None:
+            return scheduled, (grid, min(local_left, left_window))
+        if window <= self.local_window:  # a narrow grid bounds local layers, too
+            return scheduled, (grid, None)
+        return scheduled, (grid, local_left)
 
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:
         """Build the masks of concatenated rows, each given by its documents' exclusive ends."""
@@ -140,7 +148,7 @@ class MaskOptions:
             for grid in {grid for grid, _ in by_kind}
         }
         # where local layers have the same bounds, they share the mask and its plan
-        masks = {(grid, left): AttentionMask(layouts[grid], left) for grid, left in by_kind}
+        masks = {bounds: AttentionMask(layouts[bounds[0]], bounds[1]) for bounds in by_kind}
         is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
         return LayerMasks(tuple(masks[bounds] for bounds in by_kind), is_local)
 
@@ -149,9 +157,9 @@ class MaskOptions:
         total = 0
         local_layers = sum(self.is_local(number) for number in range(1, self.num_layers + 1))
         layers = (self.num_layers - local_layers, local_layers)
-        for count, (grid, left) in zip(layers, self.bounds(row_length, window), strict=False):
-            blocks, rest = divmod(row_length, grid)
-            pairs = blocks * segment_pairs(grid, left) + segment_pairs(rest, left)
+        for count, (grid, left_window) in zip(layers, self.bounds(row_length, window), strict=False):
+            blocks, last_block = divmod(row_length, grid)
+            pairs = blocks * segment_pairs(grid, left_window) + segment_pairs(last_block, left_window)
             total += count * sum_of_contexts(pairs, row_length)
         return total / (self.num_layers * row_length)
 

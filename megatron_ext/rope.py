@@ -51,7 +51,9 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
     """
     if model.rope_scaling == "dynamic":
         base = dynamic_base(model, row_length)
-    plain = inverse_frequencies(model.rotary_size, model.rotary_base if base is None else base)
+    if base is None:
+        base = model.rotary_base
+    plain = inverse_frequencies(model.rotary_size, base)
     if model.rope_scaling == "linear":
         return plain / model.rope_scaling_factor
     if model.rope_scaling == "yarn":
@@ -60,7 +62,8 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
         # fraction kept: 1 for wavelengths below L0 / high_freq_factor, 0 above L0 / low_freq_factor, linear in between
         assert model.rope_original_length is not None  # config/checks.py
         turns = model.rope_original_length * plain / (2 * math.pi)
-        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        low = model.rope_low_freq_factor
+        high = model.rope_high_freq_factor
         return _between(plain, ((turns - low) / (high - low)).clamp(0, 1), model.rope_scaling_factor)
     return plain
 
@@ -69,23 +72,24 @@ class Frequencies:
     """Caches a model's frequencies for each base and device; `row_length` as for `model_frequencies`."""
 
     def __init__(self, model: ModelConfig, row_length: int) -> None:
-        self.model, self.row_length = model, row_length
-        self._known: dict[tuple[float | None, torch.device, bool], Tensor] = {}
+        self.model = model
+        self.row_length = row_length
+        self._by_key: dict[tuple[float | None, torch.device, bool], Tensor] = {}
 
     def at(self, base: float | None, device: torch.device, *, local: bool = False) -> Tensor:
         """Return the frequencies, float64 [rotary_size / 2] on `device`; a base of None is the model's.
 
-        `local`: those of local layers with a base of their own, which are not scaled.
+        `local` returns the frequencies of local layers with a separate base, which are not scaled.
         """
         key = base, device, local
-        if key not in self._known:
+        if key not in self._by_key:
             if local:
                 assert self.model.rotary_base_local is not None
-                found = inverse_frequencies(self.model.rotary_size, self.model.rotary_base_local)
+                frequencies = inverse_frequencies(self.model.rotary_size, self.model.rotary_base_local)
             else:
-                found = model_frequencies(self.model, self.row_length, base)
-            self._known[key] = moved(found, device)
-        return self._known[key]
+                frequencies = model_frequencies(self.model, self.row_length, base)
+            self._by_key[key] = moved(frequencies, device)
+        return self._by_key[key]
 
 
 def dynamic_base(model: ModelConfig, length: int) -> float:
@@ -94,7 +98,8 @@ def dynamic_base(model: ModelConfig, length: int) -> float:
     base * r ** (d / (d - 2)): the lowest frequency falls by r and the highest is unchanged (arXiv 2410.02660).
     """
     assert model.rope_original_length is not None  # config/checks.py
-    factor, ratio = model.rope_scaling_factor, max(length / model.rope_original_length, 1.0)
+    factor = model.rope_scaling_factor
+    ratio = max(length / model.rope_original_length, 1.0)
     size = model.rotary_size
     return model.rotary_base * (factor * ratio - (factor - 1)) ** (size / (size - 2))
 
@@ -138,7 +143,7 @@ def follows_text(model: ModelConfig, row_length: int) -> bool:
 
 
 def _between(plain_h: Tensor, kept_h: Tensor, factor: float) -> Tensor:
-    """Interpolate each frequency: fraction `kept_h` unchanged, the rest divided by `factor`."""
+    """Interpolate each frequency between itself, with weight `kept_h`, and its quotient by `factor`."""
     return plain_h / factor * (1 - kept_h) + plain_h * kept_h
 
 
@@ -149,14 +154,18 @@ def _kept_by_yarn(model: ModelConfig) -> Tensor:
     pairs without a full rotation are stretched.
     """
     assert model.rope_original_length is not None  # config/checks.py
-    size, length = model.rotary_size, model.rope_original_length
+    size = model.rotary_size
+    length = model.rope_original_length
 
     def pair_with(turns: float) -> float:
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
 
-    low, high = pair_with(model.rope_beta_fast), pair_with(model.rope_beta_slow)
+    low = pair_with(model.rope_beta_fast)
+    high = pair_with(model.rope_beta_slow)
     if model.rope_truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     pairs = torch.arange(size // 2, dtype=torch.float64)
     return 1 - ((pairs - low) / (high - low or 0.001)).clamp(0, 1)

@@ -69,7 +69,9 @@ class WindowSchedule:
     @cached_property
     def ramp_steps(self) -> Fraction:
         """T_x, the steps of one ramp from start to end (not always an integer)."""
-        return (self.end - self.start) / self.rate if self.end > self.start else Fraction(0)
+        if self.end <= self.start:
+            return Fraction(0)
+        return (self.end - self.start) / self.rate
 
     @cached_property
     def expansion_steps(self) -> int:
@@ -102,23 +104,30 @@ class WindowSchedule:
             yield window, sum(steps for _, steps in parts)
 
     def _monotone_runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield runs that also end at each turn; between two the window is monotone: few steps are evaluated."""
+        """Yield runs that also end at each turn; between two turns the window is monotone: few steps are evaluated."""
         while first < end:
-            turn = min(end, self.expansion_steps) if first < self.expansion_steps else end
-            if self.kind in _CYCLIC and first < turn <= self.expansion_steps:  # up to the next ramp
-                turn = min(turn, math.ceil((first // self.ramp_steps + 1) * self.ramp_steps))
-            window, most = self.window_at(first), 1
+            turn = end
+            if first < self.expansion_steps:
+                turn = min(end, self.expansion_steps)
+                if self.kind in _CYCLIC:  # up to the next ramp
+                    turn = min(turn, math.ceil((first // self.ramp_steps + 1) * self.ramp_steps))
+            window = self.window_at(first)
+            most = 1
             while first + most < turn and self.window_at(first + most) == window:
                 most *= 2
-            low, high = first + most // 2 + 1, min(first + most, turn)
+            low = first + most // 2 + 1
+            high = min(first + most, turn)
             stop = low + bisect_left(range(low, high), True, key=lambda step: self.window_at(step) != window)
             yield window, stop - first
             first = stop
 
     def _curve(self, t: int) -> float | Fraction:
         """Return the window of step t, during the expansion, before it is floored and clamped."""
-        start, end, rise = self.start, self.end, self.end - self.start
-        linear, progress = start + math.floor(t * self.rate), t / float(self.ramp_steps)
+        start = self.start
+        end = self.end
+        rise = self.end - self.start
+        linear = start + math.floor(t * self.rate)
+        progress = t / float(self.ramp_steps)
         match self.kind:
             case ScheduleKind.LINEAR:
                 return linear
@@ -181,22 +190,7 @@ def build_schedule(
     kind = ScheduleKind(kind)
     if not 1 <= start <= end:
         raise UserError(f"window_start: got {start}, needs 1..{end} (window_end); lower it or raise window_end")
-    if rate is not None and expansion_fraction is not None:
-        raise UserError(
-            f"window_rate: got {rate} beside window_expansion_fraction {expansion_fraction}; give only one of the two"
-        )
-    if expansion_fraction is not None:
-        if not 0 < expansion_fraction <= 1:
-            raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
-        if total_steps is None or total_steps < 1:
-            raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
-        exact = (end - start) / (_exact(expansion_fraction) * total_steps)
-    else:
-        rate, rise = 1 / 8 if rate is None else rate, end - start
-        # also rejects a rate so small that the number of ramp steps overflows a float
-        if not (rate > 0 or rise == 0) or not math.isfinite(rate) or (rate and math.isinf(rise / rate)):
-            raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
-        exact = _exact(rate)
+    exact_rate = _exact_rate(end - start, rate, expansion_fraction, total_steps)
     if round_to < 1:
         raise UserError(f"window_round_to: got {round_to}, needs >= 1 token")
     if kind is ScheduleKind.STEPWISE and aligned and start not in _halvings(end):
@@ -207,16 +201,39 @@ def build_schedule(
         raise UserError(f"window_switch_step: got {switch_step}, the continual schedule needs a step >= 0")
     # the last half cycle of `cyclic_gradual` is an upward ramp, so that the window ends at `end`
     half = 0.5 if kind is ScheduleKind.CYCLIC_GRADUAL else 0.0
-    cycles = 1 - half if cycles is None else cycles
+    if cycles is None:
+        cycles = 1 - half
     if kind in _CYCLIC and not (0 < cycles < math.inf and float(cycles - half).is_integer()):
         raise UserError(f"window_cycles: got {cycles:g}, {kind} needs {1 - half:g}, {2 - half:g}, {3 - half:g}, ...")
-    return WindowSchedule(kind, start, end, exact, round_to, aligned, switch_step or 0, cycles)
+    return WindowSchedule(kind, start, end, exact_rate, round_to, aligned, switch_step or 0, cycles)
+
+
+def _exact_rate(rise: int, rate: float | None, expansion_fraction: float | None, total_steps: int | None) -> Fraction:
+    """Return the tokens of window gained per step from the arguments of `build_schedule`; `rise` is end - start."""
+    if expansion_fraction is None:
+        if rate is None:
+            rate = 1 / 8
+        # also rejects a rate so small that the number of ramp steps overflows a float
+        if not (rate > 0 or rise == 0) or not math.isfinite(rate) or (rate and math.isinf(rise / rate)):
+            raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
+        return _exact(rate)
+    if rate is not None:
+        raise UserError(
+            f"window_rate: got {rate} beside window_expansion_fraction {expansion_fraction}; give only one of the two"
+        )
+    if not 0 < expansion_fraction <= 1:
+        raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
+    if total_steps is None or total_steps < 1:
+        raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
+    return rise / (_exact(expansion_fraction) * total_steps)
 
 
 def _exact(number: float) -> Fraction:
     """Return the fraction that this float stands for: 7/100 for 0.07, 1/9 for 0.111..., else the shortest decimal."""
     near = Fraction(number).limit_denominator(1000)
-    return near if float(near) == number else Fraction(repr(float(number)))
+    if float(near) == number:
+        return near
+    return Fraction(repr(float(number)))
 
 
 def _halvings(end: int) -> list[int]:

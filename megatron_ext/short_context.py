@@ -81,7 +81,8 @@ def short_chunks(length: int, first_dependencies: Int64, context: ShortContext) 
 
     `first_dependencies`: int64 [T], the first token on which each token's output depends (`LayerMasks`).
     """
-    n, s = context.length, context.stride
+    n = context.length
+    s = context.stride
     offsets = np.arange(0, max(length - n + s, 1), s, dtype=np.int64)  # chunks that score a token of the row
     rows = np.arange(0, len(first_dependencies), length, dtype=np.int64)
     start = (rows[:, None] + offsets).reshape(-1)

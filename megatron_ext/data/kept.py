@@ -78,7 +78,7 @@ def _folder(parent: Path, key: Key) -> Path:
 def _write(parent: Path, key: Key, arrays: Arrays) -> None:
     folder = _folder(parent, key)
     if _read(parent, key) is None:
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # damaged arrays
     with atomic_folder(folder, replace=False) as partial:
         for name, array in arrays.items():
             np.save(partial / f"{name}.npy", array)
@@ -92,9 +92,11 @@ def _read(parent: Path, key: Key) -> Arrays | None:
     try:
         about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in about["arrays"]}
-        return arrays if about == {"key": dict(key), "arrays": _shapes(arrays)} else None
+        if about == {"key": dict(key), "arrays": _shapes(arrays)}:
+            return arrays
     except (FileNotFoundError, EOFError, ValueError, KeyError, TypeError):  # numpy and json raise ValueError
         return None
+    return None
 
 
 def _shapes(arrays: Arrays) -> dict[str, Any]:

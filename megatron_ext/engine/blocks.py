@@ -54,8 +54,8 @@ class LocalAngles(SelfAttention):
 class WholeNorms(LocalAngles):
     """Normalizes queries and keys over all heads together (Olmo 3).
 
-    Not as part of the specification, which would need `qk_layernorm`: Megatron would sum the norms' gradients over
-    tensor-parallel ranks.
+    The norms are not part of the layer's specification, because that needs `qk_layernorm`, under which Megatron sums
+    the norms' gradients over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

@@ -85,17 +85,17 @@ def require_transformer_engine() -> None:
 
 
 def copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """Give a recomputed tensor's values to the storage of the discarded output, and so to all its views.
+    """Copy a recomputed tensor's values to the storage of the discarded output, which all its views share.
 
-    Megatron shares the storage instead, through a C++ function that torch compiles in the first backward pass: every
-    node would need a compiler and ninja. Remove when Megatron ships it compiled.
+    Megatron lets the two tensors share one storage, by a C++ function that torch compiles in the first backward pass:
+    every node would need a compiler and ninja. Remove when Megatron ships it compiled.
     """
     output.untyped_storage().resize_(recomputed.untyped_storage().size())
     output.untyped_storage().copy_(recomputed.untyped_storage())
 
 
 def install_without_transformer_engine() -> None:
-    """Define for Megatron what it would import from Transformer Engine or Apex; leave alone what it has imported.
+    """Define the names that Megatron imports from Transformer Engine or Apex, except those that it has imported.
 
     `--recompute-modules layernorm`: the default of CheckpointWithoutOutput for fp8 is False, with which it calls
     Transformer Engine; None disables fp8. Remove when its default is None.

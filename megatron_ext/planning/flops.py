@@ -25,7 +25,7 @@ def training_flops(
 ) -> float:
     """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C.
 
-    Only the experts selected for a token count. With latent attention, head size is the mean of those of keys and
+    Only the experts selected for a token count. With latent attention, head size is the mean of the sizes of keys and
     values. C is the effective context of a row under the step's window, (sum of squared segment lengths) / L, including
     the shorter last block of the grid. Documents are not counted: only the window bounds attention.
 
@@ -82,8 +82,12 @@ class RunFlops(NamedTuple):
 
 def run_flops(config: Config, vocab_size: int) -> RunFlops:
     """Count the FLOPs of a configuration."""
-    model, length, weighting = replace(config.model, vocab_size=vocab_size), config.data.seq_length, config.weighting
-    steps, rows, schedule = config.training.train_iters, config.data.global_batch_size, config.window_schedule()
+    model = replace(config.model, vocab_size=vocab_size)
+    length = config.data.seq_length
+    weighting = config.weighting
+    steps = config.training.train_iters
+    rows = config.data.global_batch_size
+    schedule = config.window_schedule()
     scheduled, constant = (
         training_flops(model, each, length, steps, rows * length, masks=config.mask_options())
         for each in (schedule, build_schedule("constant", end=schedule.end))

@@ -63,7 +63,8 @@ class Memory:
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
     """Return the memory of the fullest pipeline stage under the smallest or the widest window."""
-    schedule, stages = config.window_schedule(), range(config.parallel.pipeline_model_parallel_size)
+    schedule = config.window_schedule()
+    stages = range(config.parallel.pipeline_model_parallel_size)
     memories = (
         stage_memory(config, world_size, vocab_size, stage, window)
         for stage in stages
@@ -87,7 +88,9 @@ def rank_memories(
     config: Config, world_size: int, vocab_size: int, stage: int, window: int | None = None
 ) -> list[Memory]:
     """Return the memory of each context-parallel rank of a pipeline stage under a window; None for the widest one."""
-    ranks = attention_shapes(config, config.window_schedule().end if window is None else window)
+    if window is None:
+        window = config.window_schedule().end
+    ranks = attention_shapes(config, window)
     memories = {shapes: _Rank(config, world_size, vocab_size, stage, shapes).memory() for shapes in set(ranks)}
     return [memories[shapes] for shapes in ranks]
 
@@ -101,9 +104,13 @@ def parameters_of_rank(
     Returns all of them, the parameters of experts among them, and the matrices that Muon updates. The vocabulary is
     padded. A tied output matrix is a copy of the embedding on the last stage.
     """
-    total = of_experts = of_matrices = 0
+    total = 0
+    of_experts = 0
+    of_matrices = 0
     for parameter in filter(lambda row: row.trained, parameters_of(model)):
-        copies = (model.num_experts or 0) // ep if parameter.of_experts else 1
+        copies = 1
+        if parameter.of_experts:
+            copies = (model.num_experts or 0) // ep
         if parameter.stacked:
             copies *= sum(parameter.in_layer(model, layer) for layer in layers)
         elif parameter.hugging_face == ("model.embed_tokens.weight",):
@@ -112,10 +119,14 @@ def parameters_of_rank(
             copies = int(last)
         vocabulary = model.padded_vocab_size(vocab_size) if parameter.cut is Cut.VOCABULARY else vocab_size
         shapes = [full_shape(name, model, vocabulary) for name in parameter.hugging_face]
-        here = copies * sum(map(math.prod, shapes)) // (1 if parameter.cut is Cut.WHOLE else tp)
-        total += here
-        of_experts += here if parameter.of_experts else 0
-        of_matrices += here if len(shapes[0]) == 2 and parameter.cut is not Cut.VOCABULARY else 0
+        size = copies * sum(map(math.prod, shapes))
+        if parameter.cut is not Cut.WHOLE:
+            size //= tp
+        total += size
+        if parameter.of_experts:
+            of_experts += size
+        if len(shapes[0]) == 2 and parameter.cut is not Cut.VOCABULARY:
+            of_matrices += size
     return total, of_experts, of_matrices
 
 
@@ -146,7 +157,8 @@ def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], .
 
     Masks, plan and scheme come from the code that training uses.
     """
-    data, context = config.data, context_options(config, _planned_group(config.parallel.context_parallel_size))
+    data = config.data
+    context = context_options(config, _planned_group(config.parallel.context_parallel_size))
     return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, context)
 
 
@@ -157,7 +169,7 @@ def _shapes(
     masks = options.at(row_length, [np.array([row_length])] * rows, window)
     if context is None:
         lengths = (mask.layout.lengths for mask in masks.by_kind)
-        return (tuple(Shapes(row_length * rows, None, _call(own, own)) for own in lengths),)
+        return (tuple(Shapes(row_length * rows, None, _call(queries, queries)) for queries in lengths),)
     plans = [(plan, context.choose(plan)) for plan in context.plans(masks)]
     return tuple(tuple(_of_rank(plan, scheme, rank) for plan, scheme in plans) for rank in range(context.group.size))
 
@@ -166,12 +178,14 @@ def _of_rank(plan: CPPlan, scheme: Scheme, rank: int) -> Shapes:
     tokens = plan.layout.tokens // plan.cp_size
     if scheme is Scheme.ULYSSES:
         return Shapes(tokens, scheme, _call(plan.layout.lengths, plan.layout.lengths))
-    own = plan.pieces_of(rank)
-    queries, keys = plan.pieces.end[own] - plan.pieces.start[own], plan.pieces.end[own] - plan.key_start[own]
+    pieces = plan.pieces_of(rank)
+    queries = plan.pieces.end[pieces] - plan.pieces.start[pieces]
+    keys = plan.pieces.end[pieces] - plan.key_start[pieces]
     if not plan.rows_moved.any():  # every rank holds whole segments
         return Shapes(tokens, None, _call(queries, keys))
-    here = plan.is_local[own]
-    local, remote = (_call(queries[some], keys[some]) for some in (here, ~here))
+    is_local = plan.is_local[pieces]
+    local = _call(queries[is_local], keys[is_local])
+    remote = _call(queries[~is_local], keys[~is_local])
     return Shapes(tokens, scheme, local, remote)
 
 
@@ -199,18 +213,24 @@ def _fullest_flights(sizes: tuple[int, ...], pp: int, flights: int, total: int) 
 
 
 class _Rank:
-    """Formulas for one GPU of a pipeline stage, in bytes; `shapes` are those of `attention_shapes`."""
+    """Formulas for one GPU of a pipeline stage, in bytes; `shapes` is one rank's entry of `attention_shapes`."""
 
     def __init__(
         self, config: Config, world_size: int, vocab_size: int, stage: int, shapes: tuple[Shapes, ...]
     ) -> None:
-        self.model, self.parallel = model, parallel = config.model, config.parallel
-        self.config, self.stage, self.shapes, self.vocab_size = config, stage, shapes, vocab_size
+        self.model = model = config.model
+        self.parallel = parallel = config.parallel
+        self.config = config
+        self.stage = stage
+        self.shapes = shapes
+        self.vocab_size = vocab_size
         self.block = block = model.traits
-        self.read = 1 if block.parallel else 2  # tensors of [t, D] that attention and the MLP read
+        self.read = 2 - block.parallel  # tensors of [t, D] that attention and the MLP read
         self.norm_count = self.read * block.pre_norm + 2 * block.post_norm  # each keeps its input
-        self.tp, self.pp = tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        self.microbatches, self.replicas = config.microbatches(world_size), config.data_parallel_size(world_size)
+        self.tp = tp = parallel.tensor_model_parallel_size
+        self.pp = pp = parallel.pipeline_model_parallel_size
+        self.microbatches = config.microbatches(world_size)
+        self.replicas = config.data_parallel_size(world_size)
         self.sharded = config.gradient_sharing(parallel.device != "cpu", world_size).use_distributed_optimizer
         self.last = stage == pp - 1
 
@@ -224,8 +244,10 @@ class _Rank:
         self.rotated = sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers  # share of layers
 
         self.t = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
-        self.e, self.s = 2 if config.training.bf16 else 4, tp if parallel.sequence_parallel else 1
-        self.heads, self.key_heads = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
+        self.e = 2 if config.training.bf16 else 4
+        self.s = tp if parallel.sequence_parallel else 1
+        self.heads = model.num_attention_heads // tp
+        self.key_heads = max(model.num_query_groups // tp, 1)
         self.whole = self.e * self.t * model.hidden_size  # [t, D]
         self.stream = self.whole / self.s  # the residual stream between two layers
         self.inner = self.e * self.t * model.ffn_hidden_size / tp  # [t, F / tp]
@@ -246,47 +268,58 @@ class _Rank:
 
     def states(self) -> tuple[int, int, int]:
         """The bytes of weights, gradients and optimizer."""
-        parallel, options = self.parallel, self.config.optimizer
+        parallel = self.parallel
+        options = self.config.optimizer
         parameters, of_experts, of_matrices = parameters_of_rank(
             self.model, self.vocab_size, self.tp, parallel.expert_model_parallel_size, self.layers,
             first=self.stage == 0, last=self.last,
         )  # fmt: skip
-        shares = self.replicas * parallel.context_parallel_size if self.sharded else 1
+        shares = 1
+        if self.sharded:
+            shares = self.replicas * parallel.context_parallel_size
         # experts are sharded over fewer ranks than the other parameters
         copies = max(shares // parallel.expert_model_parallel_size, 1)
         state = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
-        state += _BYTES[options.main_params_dtype] if self.config.training.bf16 else 0
-        # instead of two moments, Muon keeps a momentum
-        spared = _BYTES["fp32"] * of_matrices if options.optimizer == "muon" else 0
-        kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
-        optimizer = math.ceil(state * kept * ((parameters - of_experts) / shares + of_experts / copies)) - spared
+        if self.config.training.bf16:
+            state += _BYTES[options.main_params_dtype]
+        kept: float = 1
+        if options.optimizer_cpu_offload:
+            kept -= options.optimizer_offload_fraction
+        optimizer = math.ceil(state * kept * ((parameters - of_experts) / shares + of_experts / copies))
+        if options.optimizer == "muon":  # keeps a momentum instead of two moments
+            optimizer -= _BYTES["fp32"] * of_matrices
         return self.e * parameters, _BYTES[options.main_grads_dtype] * parameters, optimizer
 
     def batches(self) -> int:
         """The step's micro-batches, which are all moved to the device at its start."""
         per_token = 8 + 8 + 4 + 4 + 1  # token, label, position, weight, trained
-        scored = 8 + 8 + 4 + 1 + 1 if self.config.weighting.by_losses else 0
-        rows = self.config.data.micro_batch_size * self.config.data.seq_length  # whole ones, on every rank
-        return self.microbatches * (per_token * self.t + scored * rows)
+        size = per_token * self.t
+        if self.config.weighting.by_losses:  # of whole rows, on every rank
+            size += (8 + 8 + 4 + 1 + 1) * self.config.data.micro_batch_size * self.config.data.seq_length
+        return self.microbatches * size
 
     # --- what one layer keeps for the backward pass of a micro-batch, without full recomputation
 
     def layer(self, shapes: Shapes, experts: bool) -> float:
-        return self.norms() + (0 if "mlp" in self.again else self.mlp(experts)) + self.attention(shapes)
+        kept = self.norms()
+        if "mlp" not in self.again:
+            kept += self.mlp(experts)
+        return kept + self.attention(shapes)
 
     def norms(self) -> float:
-        """Inputs, outputs and statistics; if norms are recomputed, of the first two only the inputs.
+        """Inputs, outputs and statistics; if norms are recomputed, only the inputs of the first two norms.
 
         Without norms before attention and MLP, their inputs are the residual stream.
         """
-        kept = self.norm_count - (2 if "layernorm" in self.again else 0)
+        kept = self.norm_count - 2 * ("layernorm" in self.again)
         return self.t * (kept * self.norm_input + self.read * self.e * self.model.hidden_size) / self.s
 
     @property
     def norm_input(self) -> int:
         """A norm's input and statistics, per token."""
         statistics = 8 if self.block.norm == "LayerNorm" else 4
-        return (4 if self.block.zero_centred_norm else self.e) * self.model.hidden_size + statistics
+        width = 4 if self.block.zero_centred_norm else self.e
+        return width * self.model.hidden_size + statistics
 
     def mlp(self, experts: bool) -> float:
         """The MLP in [t, F / tp], or router, balanced experts and shared experts.
@@ -300,7 +333,8 @@ class _Rank:
             e D + 4           each of the k copies: the experts' input and its weight
             `mlp` e F / tp    each of the k copies inside its expert
         """
-        model, kept = self.model, self.block.mlp_kept
+        model = self.model
+        kept = self.block.mlp_kept
         if not experts:
             return kept * self.inner
         per_expert = 22 if model.moe_router_score_function == "sigmoid" else 18
@@ -314,26 +348,32 @@ class _Rank:
 
         Per head: N + 2 G of queries, keys and values as projected, N + G rotated, N of output; in addition 4 N of
         softmax statistics, and 4 e of cosines and sines per rotated dimension. A layer without RoPE copies queries out
-        of the projection's output unless those of a key head are contiguous; it has no rotated keys, and no cosines and
+        of the projection's output unless the queries of a key head are contiguous; it has no rotated keys, cosines or
         sines. Recomputed attention keeps no statistics, and nothing of the exchange. Norms of queries and keys keep
         their inputs.
         """
-        model, heads, key_heads = self.model, self.heads, self.key_heads
+        model = self.model
+        heads = self.heads
+        key_heads = self.key_heads
         if model.multi_latent_attention:
             return self.latent_attention(shapes)
-        again, both = "core_attn" in self.again, heads + key_heads
+        again = "core_attn" in self.again
         copied = 0 if key_heads in (1, heads) else heads
         if shapes.scheme is Scheme.EXCHANGE and not again:
             rows = self.exchanged(shapes)
         else:
             fresh = 1 if model.has_qk_norms else self.rotated  # share of layers with new queries and keys
-            rows = shapes.tokens * (heads + 2 * key_heads + fresh * both + (1 - fresh) * copied + heads)
-            # copies of keys and values that ranks get under Ulysses, in place of those as projected and rotated
+            rotated = fresh * (heads + key_heads)
+            rows = shapes.tokens * (heads + 2 * key_heads + rotated + (1 - fresh) * copied + heads)
+            # under Ulysses, copies of keys and values replace the projected and the rotated ones
             rows += shapes.tokens * max(2 * self.attended_key_heads(shapes) - (2 + fresh) * key_heads, 0)
-        per_token = (0 if again else 4 * heads) + self.rotated * 2 * self.e * model.rotary_size
+        per_token = self.rotated * 2 * self.e * model.rotary_size
+        if not again:
+            per_token += 4 * heads
         if model.has_qk_norms:
-            entered = 4 * both if self.block.zero_centred_norm else self.e * copied
-            per_token += entered * model.head_size + 4 * (2 if self.block.qk_norm == "all_heads" else both)
+            entered = 4 * (heads + key_heads) if self.block.zero_centred_norm else self.e * copied
+            statistics = 2 if self.block.qk_norm == "all_heads" else heads + key_heads
+            per_token += entered * model.head_size + 4 * statistics
         return self.e * model.head_size * rows + shapes.tokens * per_token
 
     def attended_key_heads(self, shapes: Shapes) -> int:
@@ -348,7 +388,9 @@ class _Rank:
         These are the rotated queries; with local pieces the rotated keys and the projection's output, which includes
         the values; the keys and values of remote pieces; and the output twice, as computed and merged.
         """
-        heads, key_heads, tokens = self.heads, self.key_heads, shapes.tokens
+        heads = self.heads
+        key_heads = self.key_heads
+        tokens = shapes.tokens
         rows: float = tokens * heads
         if shapes.local is not None:
             rows += tokens * (heads + 2 * key_heads + self.rotated * key_heads)
@@ -356,7 +398,7 @@ class _Rank:
             rows += 2 * key_heads * shapes.remote.keys
         parts = math.gcd(self.parallel.overlap_parts(on_cuda=self.parallel.device != "cpu"), key_heads)
         merged = shapes.remote is not None and (shapes.local is not None or parts > 1)
-        return rows + tokens * heads * (2 if merged else 1)
+        return rows + tokens * heads * (1 + merged)
 
     def latent_attention(self, shapes: Shapes) -> float:
         """The same for latent attention.
@@ -367,31 +409,54 @@ class _Rank:
         expanded for local and for remote pieces, or keys and values are exchanged. A kernel whose values must have the
         keys' size gets copies of N H, and its output has N H, too.
         """
-        model, t, heads, s = self.model, shapes.tokens, self.heads, self.s
-        again, local, remote = "core_attn" in self.again, shapes.local, shapes.remote
+        model = self.model
+        tokens = shapes.tokens
+        recomputed = "core_attn" in self.again
+        has_narrow_values = self.has_narrow_values()
+        key = self.heads * model.head_size
+        output = self.heads * model.v_head_dim
+        value = key
+        if has_narrow_values:
+            value = self.heads * (model.qk_head_dim + model.v_head_dim)
+        latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
+        exchanges_latent = latent < key + output
+
+        kept = tokens * (latent / self.s + latent + 2 * (model.q_lora_rank or 0) / self.s + key)
+        if recomputed and exchanges_latent:
+            kept += tokens * model.qk_pos_emb_head_dim
+        elif recomputed or shapes.scheme is not Scheme.EXCHANGE:
+            kept += tokens * (key + value)
+        else:
+            if shapes.local is not None and exchanges_latent:
+                kept += shapes.local.keys * (key + value)
+            elif shapes.local is not None:
+                kept += tokens * key + shapes.local.keys * value
+            if shapes.remote is not None and exchanges_latent:
+                kept += shapes.remote.keys * (latent + key + value)
+            elif shapes.remote is not None:
+                kept += shapes.remote.keys * (key + output + (not has_narrow_values) * key)
+            if shapes.local is not None and shapes.remote is not None:
+                kept += tokens * output
+        if has_narrow_values or recomputed:
+            kept += tokens * output
+        else:
+            kept += tokens * (output + key)
+
+        per_token = 4 / self.s  # statistics of norms
+        if model.q_lora_rank:
+            per_token *= 2
+        if not recomputed:
+            per_token += 4 * self.heads
+        return self.e * kept + tokens * (per_token + 2 * self.e * model.rotary_size)
+
+    def has_narrow_values(self) -> bool:
+        """Return whether attention's kernel takes the values of latent attention in their own size."""
+        model = self.model
         device = torch.device("cpu" if self.parallel.device == "cpu" else "cuda")
         dtype = torch.bfloat16 if self.config.training.bf16 else torch.float32
         backends = suited(self.parallel.attention_backend, device, dtype, model.head_size, sinks=model.has_sinks)
-        narrow = BACKENDS[next(iter(backends), "reference")].narrow_values(model.head_size, model.v_head_dim)
-        key, out = heads * model.head_size, heads * model.v_head_dim
-        value = heads * (model.qk_head_dim + model.v_head_dim) if narrow else key
-        row = model.kv_lora_rank + model.qk_pos_emb_head_dim
-        exchanges_latent = row < key + out
-        kept = t * (row / s + row + 2 * (model.q_lora_rank or 0) / s + key)
-        if again:
-            kept += t * (model.qk_pos_emb_head_dim if exchanges_latent else key + value)
-        elif shapes.scheme is Scheme.EXCHANGE:
-            if local is not None:
-                kept += local.keys * (key + value) if exchanges_latent else t * key + local.keys * value
-            if remote is not None:
-                kept += remote.keys * (row + key + value if exchanges_latent else key + out + (0 if narrow else key))
-            if local is not None and remote is not None:
-                kept += t * out
-        else:
-            kept += t * (key + value)
-        kept += t * (out if narrow or again else out + key)
-        norms = 4 * (2 if model.q_lora_rank else 1) / s
-        return self.e * kept + t * (norms + (0 if again else 4 * heads) + 2 * self.e * model.rotary_size)
+        backend = BACKENDS[next(iter(backends), "reference")]
+        return backend.narrow_values(model.head_size, model.v_head_dim)
 
     # --- what the layers of the stage keep for all micro-batches in flight
 
@@ -401,10 +466,13 @@ class _Rank:
         Full recomputation keeps the input of each group of layers. The output of a stage is kept until its gradient
         arrives; an interleaved pipeline prefetches the next input and the next gradient.
         """
-        parallel, flights = self.parallel, self.flights
-        outputs = 0 if self.last and len(self.chunks) == 1 else len(flights) * self.stream
+        parallel = self.parallel
+        flights = self.flights
+        outputs = len(flights) * self.stream
         if len(self.chunks) > 1:
             outputs += 2 * self.stream
+        elif self.last:
+            outputs = 0
         kept_by_chunk = self.kept_by_chunk()
         kept = sum(kept_by_chunk[chunk] for chunk in flights)
         if parallel.recompute_granularity != "full":
@@ -441,8 +509,11 @@ class _Rank:
 
         As many as at the first backward pass are in flight until the last forward pass.
         """
-        behind, chunks = self.pp - self.stage, len(self.chunks)
-        flights = behind if chunks == 1 else 2 * (behind - 1) + (chunks - 1) * self.pp + 1
+        behind = self.pp - self.stage
+        chunks = len(self.chunks)
+        flights = behind
+        if chunks > 1:
+            flights = 2 * (behind - 1) + (chunks - 1) * self.pp + 1
         total = self.microbatches * chunks
         return _fullest_flights(self.chunks, self.pp, min(flights, total), total)
 
@@ -451,11 +522,14 @@ class _Rank:
 
         The last input of each chunk in flight stays on the device, and so does one that another stage has sent.
         """
-        on_device, on_host = 0, 0
+        on_device = 0
+        on_host = 0
         for chunk in self.flights:
             groups = self.chunks[chunk] // self.parallel.recompute_num_layers
             was_sent = self.stage > 0 or chunk > 0
-            kept = min(groups, 1 + was_sent) if self.parallel.offload_layer_inputs else groups
+            kept = groups
+            if self.parallel.offload_layer_inputs:
+                kept = min(groups, 1 + was_sent)
             on_device += kept
             on_host += groups - kept
         return on_device, on_host
@@ -470,21 +544,24 @@ class _Rank:
         adds its kept tensors and its output; a norm adds its output twice, because Megatron recomputes it and copies it
         back. Attention runs after the MLP and the norm before it have been freed.
         """
-        parallel, model, recomputed = self.parallel, self.model, 0.0
+        parallel = self.parallel
+        model = self.model
+        recomputed = 0.0
         if parallel.recompute_granularity == "full":
             if parallel.recompute_method == "uniform":
                 group = parallel.recompute_num_layers
             else:
                 group = int(any(self.chunks[chunk] <= parallel.recompute_num_layers for chunk in self.flights))
             recomputed = group * max(self.layer(shapes, experts) for shapes in self.shapes)
-        mlp, freed = self.mlp_backward(experts), 2 * self.stream
+        mlp = self.mlp_backward(experts)
+        freed = 2 * self.stream
         if parallel.mlp_block_tokens is not None:
             # a block has its MLP and the gradient of its input; the gradients of the weights exist twice, for the
             # block and summed
             block = min(parallel.mlp_block_tokens / self.t, 1)
             mlp = block * (mlp + self.mlp(experts) + self.stream) + self.stream
             mlp += (1 - block) * self.gathered  # attention's gather buffer stays
-            matrices = 3 if self.block.gated_mlp else 2
+            matrices = 2 + self.block.gated_mlp
             mlp += (4 + self.e) * matrices * model.hidden_size * model.ffn_hidden_size / self.tp
         elif "mlp" in self.again:
             mlp += self.mlp(experts) + self.stream
@@ -493,8 +570,9 @@ class _Rank:
         if "layernorm" in self.again:
             mlp += 2 * self.stream
         attention = self.gathered + max(map(self.attention_backward, self.shapes)) - freed
-        returning = self.stream if parallel.offload_layer_inputs else 0  # the input of the layer before
-        return recomputed + returning + self.stream + max(mlp, attention)
+        if parallel.offload_layer_inputs:
+            recomputed += self.stream  # the input of the layer before
+        return recomputed + self.stream + max(mlp, attention)
 
     @property
     def gathered(self) -> float:
@@ -507,19 +585,29 @@ class _Rank:
         Experts need more in their forward pass: copies of k tokens as they are sent, under expert parallelism as they
         arrive, and their output twice; tensor-parallel ranks sum the output in the router's fp32; and the shared
         experts' output. Otherwise either the gradients inside, or under sequence parallelism the gathered gradient of
-        the output and that of the product; the buffer that gathers a matrix's input stays.
+        the output and the product's gradient; the buffer that gathers a matrix's input stays.
         """
-        model, parallel = self.model, self.parallel
+        model = self.model
+        parallel = self.parallel
         if experts:
             sent = self.stream * model.moe_router_topk
-            left = sent * self.s
-            taken = sent if parallel.expert_model_parallel_size == 1 else 2 * sent
-            taken += left if model.num_experts == parallel.expert_model_parallel_size else 2 * left
+            gathered = sent * self.s
+            taken = sent
+            if parallel.expert_model_parallel_size > 1:
+                taken += sent
+            if model.num_experts == parallel.expert_model_parallel_size:
+                taken += gathered
+            else:
+                taken += 2 * gathered
             if self.tp > 1:
-                taken += (left + sent) * 4 / self.e + self.whole
-            return taken - (0 if model.moe_shared_expert_intermediate_size else self.stream)
-        most = (2 if self.block.gated_mlp else 1) * self.inner
-        return most if self.s == 1 else self.whole + max(most, self.whole + self.inner)
+                taken += (gathered + sent) * 4 / self.e + self.whole
+            if not model.moe_shared_expert_intermediate_size:
+                taken -= self.stream
+            return taken
+        inside = (1 + self.block.gated_mlp) * self.inner
+        if self.s == 1:
+            return inside
+        return self.whole + max(inside, self.whole + self.inner)
 
     def attention_backward(self, shapes: Shapes) -> float:
         """Gradients of attention's output, queries, keys and values, and scratch memory.
@@ -530,8 +618,11 @@ class _Rank:
         taken = self.e * shapes.tokens * (self.heads + self.attended_key_heads(shapes)) * model.key_value_size
         if "core_attn" in self.again:
             taken += shapes.tokens * self.heads * (self.e * model.head_size + 4)
-        shares = self.parallel.context_parallel_size if shapes.scheme is Scheme.ULYSSES else 1
-        heads, key_heads = self.heads // shares, max(self.key_heads // shares, 1)
+        heads = self.heads
+        key_heads = self.key_heads
+        if shapes.scheme is Scheme.ULYSSES:
+            heads //= self.parallel.context_parallel_size
+            key_heads = max(key_heads // self.parallel.context_parallel_size, 1)
         # as of FlashAttention 2
         scratch = (flash_backward_scratch(*call, heads, key_heads, model.head_size, self.e) for call in shapes.calls)
         return taken + max(scratch)
@@ -543,13 +634,16 @@ class _Rank:
         A bias is a column of a copy of the matrix, whose gradient is accumulated in fp32 and rounded while the last
         block still exists.
         """
-        model, e, width = self.model, self.e, self.model.hidden_size
+        model = self.model
+        e = self.e
+        width = self.model.hidden_size
         rows = model.padded_vocab_size(self.vocab_size) // self.tp
         logits = 4 * min(self.config.training.loss_block_tokens, self.t) * rows
         if self.block.output_bias:
             width += 8  # including the bias, and zeros
             logits += (2 * e + 4) * rows * width
-        logits += adding_bytes(rows, width) if self.config.training.bf16 else 0
+        if self.config.training.bf16:
+            logits += adding_bytes(rows, width)
         hidden = 2 * e * self.t * width + self.t * self.norm_input / self.s  # including its gradient
         if self.s > 1:
             hidden += e * self.t * width + self.stream  # the gather buffer, and its input
@@ -565,13 +659,16 @@ def flash_backward_scratch(
     for each head, and with grouped keys the gradients of keys and values for each head, of `width` bytes a number.
     """
     rows = tokens + 128 * segments
-    expanded = 2 * keys * heads * head_size * width if heads != key_heads else 0
-    return 4 * rows * heads * (-(-head_size // 32) * 32 + 1) + expanded
+    scratch = 4 * rows * heads * (-(-head_size // 32) * 32 + 1)
+    if heads != key_heads:
+        scratch += 2 * keys * heads * head_size * width
+    return scratch
 
 
 def uncounted(config: Config) -> Iterator[str]:
     """Yield a line for each option whose memory the formulas do not model, or model under an assumption."""
-    parallel, training = config.parallel, config.training
+    parallel = config.parallel
+    training = config.training
     if training.fp8_format is not None:
         yield "fp8_format: copies of weights and activations in fp8 are not counted, bf16's are"
     if parallel.tp_comm_overlap:

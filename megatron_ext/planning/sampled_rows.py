@@ -16,7 +16,8 @@ from megatron_ext.context_parallel.choice import context_options
 from megatron_ext.context_parallel.group import ContextGroup
 from megatron_ext.data.row import TokenRow
 
-MOST_ROWS, TOKENS = 256, 2**24  # rows read, and their total tokens; at least the rows of two batches
+MOST_ROWS = 256  # rows read; at least two batches
+TOKENS = 2**24  # their total tokens
 SHARED_TOKENS = 2**20  # tokens of the rows that are planned for each number of ranks; at least two rows
 BATCHES = 8  # resampled from the rows
 
@@ -34,11 +35,13 @@ class SampledRows:
 
     def __init__(self, config: Config, row_at: Callable[[int], TokenRow]) -> None:
         data = config.data
-        self._config, self._options = config, config.mask_options()
+        self._config = config
+        self._options = config.mask_options()
         # the policy needs only the document borders, so the tokens are not kept
         count = min(MOST_ROWS, max(TOKENS // data.seq_length, 2 * data.global_batch_size))
         self._ends = [np.asarray(row_at(sample).document_ends) for sample in range(count)]
-        self._costs_at, self._shared_at = cache(self._costs), cache(self._shared)
+        self._costs_at = cache(self._costs)
+        self._shared_at = cache(self._shared)
         self._imbalance_at = cache(self._imbalance)
 
     def load(self, window: int, cp_size: int, replicas: int) -> AttentionLoad:
@@ -59,7 +62,8 @@ class SampledRows:
         Rows are in order; with `balance_batches` they are distributed back and forth from the most expensive on, which
         tests compare with `assign_rows`.
         """
-        data, costs = self._config.data, self._costs_at(window)
+        data = self._config.data
+        costs = self._costs_at(window)
         batches = np.random.default_rng(0).choice(costs, size=(BATCHES, data.global_batch_size))
         if data.balance_batches:
             batches = -np.sort(-batches, axis=1)
@@ -71,18 +75,20 @@ class SampledRows:
 
     def _shared(self, window: int, cp_size: int) -> tuple[float, float]:
         """Plan some rows for a number of ranks; return `exchanged`, and the imbalance between the ranks of a row."""
-        options, length = context_options(self._config, ContextGroup(0, cp_size, None)), self._config.data.seq_length
+        options = context_options(self._config, ContextGroup(0, cp_size, None))
+        length = self._config.data.seq_length
         if options is None:
             return 0.0, 1.0
-        found = []
+        by_row = []
         for ends in self._ends[: max(SHARED_TOKENS // length, 2)]:
             masks = self._options.at(length, [ends], window)
-            layers, plans = [number for number, _ in masks.by_layers()], options.plans(masks)
+            layers = [number for number, _ in masks.by_layers()]
+            plans = options.plans(masks)
             moved, pairs = (
-                sum(number * getattr(made, name) for number, made in zip(layers, plans, strict=True))
+                sum(number * getattr(plan, name) for number, plan in zip(layers, plans, strict=True))
                 for name in ("rows_moved", "pairs")
             )
             busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max()) / sum(layers)
-            found.append((busiest / (length - length // cp_size), pairs.max() / pairs.mean()))
-        exchanged, imbalance = (float(np.mean(column)) for column in zip(*found, strict=True))
+            by_row.append((busiest / (length - length // cp_size), pairs.max() / pairs.mean()))
+        exchanged, imbalance = (float(np.mean(column)) for column in zip(*by_row, strict=True))
         return exchanged, imbalance

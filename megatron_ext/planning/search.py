@@ -1,7 +1,7 @@
 """Search the layouts that fit on a number of GPUs, rank them by the time of the whole run, and describe the result.
 
 A layout is legal if `config.checks` accepts it. It fits if its memory (`planning.memory`) leaves `HEADROOM` of the
-GPU free. Its time is that of `planning.step_time`, averaged over the windows of the run's schedule.
+GPU free. Its time is the estimate of `planning.step_time`, averaged over the windows of the run's schedule.
 """
 
 from collections import Counter
@@ -60,14 +60,19 @@ class Layout:
             sizes["EP"] = parallel.expert_model_parallel_size
         chunk = parallel.num_layers_per_virtual_pipeline_stage
         words = [f"{kind} {size}" for kind, size in sizes.items()]
-        words += [f"chunks of {chunk}"] if chunk else []
-        words += [parallel.pipeline_model_parallel_layout] if parallel.pipeline_model_parallel_layout else []
-        words += [f"micro-batch {self.config.data.micro_batch_size}"]
-        if parallel.recompute_granularity:
-            whole = parallel.recompute_granularity == "full"
-            words += ["recompute" if whole else f"recompute {' '.join(parallel.recomputed_modules)}"]
-        words += ["MLP in blocks"] if parallel.mlp_block_tokens else []
-        words += ["inputs on the host"] if parallel.offload_layer_inputs else []
+        if chunk:
+            words.append(f"chunks of {chunk}")
+        if parallel.pipeline_model_parallel_layout:
+            words.append(parallel.pipeline_model_parallel_layout)
+        words.append(f"micro-batch {self.config.data.micro_batch_size}")
+        if parallel.recompute_granularity == "full":
+            words.append("recompute")
+        elif parallel.recompute_granularity:
+            words.append(f"recompute {' '.join(parallel.recomputed_modules)}")
+        if parallel.mlp_block_tokens:
+            words.append("MLP in blocks")
+        if parallel.offload_layer_inputs:
+            words.append("inputs on the host")
         return ", ".join(words)
 
 
@@ -84,22 +89,21 @@ def mean_seconds(config: Config, machine: Machine) -> float:
     return sum(step_time(config, window, machine).total * times for window, times in moments) / MOMENTS
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search."""
 
     best: list[Layout]  # legal layouts that fit, the fastest first; each keeps as many of its activations as fit
     tried: int  # number of layouts considered
     refused: Counter[str]  # the reasons other than memory, each with the number of layouts that it excludes
     too_large: list[Layout]  # the legal layouts that would be faster, but whose memory is too large
-    overfull: (
-        int  # number of layouts whose weights, gradients and optimizer alone are too large, whatever else they keep
-    )
+    overfull: int  # number of layouts whose weights, gradients and optimizer alone are too large
     smallest: int | None  # bytes of the smallest layout, if memory excludes any; exact where none fits
 
 
-def search(config: Config, machine: Machine, top: int = 10) -> Found:
-    """Find the fastest layouts of a run, at most `top` of them; the run's own one, if it is legal, is tried as well."""
-    refused, number = Counter[str](), count()
+def search(config: Config, machine: Machine, top: int = 10) -> SearchResult:
+    """Find the fastest layouts of a run, at most `top` of them; the run's own layout is tried too, if it is legal."""
+    refused = Counter[str]()
+    number = count()
     queue: list[tuple[float, int, Config]] = []
     overfull: list[tuple[int, int, Config]] = []
 
@@ -115,13 +119,15 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
     if next(mistakes(config, machine.gpus), None) is None:
         add(config)
     tried = refused.total() + len(overfull)
+
     best: list[Layout] = []
     too_large: list[Layout] = []
     while queue and len(best) < top:
         _, _, candidate = heappop(queue)
         tried += 1
-        if wrong := dict.fromkeys(mistakes(candidate, machine.gpus), 1):
-            refused.update(wrong)
+        reasons = dict.fromkeys(mistakes(candidate, machine.gpus), 1)
+        if reasons:
+            refused.update(reasons)
             continue
         layout = layout_of(candidate, machine)
         if fits(layout, machine):
@@ -138,8 +144,10 @@ def search(config: Config, machine: Machine, top: int = 10) -> Found:
             if smallest is not None and smallest <= static:
                 break
             needs = [estimate(variant, machine.gpus, machine.vocab_size).total for variant in variants(candidate)]
-            smallest = min(needs if smallest is None else [smallest, *needs])
-    return Found(best, tried + len(queue), refused, too_large, len(overfull), smallest)
+            if smallest is not None:
+                needs.append(smallest)
+            smallest = min(needs)
+    return SearchResult(best, tried + len(queue), refused, too_large, len(overfull), smallest)
 
 
 def fits(layout: Layout, machine: Machine) -> bool:
@@ -159,7 +167,8 @@ def last_window(config: Config) -> int:
 
 def windows(config: Config) -> list[int]:
     """Return the windows at evenly spaced moments of the run."""
-    schedule, steps = config.window_schedule(), config.training.train_iters
+    schedule = config.window_schedule()
+    steps = config.training.train_iters
     return [min(schedule.window_at(int((k + 0.5) / MOMENTS * steps)), config.data.seq_length) for k in range(MOMENTS)]
 
 
@@ -169,12 +178,16 @@ def candidates(config: Config, machine: Machine, refused: Counter[str]) -> Itera
     Layers are divided as `divisions` says. Tensor parallelism stays inside a node. `refused` counts the excluded splits
     by reason.
     """
-    model, data, gpus = config.model, config.data, machine.gpus
+    model = config.model
+    data = config.data
+    gpus = machine.gpus
     sharded = config.optimizer.optimizer == "adam"
-    cut = [model.num_query_groups, model.num_attention_heads, model.moe_shared_expert_intermediate_size or 0]
-    cut += [model.expert_width] if model.num_experts else []
-    cut += [model.ffn_hidden_size] if model.expert_layers < model.num_layers else []
-    tensor = [tp for tp in _divisors(machine.kind.node) if all(number % tp == 0 for number in cut)]
+    sizes = [model.num_query_groups, model.num_attention_heads, model.moe_shared_expert_intermediate_size or 0]
+    if model.num_experts:
+        sizes.append(model.expert_width)
+    if model.expert_layers < model.num_layers:
+        sizes.append(model.ffn_hidden_size)
+    tensor = [tp for tp in _divisors(machine.kind.node) if all(size % tp == 0 for size in sizes)]
     pipeline = [pp for pp in _divisors(gpus) if pp <= model.num_layers]
     shared = _divisors(gcd(gpus, data.seq_length))
     context = [cp for cp in shared if cp == 1 or data.seq_length // cp >= LEAST_SHARE]
@@ -240,7 +253,8 @@ def with_less_kept(config: Config) -> Iterator[Config]:
     A layout that keeps all activations has variants with partial or full recomputation, or with the MLP in blocks. One
     that recomputes all layers has a variant with their inputs on the host.
     """
-    parallel, fp8 = config.parallel, config.training.fp8_format is not None
+    parallel = config.parallel
+    fp8 = config.training.fp8_format is not None
     choices: list[dict[str, Any]] = []
     if parallel.recompute_granularity == "full":
         if not (parallel.offload_layer_inputs or fp8):
@@ -262,18 +276,20 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def describe(found: Found, config: Config, machine: Machine) -> Iterator[str]:
-    """Yield the lines for `found`, the result of a search of `config`."""
-    if not found.best:
-        yield from _refusals(found, machine)
+def describe(result: SearchResult, config: Config, machine: Machine) -> Iterator[str]:
+    """Yield the lines for `result`, the result of a search of `config`."""
+    if not result.best:
+        yield from _refusals(result, machine)
         yield f"  {_own(config, machine)}"
         return
-    gpus, gpu, best = machine.gpus, machine.kind, found.best[0]
+    gpus = machine.gpus
+    gpu = machine.kind
+    best = result.best[0]
     kernel = machine.speeds.reached[gpu.family].kernel(config.parallel.attention_backend)
-    yield f"{found.tried:,} layouts on {gpus:,} {machine.gpu} of {gpu.memory:.0f} GiB; the fastest that fit:"
+    yield f"{result.tried:,} layouts on {gpus:,} {machine.gpu} of {gpu.memory:.0f} GiB; the fastest that fit:"
     heads = f"{'s/step':>8} {'tokens/s/GPU':>12} {'MFU':>6} {'memory':>10} {'hours':>8} {'cost':>11}  bound by"
     yield f"{'':>3} {'layout':58} {heads}"
-    for number, layout in enumerate(found.best, 1):
+    for number, layout in enumerate(result.best, 1):
         yield _row(f"{number}", layout, machine)
     yield _own(config, machine)
     yield (
@@ -305,7 +321,9 @@ def _available(machine: Machine) -> str:
 
 
 def _row(name: str, layout: Layout, machine: Machine) -> str:
-    seconds, gpus, config = layout.last.total, machine.gpus, layout.config
+    seconds = layout.last.total
+    gpus = machine.gpus
+    config = layout.config
     hours = layout.seconds * config.training.train_iters / 3600
     tokens = config.data.global_batch_size * config.data.seq_length
     mfu = utilisation(  # as in metrics.jsonl: relative to the bf16 peak
@@ -324,14 +342,14 @@ def _row(name: str, layout: Layout, machine: Machine) -> str:
     )
 
 
-def _refusals(found: Found, machine: Machine) -> Iterator[str]:
+def _refusals(result: SearchResult, machine: Machine) -> Iterator[str]:
     """Yield why no layout is possible: each reason with the number of layouts that it excludes."""
-    yield f"None of {found.tried:,} layouts on {machine.gpus:,} {machine.gpu} is possible:"
-    reasons = found.refused.most_common(MOST_REASONS)
+    yield f"None of {result.tried:,} layouts on {machine.gpus:,} {machine.gpu} is possible:"
+    reasons = result.refused.most_common(MOST_REASONS)
     for reason, number in reasons:
         yield f"  {number:,} layouts: {reason}"
-    if len(found.refused) > len(reasons):
-        yield f"  and {len(found.refused) - len(reasons):,} more reasons"
-    if found.smallest is not None:
-        number = len(found.too_large) + found.overfull
-        yield f"  {number:,} layouts: memory; the smallest needs {gibibytes(found.smallest)}, {_available(machine)}"
+    if len(result.refused) > len(reasons):
+        yield f"  and {len(result.refused) - len(reasons):,} more reasons"
+    if result.smallest is not None:
+        number = len(result.too_large) + result.overfull
+        yield f"  {number:,} layouts: memory; the smallest needs {gibibytes(result.smallest)}, {_available(machine)}"

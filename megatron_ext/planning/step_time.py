@@ -67,7 +67,9 @@ class Reached:
         """Return the kernel of a value of --attention-backend; `auto` chooses FlashAttention 4 where it runs."""
         if attention_backend in ("auto", "flash_attn_4") and self.flash4 is not None:
             return "flash4"
-        return "cudnn" if attention_backend == "te_thd" else "flash2"
+        if attention_backend == "te_thd":
+            return "cudnn"
+        return "flash2"
 
 
 @checked(config=_STRICT)
@@ -90,8 +92,10 @@ class Speeds:
 
     def of_device(self, name: str) -> Gpu | None:
         """Return the GPU for a driver's device name, such as "NVIDIA A100-SXM4-40GB"; None if it is not in the file."""
-        named = [one for one in self.gpus if all(part in name for part in one.split("-"))]
-        return self.gpus[max(named, key=len)] if named else None
+        names = [gpu for gpu in self.gpus if all(part in name for part in gpu.split("-"))]
+        if not names:
+            return None
+        return self.gpus[max(names, key=len)]
 
 
 @cache
@@ -120,12 +124,12 @@ class Machine:
 
     def attention(self, config: Config, window: int) -> AttentionLoad:
         """Return the cost of attention under a window in tokens."""
-        length, rows = config.data.seq_length, self.rows
-        if rows is None:
+        length = config.data.seq_length
+        if self.rows is None:
             context = _whole_row_context(config.mask_options(), length, window)
-            # a window as long as the row needs all remote keys; a small one only those of segments that ranks share
+            # a window as long as the row needs all remote keys; a small one only the keys of segments that ranks share
             return AttentionLoad(context, min(context / length, 1.0))
-        return rows.load(window, config.parallel.context_parallel_size, config.data_parallel_size(self.gpus))
+        return self.rows.load(window, config.parallel.context_parallel_size, config.data_parallel_size(self.gpus))
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Amount(NamedTuple):
     again: float
 
     def times(self, passes: float) -> float:
-        """Return the work of forward and backward, `passes` times that of forward, and of recomputation."""
+        """Return the work of forward and backward, `passes` times the work of forward, and of recomputation."""
         return self.forward * (passes + self.again)
 
 
@@ -184,8 +188,12 @@ class _Estimate:
     """The seconds of the parts of a step under a window, on one rank."""
 
     def __init__(self, config: Config, window: int, machine: Machine) -> None:
-        self.config, self.model, self.parallel = config, config.model, config.parallel
-        self.machine, self.speeds, self.gpu = machine, machine.speeds, machine.kind
+        self.config = config
+        self.model = config.model
+        self.parallel = config.parallel
+        self.machine = machine
+        self.speeds = machine.speeds
+        self.gpu = machine.kind
         self.tp = self.parallel.tensor_model_parallel_size
         self.pp = self.parallel.pipeline_model_parallel_size
         self.cp = self.parallel.context_parallel_size
@@ -213,18 +221,22 @@ class _Estimate:
 
     def products_speed(self) -> float:
         """FLOPs per second of the layers' matrix products."""
-        in_fp8 = self.config.training.fp8_format and self.gpu.fp8
-        return self.matmul * (self.speeds.fp8_speedup if in_fp8 else 1)
+        if self.config.training.fp8_format and self.gpu.fp8:
+            return self.matmul * self.speeds.fp8_speedup
+        return self.matmul
 
     def attention_speed(self) -> float:
         """FLOPs per second of the attention kernel."""
         reached = self.speeds.reached[self.gpu.family]
-        share = getattr(reached, reached.kernel(self.parallel.attention_backend))
-        return self.gpu.bf16 * 1e12 * share * (1.0 if self.model.head_size >= TILE else self.speeds.narrow_heads)
+        speed: float = self.gpu.bf16 * 1e12 * getattr(reached, reached.kernel(self.parallel.attention_backend))
+        if self.model.head_size < TILE:
+            speed *= self.speeds.narrow_heads
+        return speed
 
     def link(self, ranks: int) -> float:
         """Bytes per second that each of so many ranks sends to the others."""
-        return (self.gpu.nvlink if ranks <= self.gpu.node else self.gpu.network) * 1e9 * self.speeds.links
+        peak = self.gpu.nvlink if ranks <= self.gpu.node else self.gpu.network
+        return peak * 1e9 * self.speeds.links
 
     # --- one layer over one micro-batch
 
@@ -294,13 +306,13 @@ class _Estimate:
 
     def step(self) -> StepTime:
         layer_seconds = self.layer_seconds()
-        one_layer = sum(layer_seconds.values())
+        layer_total = sum(layer_seconds.values())
         # all stages wait for the slowest one, if all have as many layers for the last one
         chunks = self.parallel.layers_of_chunks(self.model.num_layers)
         stages = [(sum(chunks[stage :: self.pp]), 0.0) for stage in range(self.pp - 1)]
         stages.append((sum(chunks[self.pp - 1 :: self.pp]), self.head()))
-        layers, head = max(stages, key=lambda stage: stage[0] * one_layer + stage[1])
-        microbatch = layers * one_layer + head
+        layers, head = max(stages, key=lambda stage: stage[0] * layer_total + stage[1])
+        microbatch = layers * layer_total + head
         microbatches = self.config.microbatches(self.machine.gpus)
         moved, update = self.synchronized(layers)
         return StepTime(
@@ -335,35 +347,42 @@ def orthogonalization(config: Config) -> float:
 
     An iteration of a matrix X [m, n], m <= n, computes A = X X^T, B = b A + c A A and a X + B X: 4 m^2 n + 2 m^3.
     """
-    model, parallel, flops = config.model, config.parallel, 0.0
+    model = config.model
+    parallel = config.parallel
+    flops = 0.0
     for row in parameters_of(model):
         shapes = [full_shape(name, model, 0) for name in row.hugging_face]
         if not row.stacked or len(shapes[0]) < 2:
             continue
         if row.cut is not Cut.QKV or not config.optimizer.muon_split_qkv:  # fused matrices are one
             shapes = [(sum(rows for rows, _ in shapes), shapes[0][1])]
-        copies = len(row.places(model)) / (parallel.expert_model_parallel_size if row.of_experts else 1)
+        copies = float(len(row.places(model)))
+        if row.of_experts:
+            copies /= parallel.expert_model_parallel_size
         flops += copies * sum(4 * m**2 * n + 2 * m**3 for m, n in map(sorted, shapes))
     return flops * config.optimizer.muon_num_ns_steps / parallel.pipeline_model_parallel_size
 
 
 def layer_work(config: Config, load: AttentionLoad) -> Layer:
     """Count the work of a layer, as a mean over layers with and without experts."""
-    model, parallel, matrices = config.model, config.parallel, matrices_of(config.model)
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    model = config.model
+    parallel = config.parallel
+    matrices = matrices_of(config.model)
+    tp = parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
     ep = parallel.expert_model_parallel_size
-    hidden, t = model.hidden_size, config.data.micro_batch_size * config.data.seq_length / cp
-    with_experts, shared = model.expert_layers / model.num_layers, model.moe_shared_expert_intermediate_size or 0
-    # layers with an MLP for every token, a single one or shared experts, and its mean width
+    hidden = model.hidden_size
+    t = config.data.micro_batch_size * config.data.seq_length / cp
+    with_experts = model.expert_layers / model.num_layers
+    shared = model.moe_shared_expert_intermediate_size or 0
+    # the fraction of layers with an MLP for every token, a single one or shared experts, and its mean width
     with_mlp = 1.0 if shared else 1.0 - with_experts
     mlp_width = with_experts * shared + (1 - with_experts) * model.ffn_hidden_size
 
-    modules, whole = parallel.recomputed_modules, 0.0  # the fraction of layers with full recomputation
-    if parallel.recompute_granularity == "full":
-        sizes = parallel.layers_of_chunks(model.num_layers)
-        recomputed = sum(min(size, parallel.recompute_num_layers) for size in sizes)
-        whole = 1.0 if parallel.recompute_method == "uniform" else recomputed / model.num_layers
-    mlp, core = "mlp" in modules, "core_attn" in modules
+    whole = fully_recomputed(config)
+    modules = parallel.recomputed_modules
+    mlp = "mlp" in modules
+    core = "core_attn" in modules
     # two norms read and write the hidden states; the activation function reads two factors and writes their product
     repeated = ("layernorm" in modules) * 4 * hidden + mlp * 3 * mlp_width
 
@@ -371,14 +390,14 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
     elements = 12 * hidden + 4 * rotated + 3 * mlp_width
     received = t * (cp - 1) * load.exchanged  # rows
     width = model.exchanged_width(tp)
-    # each rank computes the keys and values of the latents that it gets
-    expanded = matrices.up if width < model.num_query_groups // tp * model.key_value_size else 0
+    flops = 2 * matrices.shared * t
+    if width < model.num_query_groups // tp * model.key_value_size:
+        # each rank computes the keys and values of the latents that it gets
+        flops += 2 * matrices.up * received
     crossed = 2 * 2 * hidden * t * (tp - 1) / tp  # a gather and a scatter of the hidden states
     copies = model.moe_router_topk * with_experts  # of a token, one for each of its experts
     return Layer(
-        products=Amount(
-            2 * (matrices.shared * t + expanded * received) / tp, whole + mlp * matrices.mlp / matrices.shared
-        ),
+        products=Amount(flops / tp, whole + mlp * matrices.mlp / matrices.shared),
         attention=Amount(load.context * model.num_attention_heads * model.key_value_size * t / tp, whole + core),
         elements=Amount(elements * t / tp, whole + repeated / elements),
         # attention has as many gathers and scatters as the MLP
@@ -390,6 +409,17 @@ def layer_work(config: Config, load: AttentionLoad) -> Layer:
         expert_tensor=Amount(copies * crossed, whole + mlp),
         experts=Amount(2 * 2 * copies * hidden * t / tp * (ep - 1) / ep, whole + mlp),
     )
+
+
+def fully_recomputed(config: Config) -> float:
+    """Return the fraction of layers with full recomputation."""
+    parallel = config.parallel
+    if parallel.recompute_granularity != "full":
+        return 0.0
+    if parallel.recompute_method == "uniform":
+        return 1.0
+    sizes = parallel.layers_of_chunks(config.model.num_layers)
+    return sum(min(size, parallel.recompute_num_layers) for size in sizes) / config.model.num_layers
 
 
 class Matrices(NamedTuple):
@@ -419,7 +449,9 @@ def matrices_of(model: ModelConfig) -> Matrices:
             if parameter.of_experts:
                 counts["expert"] += math.prod(shape)
                 continue
-            counts["attention" if "self_attn" in name else "mlp"] += layers * math.prod(shape)
-            counts["up"] += layers * math.prod(shape) if "kv_b_proj" in name else 0
+            weights = layers * math.prod(shape)
+            counts["attention" if "self_attn" in name else "mlp"] += weights
+            if "kv_b_proj" in name:
+                counts["up"] += weights
     attention, up, mlp = (counts[part] / model.num_layers for part in ("attention", "up", "mlp"))
     return Matrices(attention, up, mlp, counts["expert"])

@@ -10,8 +10,12 @@ from typing import Any
 
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ParallelConfig
 
-LONGEST, STEPS, ROWS, LAYERS, HEADS = 512, 24, 4, 6, 4
-# options by section: those that count tokens, those that count steps, and those with the same value in every twin
+LONGEST = 512
+STEPS = 24
+ROWS = 4
+LAYERS = 6
+HEADS = 4
+# options by section: some count tokens, some count steps, some have the same value in every twin
 _LENGTHS = {
     "model": ("local_window", "rope_original_length"),
     "data": ("seq_length",),
@@ -37,7 +41,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         "lm_eval_include_path": None, "lm_eval_batch_size": 8,
     },
 }  # fmt: skip
-# sizes of a model's features; only of those that the recipe has
+# sizes of a model's features; a twin has the features that the recipe has
 _SIZES = {
     "num_experts": 4, "moe_shared_expert_intermediate_size": 160, "moe_layer_freq": (0,) + (1,) * (LAYERS - 1),
     "moe_router_num_groups": 2, "moe_router_group_topk": 1, "q_lora_rank": 48,
@@ -76,15 +80,18 @@ def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_sto
             values = {name: getattr(getattr(config, section), name) for name in names}
             changed[section] |= {name: scaled(value) for name, value in values.items() if value}
 
-    model, window, optimizer = config.model, config.window, config.optimizer
+    model = config.model
+    window = config.window
+    optimizer = config.optimizer
     changed["model"] |= {name: size for name, size in _SIZES.items() if getattr(model, name)}
-    changed["model"] |= _LATENT if model.multi_latent_attention else {}
+    if model.multi_latent_attention:
+        changed["model"] |= _LATENT
     changed["model"] |= {
         "num_query_groups": max(HEADS * model.num_query_groups // model.num_attention_heads, 1),
         "rope_window_bases": tuple(f"{scale.length(upto)}:{base:g}" for upto, base in model.window_bases()),
     }
     if window.window_expansion_fraction is None and window.window_schedule not in ("constant", "continual"):
-        # in tokens per step: multiplied by the factor of the steps, divided by that of the lengths
+        # in tokens per step: multiplied by the factor of the steps, divided by the factor of the lengths
         changed["window"]["window_rate"] = (window.window_rate or 0.125) * scale.steps / scale.lengths
     changed["weighting"]["score_store"] = score_store if config.weighting.score_store else None
     changed["optimizer"]["min_lr"] = changed["optimizer"]["lr"] * optimizer.min_lr / optimizer.lr

@@ -52,8 +52,9 @@ def short_pass(
 ) -> ShortPass:
     """Lay out the chunks of rows, given by their tokens and masks, as micro-batches.
 
-    If a row begins with `bos_id`, so does each of its chunks that cuts off tokens on which its first scored token
-    depends: a model that was trained with BOS first in every row expects it. With BOS written B, n = 6 and s = 4:
+    A model that was trained with BOS first in every row expects BOS first in every chunk. So `bos_id` replaces the
+    first token of a chunk if its row begins with `bos_id` and its first scored token depends on tokens before the
+    chunk. With BOS written B, n = 6 and s = 4:
 
         row         B  a  b  c  d  e  f  g  h  i
         chunk 1                 B  e  f  g  h  i        d is replaced

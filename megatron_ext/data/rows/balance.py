@@ -22,8 +22,8 @@ def assign_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int
     long as that reduces the cost of the most expensive rank. A rank's micro-batches are ordered by decreasing cost, so
     that ranks compute similar ones at the same time.
 
-    `costs` are those of the B rows of a global batch, in any unit; B is a multiple of `ranks` x `micro_batches` (of
-    each rank). Returns int64 [ranks, micro_batches, rows of each], in which every row occurs once.
+    `costs` has the cost of each of the B rows of a global batch, in any unit; B is a multiple of `ranks` x
+    `micro_batches` (of each rank). Returns int64 [ranks, micro_batches, rows of each], in which every row occurs once.
     """
     cost = np.asarray(costs, dtype=np.float64)
     assert len(cost) % (ranks * micro_batches) == 0, (len(cost), ranks, micro_batches)
@@ -39,7 +39,8 @@ def _assign(cost: Float64, bins: int) -> Int64:
     """Assign items to bins, int64 [bins, n / bins], by decreasing cost, each to the cheapest bin with space."""
     space = len(cost) // bins
     members = np.empty((bins, space), dtype=np.int64)
-    filled, load = np.zeros(bins, dtype=np.int64), np.zeros(bins)
+    filled = np.zeros(bins, dtype=np.int64)
+    load = np.zeros(bins)
     for item in np.argsort(-cost, kind="stable"):
         cheapest = int(np.argmin(np.where(filled < space, load, np.inf)))
         members[cheapest, filled[cheapest]] = item
@@ -57,8 +58,9 @@ def _even_out(members: Int64, cost: Float64) -> None:
         loss = cost[members[worst]][:, None, None] - cost[members][None]
         after = np.maximum(load[worst] - loss, load[None, :, None] + loss)
         after[:, worst] = np.inf
-        mine, other, theirs = np.unravel_index(int(after.argmin()), after.shape)
-        if after[mine, other, theirs] >= load[worst] * (1 - 1e-9):  # avoids endless swaps due to rounding
+        item, other_bin, other_item = np.unravel_index(int(after.argmin()), after.shape)
+        if after[item, other_bin, other_item] >= load[worst] * (1 - 1e-9):  # avoids endless swaps due to rounding
             return
-        swapped = members[worst, mine], members[other, theirs]
-        members[other, theirs], members[worst, mine] = swapped
+        moved = members[worst, item]
+        members[worst, item] = members[other_bin, other_item]
+        members[other_bin, other_item] = moved

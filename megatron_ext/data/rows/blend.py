@@ -24,32 +24,34 @@ class BlendedRows:
     """
 
     def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float], labels: Sequence[str] = ()) -> None:
-        self.datasets, self.shares = tuple(datasets), scaled(weights)
-        self.labels = [
-            label if labels.count(label) == 1 else f"{label} ({labels[: number + 1].count(label)})"
-            for number, label in enumerate(labels)
-        ]
+        self.datasets = tuple(datasets)
+        self.shares = scaled(weights)
+        self.labels = list(labels)
+        for number, label in enumerate(labels):
+            if labels.count(label) > 1:
+                self.labels[number] = f"{label} ({labels[: number + 1].count(label)})"
         (self.row_length,) = {dataset.row_length for dataset in datasets}
         filled = [dataset.row_tokens / self.row_length for dataset in datasets]
         self.weights = scaled([weight / share for weight, share in zip(weights, filled, strict=True)])
         self.row_tokens = math.fsum(w * dataset.row_tokens for w, dataset in zip(self.weights, datasets, strict=True))
 
     def row(self, sample: int) -> TokenRow:
-        dataset, own = self.locate(sample)
-        return self.datasets[dataset].row(own)
+        dataset, number = self.locate(sample)
+        return self.datasets[dataset].row(number)
 
     def outline(self, sample: int) -> RowOutline:
-        dataset, own = self.locate(sample)
-        return self.datasets[dataset].outline(own)
+        dataset, number = self.locate(sample)
+        return self.datasets[dataset].outline(number)
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Return the data set of a sample of the blend, and its sample there; O(D log D)."""
-        _, dataset, own = self._queue(sample)[0]
-        return dataset, own
+        _, dataset, number = self._queue(sample)[0]
+        return dataset, number
 
     def rows_of(self, samples: range) -> dict[str, int]:
         """Return the number of rows of each data set in a range of samples, by its label; O(D log D)."""
-        before, after = ({d: count for _, d, count in self._queue(at)} for at in (samples.start, samples.stop))
+        before = {d: count for _, d, count in self._queue(samples.start)}
+        after = {d: count for _, d, count in self._queue(samples.stop)}
         return {label: after[d] - before[d] for d, label in enumerate(self.labels)}
 
     def _queue(self, sample: int) -> list[tuple[float, int, int]]:
@@ -80,16 +82,18 @@ class LaidSequences:
 
     def __init__(self, sequences: RowSource, row_length: int) -> None:
         assert row_length % sequences.row_length == 0, (row_length, sequences.row_length)
-        self.sequences, self.row_length = sequences, row_length
+        self.sequences = sequences
+        self.row_length = row_length
         self.count = row_length // sequences.row_length
         self.row_tokens = sequences.row_tokens * self.count
 
     def row(self, sample: int) -> TokenRow:
         rows = [self.sequences.row(number) for number in self._numbers(sample)]
         tokens = np.concatenate([*(row.tokens[:-1] for row in rows), rows[-1].tokens[-1:]])
-        weights = [row.weights for row in rows if row.weights is not None]
+        by_sequence = [row.weights for row in rows if row.weights is not None]
+        weights = np.concatenate(by_sequence) if by_sequence else None
         outline = self._laid(rows)
-        return TokenRow(tokens, outline.document_ends, outline.trained, np.concatenate(weights) if weights else None)
+        return TokenRow(tokens, outline.document_ends, outline.trained, weights)
 
     def outline(self, sample: int) -> RowOutline:
         return self._laid([self.sequences.outline(number) for number in self._numbers(sample)])

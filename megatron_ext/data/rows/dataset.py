@@ -34,9 +34,9 @@ class RowDataset:
     that start in epoch e are permuted among themselves, also by (seed, e). No token is lost or repeated, even if a row
     spans the border of two or (if T < L) more epochs.
 
-    `documents` are those of the split, indices into `source`; empty ones are dropped. With `mask_eod` the label after a
+    `documents` are the split's indices into `source`; empty documents are dropped. With `mask_eod` the label after a
     document's last token is not trained (Megatron-LM's --eod-mask-loss). Orders of many documents or rows are kept in
-    `cache`, unless it is None; of several processes the one that `prepares` draws the next epoch's before it is needed.
+    `cache`, unless it is None; the process that `prepares` draws the order of the next epoch before it is needed.
     """
 
     def __init__(
@@ -50,8 +50,12 @@ class RowDataset:
         cache: Path | None = None,
         prepares: bool = False,
     ) -> None:
-        self.source, self.documents, self.seed, self.mask_eod = source, documents, seed, mask_eod
-        self.row_length, self.row_tokens = row_length, float(row_length)
+        self.source = source
+        self.documents = documents
+        self.seed = seed
+        self.mask_eod = mask_eod
+        self.row_length = row_length
+        self.row_tokens = float(row_length)
         self.prepares = prepares
         self.tokens_per_epoch = source.tokens_in(documents)
         if not self.tokens_per_epoch:
@@ -64,15 +68,11 @@ class RowDataset:
         """Return the row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
         pieces = self._pieces(sample)
         tokens = np.concatenate([self.source.read(*piece) for piece in pieces])
-        weights = [self.source.read_weights(*piece) for piece in pieces]
-        known_weights = [array for array in weights if array is not None]
+        by_piece = [self.source.read_weights(*piece) for piece in pieces]
+        arrays = [array for array in by_piece if array is not None]
+        weights = np.concatenate(arrays)[1:] if arrays else None
         outline = self._outline(pieces)
-        return TokenRow(
-            tokens,
-            outline.document_ends,
-            outline.trained,
-            np.concatenate(known_weights)[1:] if known_weights else None,
-        )
+        return TokenRow(tokens, outline.document_ends, outline.trained, weights)
 
     def outline(self, sample: int) -> RowOutline:
         """Return the outline of the row of a sample, without reading its tokens."""
@@ -128,7 +128,9 @@ class RowDataset:
                 order = self._order(epoch)
                 number = 0
             document = int(order.documents[number])
-            length = self.source.document_length(document) if document in self.documents else 0
+            length = 0
+            if document in self.documents:
+                length = self.source.document_length(document)
             if not 0 <= offset < length:
                 raise UserError(f"{self.cache}: an order in this folder is damaged; remove the folder and start again")
             count = min(length - offset, missing)

@@ -43,8 +43,10 @@ def draw_order(source: IndexedSource, documents: range, row_length: int, seed: i
     numbers = np.searchsorted(ends, places, side="right")
     offsets = places - ends[numbers] + lengths[order[numbers]]
     order += documents.start
+    if documents.stop <= 2**32:
+        order = order.astype(np.uint32)
     return EpochOrder(
-        documents=order.astype(np.uint32) if documents.stop <= 2**32 else order,
+        documents=order,
         row_starts=np.stack([numbers, offsets], axis=1),
         row_order=permutation(next_row - first_row, seed, epoch, Purpose.ROWS),
     )

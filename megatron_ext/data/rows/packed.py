@@ -22,8 +22,9 @@ class PackedRows:
         document_ends             4       7        10
         trained           1 1 1 0     1 1 0   1 1 0   0 0
 
-    - A piece that ends inside the row ends a document there, even if it is cut, because what follows is unrelated. One
-      that ends with the row has an end only if its document ends there. If the plan joins documents, none ends inside.
+    - A piece that ends inside the row ends a document there, even if it is cut, because what follows is unrelated. A
+      piece that ends with the row has an end only if its document ends there. If the plan joins documents, no document
+      ends inside the row.
     - A label is trained if it is the next token of the same document, even if the plan has it in another row or in
       none. The first token of a document is trained after the last one of another, with `mask_eod` only if the plan
       joins documents. If the data set has a mask, it must select the label too.
@@ -44,9 +45,13 @@ class PackedRows:
         pad_id: int = 0,
         cache: Path | None = None,
     ) -> None:
-        self.source, self.plan, self.seed = source, plan, int(seed)
-        self.mask_eod, self.pad_id = mask_eod, pad_id
-        self.row_length, self.row_tokens = plan.row_length, plan.tokens / plan.rows
+        self.source = source
+        self.plan = plan
+        self.seed = int(seed)
+        self.mask_eod = mask_eod
+        self.pad_id = pad_id
+        self.row_length = plan.row_length
+        self.row_tokens = plan.tokens / plan.rows
         self.cache = cache if plan.rows >= LARGE else None
         self._order = lru_cache(EPOCHS_KEPT)(self._open_order)
 
@@ -58,8 +63,9 @@ class PackedRows:
         """Return the plan's row for `sample`; each row occurs once in every `plan.rows` samples."""
         assert sample >= 0, sample
         epoch, number = divmod(sample, self.plan.rows)
-        is_curriculum = self.plan.key.policy == "decomposition"
-        return number if is_curriculum else int(self._order(epoch)[number])
+        if self.plan.key.policy == "decomposition":  # a curriculum, in its own order
+            return number
+        return int(self._order(epoch)[number])
 
     def _open_order(self, epoch: int) -> np.ndarray:
         if self.cache is None:
@@ -96,7 +102,8 @@ class PackedRows:
         return pieces
 
     def _outline(self, pieces: Sequence[tuple[int, int, int]]) -> RowOutline:
-        length, joined = self.row_length, self.plan.joined
+        length = self.row_length
+        joined = self.plan.joined
         trained = np.zeros(length + 1, dtype=np.bool_)
         mask = np.ones(length + 1, dtype=np.bool_)
         ends: list[int] = []
