@@ -114,8 +114,8 @@ def refusal(done: Done) -> str:
 
 def refusal_of_all(processes: Sequence[Done]) -> str:
     """The one line with which all processes refused their input: the first one prints it."""
-    first, *others = processes
-    assert [(done.status, done.stderr.count("error: ")) for done in others] == [(2, 0)] * len(others)
+    first, *later_ranks = processes
+    assert [(done.status, done.stderr.count("error: ")) for done in later_ranks] == [(2, 0)] * len(later_ranks)
     return refusal(first)
 
 

@@ -69,8 +69,8 @@ def room_of(path: str) -> str | None:
 
 def rooms_imported(path: Path) -> set[str]:
     names = (name.split(".") for name in imports(parsed(path)))
-    found = {room_of("/".join(name[1:])) for name in names if name[0] == "megatron_ext"}
-    return {room for room in found if room is not None}
+    rooms = {room_of("/".join(name[1:])) for name in names if name[0] == "megatron_ext"}
+    return {room for room in rooms if room is not None}
 
 
 def test_every_module_has_a_room() -> None:
@@ -85,7 +85,11 @@ def test_imports_go_one_way() -> None:
     for path in PACKAGE:
         room = room_of(str(path.relative_to(ROOT / "megatron_ext")))
         if room is not None:
-            later = {other for other in rooms_imported(path) - {room} if LINE_OF[other] >= LINE_OF[room]}
+            later = {
+                imported_room
+                for imported_room in rooms_imported(path) - {room}
+                if LINE_OF[imported_room] >= LINE_OF[room]
+            }
             assert not later, path
         assert not [name for name in imports(parsed(path)) if f"{name}.".startswith(commands)], path
 

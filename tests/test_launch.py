@@ -86,7 +86,7 @@ def test_one_of_several_tasks_needs_a_rank(task: dict[str, str]) -> None:
 
 
 def test_a_port_that_another_program_has(small_data: SmallData) -> None:
-    with socket.create_server(("", 0)) as other:
-        place = GOOD | {"RANK": "0", "MASTER_PORT": str(other.getsockname()[1])}
+    with socket.create_server(("", 0)) as server:
+        place = GOOD | {"RANK": "0", "MASTER_PORT": str(server.getsockname()[1])}
         (done,) = Commands(environment=place).attempt(TRAINER, *CONFIG, *small_data.flags, timeout_s=60)
     assert f"rank 0: MASTER_PORT: got {place['MASTER_PORT']}, " in refusal(done)

@@ -78,8 +78,8 @@ def test_local_layers_obey_the_schedule() -> None:
     By hand, of tokens 0..7 and a local window of 3 (a token and two before it: i - 2 .. i):
     w = 2, blocks 01 23 45 67; w = 3, blocks 012 345 67; w = 4, blocks 0123 4567, in which i - 2 cuts.
     """
-    options, nothing = MaskOptions(False, "grid", 3, 2, num_layers=2), np.empty(0, dtype=np.int64)
-    masks = [options.at(8, [nothing], window).by_kind[1] for window in (2, 3, 4)]
+    options, no_ends = MaskOptions(False, "grid", 3, 2, num_layers=2), np.empty(0, dtype=np.int64)
+    masks = [options.at(8, [no_ends], window).by_kind[1] for window in (2, 3, 4)]
     # a block within the local window needs no reach, so that backends take their plain causal kernel
     assert [mask.left_window for mask in masks] == [None, None, 2]
     assert masks[0].first_keys().tolist() == [0, 0, 2, 2, 4, 4, 6, 6]

@@ -46,7 +46,7 @@ def _yarn(model: ModelConfig, length: Decimal) -> list[Decimal]:
 def _llama3(model: ModelConfig, length: Decimal, plain: list[Decimal]) -> list[Decimal]:
     low, high = Decimal(model.rope_low_freq_factor), Decimal(model.rope_high_freq_factor)
     turns = [length * theta / (2 * PI) for theta in plain]
-    return [min(max((each - low) / (high - low), Decimal(0)), Decimal(1)) for each in turns]
+    return [min(max((turn - low) / (high - low), Decimal(0)), Decimal(1)) for turn in turns]
 
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")

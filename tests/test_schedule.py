@@ -104,17 +104,19 @@ def test_runs_are_those_of_the_single_steps(
     first = data.draw(st.integers(0, 300))
     for last in (first, first + 1, first + data.draw(st.integers(2, 400))):
         windows = [schedule.window_at(step) for step in range(first, last)]
-        assert list(schedule.runs(first, last)) == [(window, len([*same])) for window, same in groupby(windows)]
+        assert list(schedule.runs(first, last)) == [
+            (window, len([*equal_windows])) for window, equal_windows in groupby(windows)
+        ]
 
 
 @pytest.mark.parametrize("kind", [kind.value for kind in ScheduleKind])
 @pytest.mark.parametrize("fraction", [1e-6, 0.64, 1])
 def test_long_runs_evaluate_few_steps(kind: str, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most twice the logarithm of a run's length, for each of its at most 1000 windows on each of 3 ramps."""
-    steps, evaluate, asked = 10**9, WindowSchedule.window_at, Counter[int]()
+    steps, evaluate, evaluations = 10**9, WindowSchedule.window_at, Counter[int]()
 
     def window_at(self: WindowSchedule, step: int) -> int:
-        asked[step] += 1
+        evaluations[step] += 1
         return evaluate(self, step)
 
     monkeypatch.setattr(WindowSchedule, "window_at", window_at)
@@ -122,7 +124,7 @@ def test_long_runs_evaluate_few_steps(kind: str, fraction: float, monkeypatch: p
     shape = {"expansion_fraction": fraction / 3, "total_steps": steps, "cycles": cycles, "round_to": 7}
     schedule = build_schedule(kind, start=24, end=1024, switch_step=int(fraction * steps), **shape)
     assert sum(count for _, count in schedule.runs(0, steps)) == steps
-    assert asked.total() <= 3 * 1001 * 2 * 31
+    assert evaluations.total() <= 3 * 1001 * 2 * 31
 
 
 @given(

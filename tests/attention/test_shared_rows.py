@@ -52,8 +52,8 @@ def of_rank(rank: int, seeds: list[int]) -> list[tuple[Any, ...]]:
         leaves = [x.requires_grad_() for x in qkv]
         out = rows.attend(*leaves)
         out.backward(gradient)
-        made = [rows.tokens, rows.positions, out.detach(), *[leaf.grad for leaf in leaves]]
-        results.append((*[x.numpy() for x in made], rows.context.sent_bytes))
+        tensors = [rows.tokens, rows.positions, out.detach(), *[leaf.grad for leaf in leaves]]
+        results.append((*[x.numpy() for x in tensors], rows.context.sent_bytes))
     return results
 
 
@@ -79,10 +79,10 @@ def test_outputs_and_gradients(processes: int, drawings: int) -> None:
     ranks = call(of_rank, processes, seeds, group=processes > 1)
     for number, seed in enumerate(seeds):
         columns = zip(*[results[number] for results in ranks], strict=True)
-        tokens, _, *made, _ = [np.concatenate([np.atleast_1d(part) for part in column]) for column in columns]
+        tokens, _, *outputs, _ = [np.concatenate([np.atleast_1d(part) for part in column]) for column in columns]
         assert sorted(tokens.tolist()) == list(range(len(tokens)))
-        for ours, theirs in zip(made, expected(seed), strict=True):
-            np.testing.assert_allclose(ours, theirs[tokens], rtol=0, atol=2e-5, err_msg=f"{seed}: {drawn(seed)}")
+        for actual, wanted in zip(outputs, expected(seed), strict=True):
+            np.testing.assert_allclose(actual, wanted[tokens], rtol=0, atol=2e-5, err_msg=f"{seed}: {drawn(seed)}")
     assert any(sent for *_, sent in ranks[0]) == (processes > 1)
 
 
@@ -104,8 +104,8 @@ def test_positions_restart_in_each_segment() -> None:
     ],
 )
 def test_refusals(changed: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {"document_ends": [[12]], **changed}
-    assert text in refused(share_rows, 12, given.pop("document_ends"), **given)
+    arguments: dict[str, Any] = {"document_ends": [[12]], **changed}
+    assert text in refused(share_rows, 12, arguments.pop("document_ends"), **arguments)
 
 
 def test_tensors_of_other_sizes_are_refused() -> None:

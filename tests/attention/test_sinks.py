@@ -79,9 +79,9 @@ def test_backends_without_the_gradient_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", operator)
     cuda, varlen_of_torch = torch.device("cuda"), BACKENDS["torch_varlen"]
     assert varlen_of_torch.objection(cuda, torch.bfloat16, 64) is None
-    found = varlen_of_torch.objection(cuda, torch.bfloat16, 64, sinks=True)
-    assert found is None if fits else "cannot differentiate attention sinks in torch" in found
+    objection = varlen_of_torch.objection(cuda, torch.bfloat16, 64, sinks=True)
+    assert objection is None if fits else "cannot differentiate attention sinks in torch" in objection
     assert suited("flash_attn", cuda, torch.bfloat16, 64) == ("flash_attn",)
     assert suited("flash_attn", cuda, torch.bfloat16, 64, sinks=True) == ()
-    others = ("flash_attn_4", "torch_varlen", "te_thd")
-    assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == others
+    backends_with_the_gradient = ("flash_attn_4", "torch_varlen", "te_thd")
+    assert suited("auto", cuda, torch.bfloat16, 64, sinks=True) == backends_with_the_gradient

@@ -50,8 +50,8 @@ def train(
         megatron.core.optimizer.Adam = torch.optim.AdamW
         megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
     names = ("lr", "min_lr", "weight_decay", "adam_beta2", "clip_grad", "params_dtype")
-    given = {name: args[name] for name in names} | {"adam_beta1": 0.9, "adam_eps": 1e-8, "bf16": bf16}
-    config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=distributed, **given)
+    settings = {name: args[name] for name in names} | {"adam_beta1": 0.9, "adam_eps": 1e-8, "bf16": bf16}
+    config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=distributed, **settings)
     optimizer = get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
     batch = args["global_batch_size"]
     scheduler = OptimizerParamScheduler(
@@ -118,8 +118,8 @@ def test_three_more_steps_are_the_same_there_and_here(tmp_path: Path, name: str,
     stored = [Stored(folder / "checkpoints" / "iter_0000006") for folder in (run, tmp_path / "end")]
     assert {key for key in stored[0].tensors if "random_states" not in key} == stored[1].tensors.keys()
     for key in stored[1].tensors:
-        ours, theirs = (folder.read(key).float() for folder in stored)
-        assert (ours - theirs).abs().max() <= close * theirs.abs().max(), key
+        tensor_here, tensor_there = (folder.read(key).float() for folder in stored)
+        assert (tensor_here - tensor_there).abs().max() <= close * tensor_there.abs().max(), key
 
 
 def test_a_grid_of_flattened_blocks_is_one_tensor() -> None:

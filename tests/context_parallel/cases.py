@@ -103,7 +103,7 @@ class Case:
         options = ContextOptions(ContextGroup(0, cp_size, None), self.policy, None, HEADS, KEY_HEADS)
         all_masks = [self.masks(first) for first in range(step * self.rows, (step + 1) * self.rows, self.micro_batch)]
         return [
-            [(layers, made) for (layers, _), made in zip(masks.by_layers(), options.plans(masks), strict=True)]
+            [(layers, cp_plan) for (layers, _), cp_plan in zip(masks.by_layers(), options.plans(masks), strict=True)]
             for masks in all_masks
         ]
 
@@ -232,14 +232,14 @@ class Runs:
         return outcome
 
 
-def _run(parallel: Parallel, processes: int, some: Sequence[Case | Probe]) -> dict[Case | Probe, list[Any]]:
-    jobs = list(dict.fromkeys(some))
-    everyone = call(_work, processes, parallel, jobs, timeout_s=TIMEOUT_S, group=False)
-    return dict(zip(jobs, map(list, zip(*everyone, strict=True)), strict=True))
+def _run(parallel: Parallel, processes: int, requested: Sequence[Case | Probe]) -> dict[Case | Probe, list[Any]]:
+    jobs = list(dict.fromkeys(requested))
+    answers = call(_work, processes, parallel, jobs, timeout_s=TIMEOUT_S, group=False)
+    return dict(zip(jobs, map(list, zip(*answers, strict=True)), strict=True))
 
 
 def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    found = {name: relative(getattr(ours, name), getattr(theirs, name)) for name in SERIES}
-    found["valid_loss"] = relative([ours.valid_loss], [theirs.valid_loss])
-    found["weights"] = weight_error(ours.weights, theirs.weights)[0]
-    return found
+    differences = {name: relative(getattr(ours, name), getattr(theirs, name)) for name in SERIES}
+    differences["valid_loss"] = relative([ours.valid_loss], [theirs.valid_loss])
+    differences["weights"] = weight_error(ours.weights, theirs.weights)[0]
+    return differences

@@ -66,8 +66,11 @@ def test_the_same_weights_train_the_same_model(runs: Runs, layout: Layout) -> No
     """A token that weighed otherwise would change losses, norms and weights, and what is reported of the weights."""
     for case in cases():
         outcomes, alone = runs.of(layout, case), runs.alone(case)
-        found = errors(outcomes[0], alone)
-        assert max(found.values()) <= (TOLERANCE if case.weighting.weight_post == "sparse" else DENSE), (case, found)
+        differences = errors(outcomes[0], alone)
+        assert max(differences.values()) <= (TOLERANCE if case.weighting.weight_post == "sparse" else DENSE), (
+            case,
+            differences,
+        )
         for outcome in outcomes:
             np.testing.assert_allclose(outcome.weight_metrics, alone.weight_metrics, rtol=1e-4, atol=1e-6)
             assert outcome.train_loss == outcomes[0].train_loss

@@ -97,18 +97,18 @@ class Worker:
             counted.append(group.take_sent_bytes())
         calls = self.collectives.take()
         with self.collectives:
-            other = maker.train(case.row_at, 0, VALIDATION, case.window)
-            valid = mean_loss(stepper.evaluate(other.train))
+            validation = maker.train(case.row_at, 0, VALIDATION, case.window)
+            valid = mean_loss(stepper.evaluate(validation.train))
             assert valid is not None
         sync_params(model)
         chunks = list(unwrap(model))
         whole = gather(chunks, config.model, VOCABULARY, self.ranks)
-        own = [tensor.detach().float().numpy().tobytes() for chunk in chunks for tensor in chunk.parameters()]
+        weight_bytes = [tensor.detach().float().numpy().tobytes() for chunk in chunks for tensor in chunk.parameters()]
         return Outcome(
             coordinates=(self.ranks.tensor, self.ranks.pipeline),
             **{name: [getattr(result, name) for result in results] for name in cases.SERIES},
             valid_loss=valid,
-            digest=hashlib.sha256(b"".join(own)).hexdigest(),
+            digest=hashlib.sha256(b"".join(weight_bytes)).hexdigest(),
             weights=whole and {name: tensor.float().numpy() for name, tensor in whole.items()},
             calls=calls,
             evaluation_calls=self.collectives.take(),

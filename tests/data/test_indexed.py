@@ -113,9 +113,9 @@ def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> 
     part = folder / name
     sequences = [ids for document in documents for ids in document]
     part.with_suffix(".bin").write_bytes(np.array([token for ids in sequences for token in ids], dtype).tobytes())
-    lengths, counts = (np.array([len(one) for one in those], np.int32) for those in (sequences, documents))
-    none = {"sources": np.zeros(0, np.int32), "source_names": np.zeros(0, np.str_)}
-    np.savez(part.with_suffix(".npz"), lengths=lengths, counts=counts, **none)
+    lengths, counts = (np.array([len(item) for item in items], np.int32) for items in (sequences, documents))
+    no_sources = {"sources": np.zeros(0, np.int32), "source_names": np.zeros(0, np.str_)}
+    np.savez(part.with_suffix(".npz"), lengths=lengths, counts=counts, **no_sources)
     return part
 
 

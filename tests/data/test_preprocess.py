@@ -57,8 +57,8 @@ def decoded(prefix: str, tokenizer: Path) -> list[str]:
 
 
 def metadata(options: PreprocessOptions) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(options.output_prefix + ".json").read_text())
-    return found
+    content: dict[str, Any] = json.loads(Path(options.output_prefix + ".json").read_text())
+    return content
 
 
 def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
@@ -112,8 +112,8 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
     preprocess(begun)
     plain, source = IndexedSource(options.output_prefix), IndexedSource(begun.output_prefix)
     bos = Tokenizer(tokenizer, bos_token="!").bos_id
-    both = DataConfig(data_path=("1", options.output_prefix, "1", begun.output_prefix))
-    assert metadata(begun)["bos_id"] == bos_of(Config(data=both)) == bos
+    both_datasets = DataConfig(data_path=("1", options.output_prefix, "1", begun.output_prefix))
+    assert metadata(begun)["bos_id"] == bos_of(Config(data=both_datasets)) == bos
     assert (source.document_lengths == plain.document_lengths + 1).all()
     for number, length in enumerate(plain.document_lengths.tolist()):
         assert source.read(number, 0, length + 1).tolist() == [bos, *plain.read(number, 0, length).tolist()]
@@ -145,8 +145,8 @@ def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Pa
     names, source = metadata(books)["document_sources"], IndexedSource(books.output_prefix)
     for number, book in enumerate(sorted(subjects, key=lambda book: hashlib.sha256(book.encode()).digest())):
         assert names[source.document_sources[number]] == subjects[book]
-    other = replace(books, concat_by="subject", source_field="book", overwrite=True)
-    assert "subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases'" in refused(preprocess, other)
+    by_subject = replace(books, concat_by="subject", source_field="book", overwrite=True)
+    assert "subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases'" in refused(preprocess, by_subject)
 
 
 def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
@@ -172,8 +172,8 @@ def test_empty_documents_are_left_out(options: PreprocessOptions, tmp_path: Path
     put_parquet(folder / "b.parquet", {"text": texts, "repo": range(5)})
     if concat_by is None:
         (folder / "c.txt").touch()
-    given = replace(options, inputs=[str(folder)], concat_by=concat_by, append_eod=False, shard_bytes=60)
-    report = preprocess(given)
+    folder_options = replace(options, inputs=[str(folder)], concat_by=concat_by, append_eod=False, shard_bytes=60)
+    report = preprocess(folder_options)
     kept = ["one", " \n"] * 2 if concat_by is None else ["one\none", " \n\n \n"]  # repositories 1 and 3
     assert sorted(decoded(options.output_prefix, tokenizer)) == sorted(kept)
     assert (report.empty, report.skipped) == (6 if concat_by else 7, 0)
@@ -237,8 +237,8 @@ def measured(folder: Path, **options: object) -> tuple[list[str], int, int]:
     (folder / "peaks.py").write_text(PEAKS)
     command = [sys.executable, str(folder / "peaks.py"), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    problems, own, worker = json.loads(done.stdout)
-    return problems, own, worker
+    problems, own_peak, worker_peak = json.loads(done.stdout)
+    return problems, own_peak, worker_peak
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
@@ -251,8 +251,10 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, ending: str) -> Non
         file = tmp_path / f"a.jsonl.{ending}"
         file.write_bytes(gzip.compress(raw, 1) if ending == "gz" else zstd(raw))
         output = str(tmp_path / str(documents))
-        found = measured(tmp_path, inputs=[str(file)], output_prefix=output, shard_bytes=1 << 20, concat_by="repo")
-        peaks.append(found[1:])
+        measurements = measured(
+            tmp_path, inputs=[str(file)], output_prefix=output, shard_bytes=1 << 20, concat_by="repo"
+        )
+        peaks.append(measurements[1:])
     for small, large in zip(*peaks, strict=True):
         assert large < small + 8_000, peaks
 
@@ -305,11 +307,11 @@ def test_sentences_are_sequences(punkt: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Hello there.  I am Dr. Who.\nReally? ")
     (tmp_path / "b.txt").write_text("Four.")
     preprocess(PreprocessOptions([str(tmp_path)], str(tmp_path / "data"), "bytes", split_sentences=True))
-    found = IndexedDataset(str(tmp_path / "data"))
-    texts = [bytes(ids[ids < 256].tolist()).decode() for ids in found[0:4]]
+    dataset = IndexedDataset(str(tmp_path / "data"))
+    texts = [bytes(ids[ids < 256].tolist()).decode() for ids in dataset[0:4]]
     assert texts == ["Hello there.", "  I am Dr. Who.", "\nReally? ", "Four."]
-    assert [ids[-1] == 256 for ids in found[0:4]] == [False, False, True, True]
-    np.testing.assert_array_equal(found.document_indices, [0, 3, 4])
+    assert [ids[-1] == 256 for ids in dataset[0:4]] == [False, False, True, True]
+    np.testing.assert_array_equal(dataset.document_indices, [0, 3, 4])
 
 
 def test_both_encoders_write_the_same(options: PreprocessOptions) -> None:
@@ -324,11 +326,11 @@ def test_both_encoders_write_the_same(options: PreprocessOptions) -> None:
 
 def test_other_ids_of_gigatoken_end_the_run(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gigatoken", reason="the extra fast is not installed")
-    own = Encoder(options)
-    shard = cut([FileRange.of(path) for path in find_files(options.inputs)], own.fields, 1 << 20)[0]
-    own.write_tokens(shard.read(own.fields, stop), io.BytesIO(), Report())
-    assert own.tokenizer.fast is not None
+    encoder = Encoder(options)
+    shard = cut([FileRange.of(path) for path in find_files(options.inputs)], encoder.fields, 1 << 20)[0]
+    encoder.write_tokens(shard.read(encoder.fields, stop), io.BytesIO(), Report())
+    assert encoder.tokenizer.fast is not None
     wrong = MagicMock(return_value=np.array([7], np.uint32))
-    monkeypatch.setattr(own.tokenizer, "fast", wrong)
-    told = refused(own.write_tokens, shard.read(own.fields, stop), io.BytesIO(), Report())
-    assert "a.jsonl; pass --encoder tokenizers" in told
+    monkeypatch.setattr(encoder.tokenizer, "fast", wrong)
+    message = refused(encoder.write_tokens, shard.read(encoder.fields, stop), io.BytesIO(), Report())
+    assert "a.jsonl; pass --encoder tokenizers" in message

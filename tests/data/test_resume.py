@@ -98,13 +98,13 @@ def test_a_mended_file_is_read_again_and_only_it(options: PreprocessOptions, wan
 
 
 def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) -> None:
-    made = preprocess(options)
+    report = preprocess(options)
     times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
-    assert preprocess(replace(options, resume=True)) == made
+    assert preprocess(replace(options, resume=True)) == report
     only = f"{options.inputs[0]}/a.jsonl"
-    for other, name in ((replace(options, min_tokens=2), "min_tokens"), (replace(options, inputs=[only]), "sources")):
+    for changed, name in ((replace(options, min_tokens=2), "min_tokens"), (replace(options, inputs=[only]), "sources")):
         problem = f"data.bin is complete, and was made with other {name}; pass --overwrite"
-        assert problem in refused(preprocess, replace(other, resume=True))
+        assert problem in refused(preprocess, replace(changed, resume=True))
     text = Path(only).read_text()
     Path(only).write_text(text.replace("a1", "b1"))  # as long as before
     assert problem in refused(preprocess, replace(options, resume=True))
@@ -208,7 +208,7 @@ def signalled(options: PreprocessOptions, send: Callable[[subprocess.Popen[str]]
 def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
     def kill_one(running: subprocess.Popen[str]) -> None:
         children = psutil.Process(running.pid).children()
-        next(one for one in children if "spawn_main" in " ".join(one.cmdline())).kill()
+        next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
 
     status, out, err = signalled(options, kill_one)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -254,13 +254,13 @@ def test_which_parts_would_be_the_same(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_or_of_other_files_is_refused(tmp_path: Path) -> None:
-    used, others = tmp_path / "used.parts", tmp_path / "others.parts"
-    used.mkdir()
-    with holding(used):
+    used_folder, foreign_folder = tmp_path / "used.parts", tmp_path / "others.parts"
+    used_folder.mkdir()
+    with holding(used_folder):
         work = work_folder(str(tmp_path / "used"), resume=True, overwrite=False)
         assert "used.parts is in use by host" in refused(work.__enter__)
-    others.mkdir()
-    (others / "mine.txt").write_text("mine")
+    foreign_folder.mkdir()
+    (foreign_folder / "mine.txt").write_text("mine")
     work = work_folder(str(tmp_path / "others"), resume=False, overwrite=True)
     assert "the folder is for unfinished work and has other files" in refused(work.__enter__)
-    assert (others / "mine.txt").read_text() == "mine"
+    assert (foreign_folder / "mine.txt").read_text() == "mine"

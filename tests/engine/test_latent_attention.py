@@ -100,19 +100,19 @@ def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
     return results
 
 
-def check(alone: dict[str, Any], one: dict[str, Any], layout: Layout, tensor_rank: int) -> None:
+def check(alone: dict[str, Any], computed: dict[str, Any], layout: Layout, tensor_rank: int) -> None:
     """Compare a rank with one process: its tokens, and its part of the weights."""
     for name, want in alone.items():
         if name in ("tokens", "bytes"):
             continue
-        got = one[name]
+        actual = computed[name]
         if name in ("out", "hidden"):
-            want = want[one["tokens"]]
+            want = want[computed["tokens"]]
         for axis in range(want.dim()):
-            if want.shape[axis] != got.shape[axis]:
+            if want.shape[axis] != actual.shape[axis]:
                 want = want.chunk(layout.tp, axis)[tensor_rank]
         assert want.abs().max() > 1e-3, name
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} of {layout}: {m}")
+        torch.testing.assert_close(actual, want, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n} of {layout}: {m}")
 
 
 QUICK = [Layout(), Layout(cp=3), Layout(tp=2), Layout(tp=2, sp=True)]
@@ -128,8 +128,8 @@ def test_processes_compute_what_one_does(layout: Layout) -> None:
         alone = dict(zip((True, False), of_rank(0, [Layout(), Layout(query_latent=False)]), strict=True))
     ranks = call(of_rank, layout.tp * layout.cp, layouts, group=False)
     for rank, results in enumerate(ranks):
-        for other, result in zip(layouts, results, strict=True):
-            check(alone[other.query_latent], result, other, rank % layout.tp)
+        for variant, result in zip(layouts, results, strict=True):
+            check(alone[variant.query_latent], result, variant, rank % layout.tp)
     latent, full = (sum(results[n]["bytes"] for results in ranks) for n in (0, 1))
     assert latent * N // layout.tp * (PLAIN + ROTATED + VALUE) == full * (LATENT + ROTATED)
     assert (latent > 0) == (layout.cp > 1)

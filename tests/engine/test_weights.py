@@ -52,8 +52,8 @@ def filled(parameter: Parameter, like: Tensor, tensors: Sequence[Any], rank: int
 def test_a_hugging_face_folder_is_read_in_parts(tmp_path: Path, tp: int) -> None:
     tensors = {
         name: torch.randn(full_shape(name, MODEL, VOCABULARY), dtype=torch.float64)
-        for each in parameters_of(MODEL)
-        for name in names(each)
+        for parameter in parameters_of(MODEL)
+        for name in names(parameter)
     }
     save_file(tensors, tmp_path / "model.safetensors")
     source, read = HuggingFaceTensors(tmp_path), []

@@ -50,19 +50,19 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 def going_on(rank: int, argv: list[str], steps: list[int]) -> tuple[int, str]:
     """How a process ends that finds the checkpoint of its place in `steps`."""
-    found = folders.folder_name(steps[rank])
-    folders.locate = lambda run, **unused: folders.read_checkpoint(run / "checkpoints" / found)  # type: ignore[assignment]
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return main(argv), said.getvalue()
+    folder = folders.folder_name(steps[rank])
+    folders.locate = lambda run, **unused: folders.read_checkpoint(run / "checkpoints" / folder)  # type: ignore[assignment]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        return main(argv), errors.getvalue()
 
 
 def test_processes_that_see_different_checkpoints(small_data: SmallData, run: Path) -> None:
     argv = [str(word) for word in flags(small_data, run, 6, "--load", run)]
     ends = call(going_on, 2, argv, [4, 2], group=False)
     assert [status for status, _ in ends] == [1, 1]  # a crash, which is tried again
-    for _, said in ends:
-        assert "load: got iter_0000004 (sha256 " in said
-        assert ") on rank 0, iter_0000002 (sha256 " in said
+    for _, message in ends:
+        assert "load: got iter_0000004 (sha256 " in message
+        assert ") on rank 0, iter_0000002 (sha256 " in message
     assert [status for status, _ in call(going_on, 2, argv, [4, 4], group=False)] == [0, 0]
 
 
@@ -86,8 +86,8 @@ def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run:
     spoil(path)
 
     def files() -> list[tuple[Path, int]]:
-        found = [file for file in sorted(run.rglob("*")) if file.is_file() and file.name != "lock"]
-        return [(file, file.stat().st_mtime_ns) for file in found]
+        paths = [file for file in sorted(run.rglob("*")) if file.is_file() and file.name != "lock"]
+        return [(file, file.stat().st_mtime_ns) for file in paths]
 
     before = files()
     line = refused_command(alone, TRAINER, *flags(small_data, run, 6, "--load", run))
@@ -102,9 +102,9 @@ def test_damaged_weights(alone: Commands, small_data: SmallData, run: Path, tmp_
     flipped_at(0.5)(path)
     line = refused_command(alone, TRAINER, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
     export = ("megatron-to-hf", "--input", run, "--output", tmp_path / "export", "--tokenizer", "none")
-    for said in (line, refused_command(alone, "tools/convert_checkpoint.py", *export)):
-        assert said.startswith(f"load: {path} ")
-        assert said.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
+    for message in (line, refused_command(alone, "tools/convert_checkpoint.py", *export)):
+        assert message.startswith(f"load: {path} ")
+        assert message.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
     alone.run(TRAINER, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
 
 
@@ -137,6 +137,6 @@ def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, sm
     data = manifest.config["data"] | {"tokenizer_model": "nowhere"}
     replace(manifest, config=manifest.config | {"data": data}).write(folder)
     again = flags(small_data, run, 5, "--load", run, "--override", "tokenizer_model", "--vocab-size")
-    said = refused_command(alone, TRAINER, *again, 2048)
-    assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in said
+    message = refused_command(alone, TRAINER, *again, 2048)
+    assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in message
     alone.run(TRAINER, *again, 1024)

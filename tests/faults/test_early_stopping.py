@@ -45,12 +45,12 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
     best = int(np.argmin(whole)) * EVERY  # with no minimum before it that lasts as long
     end = best + PATIENCE * EVERY
     assert 0 < best < end < STEPS  # else nothing is tested
-    run, four = tmp_path / "run", Commands(4)
+    run, four_processes = tmp_path / "run", Commands(4)
     patient = [*flags, *DP2_PP2.split(), "--early-stopping-patience", PATIENCE, "--save", run]
     cut = end - EVERY  # all but one of the validations in vain are before it
-    four.run(TRAINER, *patient, "--train-iters", cut)
+    four_processes.run(TRAINER, *patient, "--train-iters", cut)
     assert history(run)[-1]["how"] == "done"
-    done = four.run(TRAINER, *patient, "--load", run)
+    done = four_processes.run(TRAINER, *patient, "--load", run)
     assert relative(losses(run), whole[: end // EVERY + 1]) < 1e-4
     assert series(run, "step") == list(range(end))
     assert saved_steps(run) == [cut, end]
@@ -58,7 +58,7 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
     assert (last["event"], last["step"]) == ("end", end)
     assert str(last["how"]).startswith(f"stopped early: the validation loss was lowest after {best} steps")
 
-    done = four.run(TRAINER, *patient, "--load", run)  # what has stopped early has nothing left to do
+    done = four_processes.run(TRAINER, *patient, "--load", run)  # what has stopped early has nothing left to do
     assert "nothing is left to do: the run stopped early before" in done[0].stderr
     assert len(losses(run)) == end // EVERY + 1
     assert history(run)[-1]["how"] == last["how"]

@@ -126,12 +126,12 @@ def test_a_spike_stops_the_run(flags: list[object], alone: Commands, with_spike:
 
 def test_all_processes_skip(flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path) -> None:
     """With PP 2 and DP 2 the checkpoint after the step equals the one before it; a single process does the same."""
-    run, four, skip = tmp_path / "run", Commands(4), ["--on-spike", "skip"]
-    done = four.run(TRAINER, *flags, *DP2_PP2.split(), *skip, "--save-interval", 1, "--save", run)
+    run, four_processes, skip = tmp_path / "run", Commands(4), ["--on-spike", "skip"]
+    done = four_processes.run(TRAINER, *flags, *DP2_PP2.split(), *skip, "--save-interval", 1, "--save", run)
     assert series(run, "skipped") == series(run, "spike") == [int(step == SPIKE) for step in range(STEPS)]
     (line,) = spike_lines(done[0].stderr)
     assert "the step is skipped, no weight changed" in line
-    assert not any(spike_lines(one.stderr) for one in done[1:])
+    assert not any(spike_lines(process.stderr) for process in done[1:])
     before, after, later = (checksums(run, SPIKE + n) for n in range(3))
     assert before == after != later
 

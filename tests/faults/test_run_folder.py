@@ -61,10 +61,10 @@ def hold(folder: Path, to_parent: Connection, job: str | None, seconds: float) -
 @contextlib.contextmanager
 def holding(folder: Path, job: str | None = None, seconds: float = TIMEOUT_S) -> Iterator[Callable[[], None]]:
     """Another process has the lock; yields what kills it."""
-    ours, theirs = Pipe()
-    holder = get_context("fork").Process(target=hold, args=(folder, theirs, job, seconds))
+    parent_end, child_end = Pipe()
+    holder = get_context("fork").Process(target=hold, args=(folder, child_end, job, seconds))
     holder.start()
-    children = {ours.recv(), ours.recv()} - {holder.pid}
+    children = {parent_end.recv(), parent_end.recv()} - {holder.pid}
     try:
         yield lambda: (holder.kill(), holder.join())[1]
     finally:

@@ -48,9 +48,9 @@ def test_every_layout_may_score(layout: dict[str, Any], processes: int) -> None:
 def test_dynamic_angles_are_those_of_a_chunk() -> None:
     """A Hugging Face folder's model turns by the length of each text, one of ours by that of its rows."""
     model = replace(SCORER.model, rope_scaling="dynamic", rope_scaling_factor=4.0, rope_original_length=CHUNK)
-    theirs = replace(SCORER, model=model)
+    scorer = replace(SCORER, model=model)
     lengths = CHUNK, 4 * CHUNK
-    bases = [inference_config(theirs, RUN.parallel, n, 1, bf16=False).model.rotary_base for n in lengths]
+    bases = [inference_config(scorer, RUN.parallel, n, 1, bf16=False).model.rotary_base for n in lengths]
     assert bases[0] == model.rotary_base < bases[1]
 
 

@@ -167,9 +167,9 @@ def test_manifests(effort: settings, tmp_path: Path) -> None:
         (folder / "manifest.json").write_text(json.dumps({"sha256": checksum} | content))
 
     def read() -> None:
-        found = locate(tmp_path)
-        if found is not None:
-            found.manifest.check_files(found.folder, found.manifest.files, content=False)
+        checkpoint = locate(tmp_path)
+        if checkpoint is not None:
+            checkpoint.manifest.check_files(checkpoint.folder, checkpoint.manifest.files, content=False)
             Pretrained.find(tmp_path)
 
     names = st.sampled_from(sorted(json.loads(good)))
@@ -192,8 +192,8 @@ def test_models_of_hugging_face(effort: settings, tmp_path: Path) -> None:
     good = json.dumps({"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}).encode()
     maps = st.dictionaries(st.text(max_size=3), VALUES, max_size=2)
 
-    def write_config(given: tuple[str, dict[str, Any]]) -> None:
-        config.write_text(json.dumps(LLAMA | {"model_type": given[0]} | given[1]))
+    def write_config(edit: tuple[str, dict[str, Any]]) -> None:
+        config.write_text(json.dumps(LLAMA | {"model_type": edit[0]} | edit[1]))
 
     families, read = st.sampled_from(sorted(FAMILIES)), partial(read_model_config, tmp_path)
     fuzz(effort, st.tuples(families, entries), write_config, read)

@@ -82,9 +82,9 @@ def draw_case(seed: int) -> RandomCase:
     def valid(draw: Callable[[], Run]) -> Run:
         nonlocal rejected
         for _ in range(_ATTEMPTS):
-            found = draw()
-            if not list(mistakes(found.config, found.processes)):
-                return found
+            run = draw()
+            if not list(mistakes(run.config, run.processes)):
+                return run
             rejected += 1
         raise AssertionError(f"seed {seed}: nothing valid in {_ATTEMPTS} draws")
 
@@ -132,14 +132,14 @@ LATENT |= {"qk_pos_emb_head_dim": (4, 8), "v_head_dim": (4, 6, 8)}
 
 def _deepseek(run: Run, chance: random.Random) -> Run:
     """Give some runs latent attention, DeepSeek's experts, or inputs on the host, if these fit the other options."""
-    found, latent = run, chance.random() < 0.2
+    changed, latent = run, chance.random() < 0.2
     if latent or chance.random() < 0.1:
         plain = replace(run.config.model, **PLAIN, qk_layernorm=not latent)
         if latent:
             sizes = {name: chance.choice(values) for name, values in LATENT.items()}
             groups = plain.num_attention_heads
             plain = replace(plain, multi_latent_attention=True, num_query_groups=groups, kv_channels=None, **sizes)
-            found = _if_valid(found, model=plain)
+            changed = _if_valid(changed, model=plain)
         if not (run.config.training.bf16 or (latent and chance.random() >= 0.5)):  # in bf16 tokens change their experts
             width = chance.choice((20, 24))
             sizes = {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": width * chance.choice((1, 2))}
@@ -148,8 +148,8 @@ def _deepseek(run: Run, chance: random.Random) -> Run:
             parallel, size = run.config.parallel, chance.choice((1, 2))
             sequence = parallel.tensor_model_parallel_size > 1
             parallel = replace(parallel, expert_model_parallel_size=size, sequence_parallel=sequence)
-            found = _if_valid(found, model=experts, parallel=parallel)
-    return _if_valid(found, parallel=replace(found.config.parallel, offload_layer_inputs=chance.random() < 0.5))
+            changed = _if_valid(changed, model=experts, parallel=parallel)
+    return _if_valid(changed, parallel=replace(changed.config.parallel, offload_layer_inputs=chance.random() < 0.5))
 
 
 def _uneven(run: Run, chance: random.Random) -> Run:
@@ -277,11 +277,11 @@ def _data(chance: random.Random) -> DataConfig:
         (name,) = chance.sample(names, 1)
         source |= {"data_path": ("mixed",) if name == "mixed" else ("0.3", name, "0.7", "mixed")}
     else:
-        other = chance.choice((None, length // 2))
-        one = MixturePart(chance.choice(names), 0.4, "one", packing, _packing_options(packing))
-        two = MixturePart(chance.choice(names), 0.6, "two", length=other)
-        alike = replace(one, weight=0.6, name="two") == two  # one data set, packed alike
-        source = {"mixture": (one,) if alike else (one, two)}
+        length_of_second = chance.choice((None, length // 2))
+        first_part = MixturePart(chance.choice(names), 0.4, "one", packing, _packing_options(packing))
+        second_part = MixturePart(chance.choice(names), 0.6, "two", length=length_of_second)
+        alike = replace(first_part, weight=0.6, name="two") == second_part  # one data set, packed alike
+        source = {"mixture": (first_part,) if alike else (first_part, second_part)}
     return DataConfig(
         **source,
         split=chance.choice(("60,40,0", "70,30,0")),

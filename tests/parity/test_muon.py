@@ -111,5 +111,7 @@ def test_states_are_saved_under_their_own_names(launched: Launched, flags: str) 
     expected = {f"momentum_buffer.{name}" for name in matrices}
     expected |= {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in weights - matrices}
     expected |= {f"fp32_param.{name}" for name in weights} if "--bf16" in flags else set()
-    assert {name for name in shapes if name.startswith("optimizer.")} == {f"optimizer.state.{one}" for one in expected}
+    assert {name for name in shapes if name.startswith("optimizer.")} == {
+        f"optimizer.state.{state}" for state in expected
+    }
     assert json.loads((folder / "manifest.json").read_text())["optimizer"] == {"step": SAVED}

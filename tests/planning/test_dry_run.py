@@ -63,8 +63,8 @@ def test_a_separate_validation_set_is_opened_part_by_part(run: Run, small_data: 
     """It may have fewer parts than training."""
     for file in small_data.prefix.parent.glob(f"{small_data.prefix.name}.*"):
         (tmp_path / file.name).symlink_to(file)
-    other = tmp_path / small_data.prefix.name
-    mixture = ["--data-path", 1, small_data.prefix, 2, other, "--tokenizer-model", small_data.tokenizer]
+    second_part = tmp_path / small_data.prefix.name
+    mixture = ["--data-path", 1, small_data.prefix, 2, second_part, "--tokenizer-model", small_data.tokenizer]
     flags = [*SMALL, *mixture, "--eval-interval", 10, "--valid-data-path"]
     done, absent = run(*flags, small_data.prefix), run(*flags, "/no/such")
     assert (done.status, absent.status, done.stderr, absent.stderr) == (0, 0, "", "")
@@ -95,7 +95,7 @@ def test_what_training_would_refuse(run: Run, small_data: SmallData, tmp_path: P
     (tmp_path / "store").mkdir()
     (tmp_path / "store/zarr.json").write_text("{}")
     frozen = ["--token-weighting", "frozen", "--score-store", tmp_path / "store"]
-    for flags, said in [
+    for flags, message in [
         (["--tokenizer-model", "bytes", "--vocab-size", 1024], f"{small_data.prefix} was made with another tokenizer"),
         (["--init-from", tmp_path / "model"], "num_layers: got "),
         (["--save", tmp_path / "run"], f"save: got {tmp_path}/run, which holds the checkpoints of another run"),
@@ -104,4 +104,4 @@ def test_what_training_would_refuse(run: Run, small_data: SmallData, tmp_path: P
     ]:
         done = run(*SMALL, *small_data.flags, *flags)
         assert (done.status, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert said in done.stderr
+        assert message in done.stderr

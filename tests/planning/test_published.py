@@ -73,9 +73,9 @@ def errors(speeds: Speeds, figures: list[Figure]) -> list[float]:
 
 
 def test_the_figures_that_it_was_not_fitted_to() -> None:
-    found = [abs(error) for error in errors(read_speeds(), [figure for figure in FIGURES if not figure.fit])]
-    assert median(found) <= 0.15
-    assert max(found) <= 0.35
+    distances = [abs(error) for error in errors(read_speeds(), [figure for figure in FIGURES if not figure.fit])]
+    assert median(distances) <= 0.15
+    assert max(distances) <= 0.35
 
 
 def test_more_figures_are_fitted_than_there_are_shares_and_no_share_is_at_a_bound() -> None:
@@ -107,8 +107,8 @@ def fit(speeds: Speeds) -> dict[str, float]:
         there = with_shares(speeds, dict(zip(FITTED, map(float, values), strict=True)))
         return [math.log(1 + error) for error in errors(there, figures)]
 
-    found = least_squares(logarithms, [0.5] * len(FITTED), bounds=(0.05, 0.95)).x
-    return dict(zip(FITTED, map(float, found), strict=True))
+    shares = least_squares(logarithms, [0.5] * len(FITTED), bounds=(0.05, 0.95)).x
+    return dict(zip(FITTED, map(float, shares), strict=True))
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def value_of(config: Config, name: str) -> object:
         shares: dict[str, float] = {}
         for part in data.parts:
             source = Path(part.prefix).name
-            share = 100 * part.weight / sum(one.weight for one in data.parts)
+            share = 100 * part.weight / sum(other_part.weight for other_part in data.parts)
             shares[source] = shares.get(source, 0) + share * (name == "shares" or part.length == 2**16)
         return {source: pytest.approx(share, abs=1e-4) for source, share in shares.items()}
     derived = {
@@ -226,8 +226,8 @@ def test_recipes_have_the_papers_settings() -> None:
         for pattern, stated in SETTINGS.items():
             if re.fullmatch(pattern, name):
                 matched[pattern] += 1
-                found = {option: value_of(config, option) for option in stated}
-                wrong += [(name, option, value) for option, value in found.items() if value != stated[option]]
+                values = {option: value_of(config, option) for option in stated}
+                wrong += [(name, option, value) for option, value in values.items() if value != stated[option]]
     assert not wrong, "\n".join(map(str, wrong))
     assert [pattern for pattern, count in matched.items() if not count] == []
 

@@ -39,8 +39,8 @@ def work(flags: str, gpus: int = 64, window: int | None = None, *, head: bool = 
 
 
 @given(windows, windows)
-def test_a_wider_window_never_takes_less_time(one: int, other: int) -> None:
-    narrow, wide = sorted((one, other))
+def test_a_wider_window_never_takes_less_time(first_window: int, second_window: int) -> None:
+    narrow, wide = sorted((first_window, second_window))
     # tiles: just below a multiple of the tile the kernel computes as much, and a last block may be narrower
     if wide >= 2 * narrow + 128:
         assert time(SPLIT, window=narrow).total <= time(SPLIT, window=wide).total * (1 + 1e-9)
@@ -92,11 +92,11 @@ def test_the_bubble_is_the_idle_share_of_the_schedule() -> None:
 def test_the_slowest_pipeline_stage_sets_the_pace() -> None:
     flags = f"{WORK} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"
     equal = time(flags)
-    same, first = (
+    written_out, first = (
         time(f"{flags} --pipeline-model-parallel-layout {layout}")
         for layout in ("Et*8|(t*8|)*2t*8L", "Et*14|(t*6|)*2t*6L")
     )
-    assert same == equal
+    assert written_out == equal
     assert first.products == pytest.approx(equal.products * 14 / 8)
     assert (equal.head > 0, first.head) == (True, 0)
 
@@ -153,10 +153,12 @@ def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: str) -> No
     dense = f"{SPLIT} {modules}"
     routed = f"{dense} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --expert-model-parallel-size 2"
     shared = f"{routed} --moe-shared-expert-intermediate-size 14336"
-    some = f"{shared} --moe-layer-freq {'0 1 ' * 16}"
-    of_dense, of_routed, of_shared, of_some = (vars(work(flags, head=True)) for flags in (dense, routed, shared, some))
-    for part, found in of_some.items():
-        assert found == pytest.approx((of_dense[part] + of_shared[part]) / 2)
+    alternating = f"{shared} --moe-layer-freq {'0 1 ' * 16}"
+    of_dense, of_routed, of_shared, of_alternating = (
+        vars(work(flags, head=True)) for flags in (dense, routed, shared, alternating)
+    )
+    for part, value in of_alternating.items():
+        assert value == pytest.approx((of_dense[part] + of_shared[part]) / 2)
     tokens, again = 131072 / 4 * 16, 4 if modules else 3
     mlp = 2 * 3 * 4096 * 14336 * tokens / 4 * 32
     assert of_shared["flops"] - of_routed["flops"] == pytest.approx(again * mlp)

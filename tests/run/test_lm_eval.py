@@ -43,11 +43,11 @@ def test_scores_are_those_of_the_checkpoint(
     settings = ["--include-path", tasks, "--output", tmp_path / "out", "--dtype", dtype]
     alone.run("tools/evaluate.py", "lm-eval", run.folder, "--tasks", *TASKS, *settings)
     results = json.loads((tmp_path / "out" / "lm-eval.json").read_text())["results"]
-    theirs = {f"{one['task']}/{one['metric']}": one["value"] for one in results}
-    assert run.evaluations[-1]["lm_eval"] == pytest.approx(theirs, rel=1e-2 if dtype == "bfloat16" else 1e-4)
-    assert run.evaluations[0]["lm_eval"]["text/word_perplexity"] > theirs["text/word_perplexity"]  # it has learned
+    scores = {f"{result['task']}/{result['metric']}": result["value"] for result in results}
+    assert run.evaluations[-1]["lm_eval"] == pytest.approx(scores, rel=1e-2 if dtype == "bfloat16" else 1e-4)
+    assert run.evaluations[0]["lm_eval"]["text/word_perplexity"] > scores["text/word_perplexity"]  # it has learned
     shown = {title: len(figure.data) for title, figure in charts([load_run(run.folder)]).items() if "lm-eval" in title}
-    assert shown == Counter(f"lm-eval: {one['metric']}" for one in results)
+    assert shown == Counter(f"lm-eval: {result['metric']}" for result in results)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_resumed_run_reads_the_validations_up_to_its_step(tmp_path: Path) -> N
     lines = [f'{{"step": {10 * n}, "valid_loss": {loss}}}\n' for n, loss in enumerate((2.0, 3.0, "null", 1.0))]
     (tmp_path / "evaluation.jsonl").write_text("".join(lines))
     assert read_losses(tmp_path, 20) == read_losses(tmp_path, 25) == {0: 2.0, 10: 3.0, 20: None}
-    said = stop_reason(read_losses(tmp_path, 10), TrainingConfig(early_stopping_patience=1))
-    assert said.startswith(
+    reason = stop_reason(read_losses(tmp_path, 10), TrainingConfig(early_stopping_patience=1))
+    assert reason.startswith(
         "stopped early: the validation loss was lowest after 0 steps, 2.0000, and the 1 validations "
     )

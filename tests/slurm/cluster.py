@@ -169,13 +169,15 @@ class Cluster:
 
     def _processes(self) -> list[psutil.Process]:
         """Those that carry this cluster's configuration in their environment, or work in its folder."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                ours = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
-                if (ours or str(self.folder) in " ".join(process.cmdline())) and process.pid != os.getpid():
-                    found.append(process)
-        return found
+                has_configuration = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if (
+                    has_configuration or str(self.folder) in " ".join(process.cmdline())
+                ) and process.pid != os.getpid():
+                    processes.append(process)
+        return processes
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, explain: Callable[[], str], every: float = 0.2) -> None:

@@ -92,8 +92,8 @@ def test_tensors_arrays_and_lists_agree_and_stay_as_they_are(score: str, post: s
     assert array.dtype == lists.dtype == np.float32
     assert tensor.dtype == torch.float32
     assert not learned.requires_grad
-    for other in (lists, tensor.numpy(), learned.numpy()):
-        np.testing.assert_array_equal(other, array)
+    for weights in (lists, tensor.numpy(), learned.numpy()):
+        np.testing.assert_array_equal(weights, array)
     for now, was in zip((LONG, SHORT, ENTROPY), before, strict=True):
         np.testing.assert_array_equal(now, was)
 

@@ -61,16 +61,16 @@ def test_bf16_is_exported_as_bf16(alone: Commands, small_data: SmallData, tmp_pa
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("architecture", slow_but(QUICK, [one for one in ARCHITECTURES if one not in ALIKE]))
+@pytest.mark.parametrize("architecture", slow_but(QUICK, [name for name in ARCHITECTURES if name not in ALIKE]))
 def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: str) -> None:
     """Logits to 1e-5 of the largest, loss to 1e-5 and greedy tokens, on a text longer than any local window."""
     model = write_model(tmp_path / "model", architecture)
     run = convert(alone, "hf-to-megatron", model, tmp_path / "run")
     verify = (TOOL, "verify", "--input", model, "--output", run, *BYTES)
     (done,) = alone.run(*verify)
-    said = re.search(r"logits up to (\S+) in size\nlogits   largest difference (\S+) of", done.stdout)
-    assert said is not None, done.stdout
-    assert float(said[2]) <= 1e-5 * float(said[1])
+    match = re.search(r"logits up to (\S+) in size\nlogits   largest difference (\S+) of", done.stdout)
+    assert match is not None, done.stdout
+    assert float(match[2]) <= 1e-5 * float(match[1])
     if architecture == "llama":
         alone.run(*verify, "--dtype", "bfloat16")
         alone.run(TOOL, "verify", "--input", run, "--output", model, *BYTES)
@@ -84,9 +84,9 @@ def test_two_models_are_told_apart(alone: Commands, tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     verify = (TOOL, "verify", "--input", model, "--output", run, *BYTES, "--dtype", "bfloat16")
     assert alone.attempt(*verify)[0].status == 1
-    other = write_model(tmp_path / "other", "llama", vocab_size=301)
-    said = refused_command(alone, TOOL, "verify", "--input", other, "--output", run, *BYTES)
-    assert "got models with 301 and 300 token ids" in said
+    other_model = write_model(tmp_path / "other", "llama", vocab_size=301)
+    message = refused_command(alone, TOOL, "verify", "--input", other_model, "--output", run, *BYTES)
+    assert "got models with 301 and 300 token ids" in message
 
 
 def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model:
         losses.append(series(tmp_path / name, "lm_loss"))
     shared = launch([*flags, "--tensor-model-parallel-size", 2], 2, tmp_path / "tp2")
     for wrong in (["--load", run, "--init-from", "none"], ["--init-optimizer"]):
-        said = refused_command(alone, "pretrain_skyladder.py", *flags, *wrong)
-        assert "holds weights alone, needs an optimizer's state; " in said
+        message = refused_command(alone, "pretrain_skyladder.py", *flags, *wrong)
+        assert "holds weights alone, needs an optimizer's state; " in message
     assert losses[0] == losses[1]
     assert shared.series("lm_loss") == pytest.approx(losses[0], abs=1e-5)

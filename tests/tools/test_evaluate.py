@@ -56,9 +56,17 @@ def loop(folder: Path, documents: Sequence[Sequence[int]], length: int, stride: 
 def found(record: dict[str, Any], length: int, task: str = "all", model: str | None = None) -> Figures:
     """The figures of a task at a length, of a model or of the only one."""
     name = model or next(iter(record["models"]))
-    own = [one for one in record["results"] if (one["model"], one["task"], one["length"]) == (name, task, length)]
-    values = {str(one["position"]) if "position" in one else one["metric"]: one["value"] for one in own}
-    return values | {"tokens": next(one["count"] for one in own if one["metric"] == "loss" and "position" not in one)}
+    results = [
+        result
+        for result in record["results"]
+        if (result["model"], result["task"], result["length"]) == (name, task, length)
+    ]
+    values = {
+        str(result["position"]) if "position" in result else result["metric"]: result["value"] for result in results
+    }
+    return values | {
+        "tokens": next(result["count"] for result in results if result["metric"] == "loss" and "position" not in result)
+    }
 
 
 def close(figures: Figures) -> Any:
@@ -100,7 +108,7 @@ def test_without_the_document_mask_documents_are_one_text(alone: Commands, tmp_p
     flags = [model, "--input", tmp_path / "*.jsonl", "--source-key", "domain", "--tokenizer", "bytes"]
     for documents, per_source in ((["--documents", 4], [3, 1]), (["--documents-per-source", 1], [1, 1])):
         record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, *documents)
-        counts = {one["task"]: one["documents"] for one in record["results"] if "documents" in one}
+        counts = {result["task"]: result["documents"] for result in record["results"] if "documents" in result}
         assert [counts["one"], counts["two"]] == per_source
     record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, "--stride", 24, "--no-document-mask")
     assert record["settings"]["document_mask"] is False
@@ -153,8 +161,8 @@ def test_a_run_and_its_export_side_by_side(alone: Commands, small_data: SmallDat
     chosen = [n for n, length in enumerate(source.document_lengths) if length >= 50][:20]
     documents = [source.read(n, 0, int(source.document_lengths[n]))[:200].tolist() for n in chosen]
     assert at["run"] == close(loop(export, documents, 64, 32))
-    same, worse = record["differences"]
-    assert (same["first"], same["second"]) == ("run", "export")
-    assert abs(same["value"]) < 1e-6
-    assert worse["value"] == pytest.approx(at["iter_0000001"]["loss"] - at["run"]["loss"])
-    assert 0 < worse["low"] < worse["value"] < worse["high"]
+    of_export, of_earlier = record["differences"]
+    assert (of_export["first"], of_export["second"]) == ("run", "export")
+    assert abs(of_export["value"]) < 1e-6
+    assert of_earlier["value"] == pytest.approx(at["iter_0000001"]["loss"] - at["run"]["loss"])
+    assert 0 < of_earlier["low"] < of_earlier["value"] < of_earlier["high"]

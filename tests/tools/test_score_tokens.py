@@ -54,7 +54,7 @@ def rows_of(trajectory: Path) -> list[Row]:
     for path in sorted(trajectory.glob("step_*.npz")):
         step = dict(np.load(path))
         ends = np.split(step["document_ends"], step["document_ends_offsets"][1:-1])
-        rows += [(tokens, mine) for tokens, mine in zip(step["tokens"], ends, strict=True)]
+        rows += [(tokens, row_ends) for tokens, row_ends in zip(step["tokens"], ends, strict=True)]
     return rows
 
 
@@ -80,8 +80,8 @@ def score(small_data: SmallData, tmp_path: Path) -> Score:
     def scored(store: str, checkpoint: Path, *flags: object, processes: int = 1) -> np.ndarray:
         where = ["--checkpoint", checkpoint, "--output", tmp_path / store]
         Commands(processes).run(SCORE, *where, *RUN, *small_data.flags, *flags)
-        found: np.ndarray = zarr.open_array(tmp_path / store, mode="r")[:]
-        return found
+        scores: np.ndarray = zarr.open_array(tmp_path / store, mode="r")[:]
+        return scores
 
     return scored
 
@@ -92,8 +92,8 @@ def independently(folder: Path, rows: Sequence[Row], n: int, s: int, *, document
     Under the document mask the model is given the piece of each document inside the chunk as a text of its own.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    found = np.full((len(rows), LENGTH), np.nan, dtype=np.float64)
-    for (tokens, ends), losses in zip(rows, found, strict=True):
+    all_losses = np.full((len(rows), LENGTH), np.nan, dtype=np.float64)
+    for (tokens, ends), losses in zip(rows, all_losses, strict=True):
         for start in range(0, len(losses), s):
             first = start + n - s if start else 0
             borders = [start, *(end for end in ends if document_mask and start < end), start + n]
@@ -103,7 +103,7 @@ def independently(folder: Path, rows: Sequence[Row], n: int, s: int, *, document
                     scored = slice(max(first, a), b)
                     assert np.isnan(losses[scored]).all(), "a token is scored once"
                     losses[scored] = token_losses(model, tokens[a : b + 1])[scored.start - a :]
-    return found
+    return all_losses
 
 
 @torch.no_grad()
@@ -113,10 +113,10 @@ def token_losses(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none").numpy()
 
 
-def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
     """To 1e-5 of the loss, or of 1 where it is smaller."""
-    assert ours.shape == theirs.shape
-    assert (np.abs(ours - theirs) / np.maximum(theirs, 1)).max() <= TOLERANCE  # not where one is NaN either
+    assert actual.shape == expected.shape
+    assert (np.abs(actual - expected) / np.maximum(expected, 1)).max() <= TOLERANCE  # not where one is NaN either
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
 def test_the_store_is_what_transformers_computes(
     score: Score, models: Models, trained: Trained, family: str, n: int, s: int, more: tuple[object, ...]
 ) -> None:
-    ours = score("store", models(family), "--context", n, "--rows", 3, *more)
-    assert_close(ours, independently(models(family), trained.rows[:3], n, s, document_mask="--document-mask" in more))
+    stored = score("store", models(family), "--context", n, "--rows", 3, *more)
+    assert_close(stored, independently(models(family), trained.rows[:3], n, s, document_mask="--document-mask" in more))
 
 
 TP2 = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -142,10 +142,10 @@ PP2 = ["--pipeline-model-parallel-size", 2]
 
 def test_layouts_store_the_same(score: Score, models: Models) -> None:
     flags = [models("llama"), "--context", 23, "--stride", 9, "--rows", 7, "--document-mask"]
-    one = score("one", *flags)
+    by_one_process = score("one", *flags)
     vpp2 = [*PP2, "--num-layers-per-virtual-pipeline-stage", 1]
     for number, layout in enumerate(([], ["--context-parallel-size", 2], TP2, PP2, vpp2)):
-        assert_close(score(f"two-{number}", *flags, *layout, processes=2), one)
+        assert_close(score(f"two-{number}", *flags, *layout, processes=2), by_one_process)
 
 
 def test_rows_from_a_first_sample_on(

@@ -63,8 +63,8 @@ def gradients(inputs: tuple[Tensor | None, ...], segments: Segments, grad: Tenso
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
         out, _ = attend(*leaves, segments)  # type: ignore[arg-type]
-        found = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad.to(out.dtype)))
-    return [None if leaf is None else next(found) for leaf in leaves]
+        computed = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad.to(out.dtype)))
+    return [None if leaf is None else next(computed) for leaf in leaves]
 
 
 class Kernel(torch.autograd.Function):

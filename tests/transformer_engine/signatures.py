@@ -83,11 +83,11 @@ def enumerators(headers: str) -> dict[str, int]:
 def enums(bindings: str, headers: str) -> dict[str, dict[str, int]]:
     """The members of each enum of the module."""
     values = enumerators(headers)
-    found = {}
+    members_by_enum = {}
     for match in re.finditer(r'enum_<[^>]*>\s*\(\s*m,\s*"(\w+)"[^;]*;', bindings):
         members = re.findall(r'\.value\(\s*"(\w+)",\s*([\w:]+)', match[0])
-        found[match[1]] = {name: values["::".join(target.split("::")[-2:])] for name, target in members}
-    return found
+        members_by_enum[match[1]] = {name: values["::".join(target.split("::")[-2:])] for name, target in members}
+    return members_by_enum
 
 
 def main(folder: Path) -> None:

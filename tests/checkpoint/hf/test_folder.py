@@ -49,9 +49,9 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     assert "holds no model.safetensors; convert" in refused(HuggingFaceTensors, tmp_path)
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
-    for other in ("2.safetensors", "2" * 5000):  # longer than a file system allows
-        with_index(tmp_path, a="1.safetensors", b=other)
-        assert f"lacks {echo(other)}" in refused(HuggingFaceTensors, tmp_path)
+    for missing_file in ("2.safetensors", "2" * 5000):  # longer than a file system allows
+        with_index(tmp_path, a="1.safetensors", b=missing_file)
+        assert f"lacks {echo(missing_file)}" in refused(HuggingFaceTensors, tmp_path)
     tensors = HuggingFaceTensors(with_index(tmp_path, a="1.safetensors"))
     assert tensors.names == {"a"}
     assert "has no tensor b" in refused(tensors.open, "b")

@@ -26,14 +26,14 @@ def apart(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig) -> Itera
         ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
     )
     for name, tensor in parameters:
-        layer, _, rest = name.partition(".mlp.")
-        if model.block == "gpt_oss" or rest not in ("experts.gate_up_proj", "experts.down_proj"):
-            renamed = f"{layer}.{module}.gate.weight" if rest == "gate.weight" else name
+        layer, _, parameter = name.partition(".mlp.")
+        if model.block == "gpt_oss" or parameter not in ("experts.gate_up_proj", "experts.down_proj"):
+            renamed = f"{layer}.{module}.gate.weight" if parameter == "gate.weight" else name
             yield renamed, tuple(tensor.shape)
             continue
         experts, rows, columns = tensor.shape
         for expert in range(experts):
-            matrices = (gate, up) if "gate_up" in rest else (down,)
+            matrices = (gate, up) if "gate_up" in parameter else (down,)
             for matrix in matrices:
                 yield f"{layer}.{module}.experts.{expert}.{matrix}.weight", (rows // len(matrices), columns)
 
@@ -44,12 +44,12 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
     assert [type(built).__name__] == values["architectures"]
-    theirs = dict(apart(built.named_parameters(), model))
+    parameter_shapes = dict(apart(built.named_parameters(), model))
     biases = {
         name: tuple(bias.shape) for name, bias in built.named_buffers() if name.endswith("e_score_correction_bias")
     }
-    assert shapes_in_files(model, vocab_size) == theirs | biases
-    assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in theirs.values())
+    assert shapes_in_files(model, vocab_size) == parameter_shapes | biases
+    assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in parameter_shapes.values())
 
 
 LATENT: dict[str, Any] = {

@@ -87,8 +87,8 @@ def assert_outlined(rows: RowSource, sample: int) -> None:
     np.testing.assert_array_equal(outline.trained, row.trained)
 
 
-def assert_same(row: TokenRow, other: TokenRow) -> None:
-    np.testing.assert_array_equal(row.tokens, other.tokens)
-    np.testing.assert_array_equal(row.document_ends, other.document_ends)
-    np.testing.assert_array_equal(row.trained, other.trained)
+def assert_same(row: TokenRow, expected: TokenRow) -> None:
+    np.testing.assert_array_equal(row.tokens, expected.tokens)
+    np.testing.assert_array_equal(row.document_ends, expected.document_ends)
+    np.testing.assert_array_equal(row.trained, expected.trained)
     assert (row.tokens.dtype, row.document_ends.dtype, row.trained.dtype) == (np.int64, np.int64, np.bool_)

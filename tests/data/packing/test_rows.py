@@ -85,10 +85,10 @@ def test_carry_over_gives_the_rows_of_random(lengths: list[int], row_length: int
     dataset = RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, mask_eod=mask_eod)
     random = {dataset.row_index(sample): dataset.row(sample) for sample in range(plan.rows)}
     for number in range(sum(lengths) // row_length):
-        row, other = packed.plan_row(number), random[number]
+        row, random_row = packed.plan_row(number), random[number]
         if row_length in row.document_ends:
-            other.trained[-1], other.tokens[-1] = False, 0
-        assert_same(row, other)
+            random_row.trained[-1], random_row.tokens[-1] = False, 0
+        assert_same(row, random_row)
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
@@ -117,11 +117,11 @@ def rows_of(plan: PackingPlan, source: ListedSource) -> list[TokenRow]:
 
 def contexts(rows: list[TokenRow]) -> list[int]:
     """C_i of every token under the document mask, padding left out."""
-    found = []
+    token_contexts = []
     for row in rows:
         layout = build_layout(len(row.tokens) - 1, row.document_ends, len(row.tokens) - 1)
-        found += (layout.positions() + 1)[row.tokens[:-1] != PAD].tolist()
-    return found
+        token_contexts += (layout.positions() + 1)[row.tokens[:-1] != PAD].tolist()
+    return token_contexts
 
 
 def truncated(rows: list[TokenRow], lengths: list[int]) -> set[int]:
@@ -167,8 +167,8 @@ def test_what_each_policy_keeps_of_prolongs_long_documents() -> None:
     source, documents = ListedSource([200, 64, 130, 63]), range(4)
 
     def counted(policy: str, **options: int) -> tuple[int, int]:
-        found = report(build_plan(policy, source, documents, 64, 0, options), source, documents)
-        return found.rows, found.kept_tokens
+        counts = report(build_plan(policy, source, documents, 64, 0, options), source, documents)
+        return counts.rows, counts.kept_tokens
 
     assert counted("whole_document") == (6, 384)
     assert counted("whole_document", rows_per_document=1) == (3, 192)

@@ -101,9 +101,9 @@ def test_equal_words_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The permutation sorts keys of the words' upper bits; words that are equal there must be told apart."""
     draw = np.random.default_rng(0)
     for count in range(1, 60):
-        few = draw.integers(2**64, size=6, dtype=np.uint64)
-        close = few[0] ^ np.arange(6, dtype=np.uint64)  # these differ in the lowest bits alone
-        words = draw.choice(np.concatenate([few, close]), count)
+        distinct_words = draw.integers(2**64, size=6, dtype=np.uint64)
+        close_words = distinct_words[0] ^ np.arange(6, dtype=np.uint64)  # these differ in the lowest bits alone
+        words = draw.choice(np.concatenate([distinct_words, close_words]), count)
         monkeypatch.setattr(row_module, "random_words", lambda *_, words=words: words)
         expected = np.argsort(words, kind="stable")
         np.testing.assert_array_equal(permutation(count, 0, 0, Purpose.ROWS), expected)
