@@ -133,7 +133,8 @@ def _texts() -> Iterator[str]:
     syllables = [consonant + vowel for consonant in "bcdfghklmnprstvz" for vowel in "aeiouéä"]
     words = ["".join(syllables[int(112 * draw())] for _ in range(1 + int(3 * draw()))) for _ in range(1500)]
     for length in range(16):
-        text, word = "", 0
+        text = ""
+        word = 0
         while len(text) < 2000 * 1.3**length:
             follows = draw() < 0.8  # otherwise any, the first ones most often
             word = (17 * word + int(4 * draw() ** 2)) % 1500 if follows else int(1500 * draw() ** 3)

@@ -63,7 +63,8 @@ class Running:
     """
 
     def __init__(self, processes: Sequence[psutil.Process | None], outputs: Sequence[Path]) -> None:
-        self.processes, self._outputs = list(processes), outputs
+        self.processes = list(processes)
+        self._outputs = outputs
 
     def signal(self, number: signal.Signals, rank: int = 0) -> None:
         process = self.processes[rank]
@@ -144,7 +145,9 @@ class Commands:
         environment: Mapping[str, str] | None = None,
         server: str = FORK_SERVER,
     ) -> None:
-        self._processes, self._folder, self._environment = processes, folder, environment or {}
+        self._processes = processes
+        self._folder = folder
+        self._environment = environment or {}
         self._server = server
 
     def start(self, script: str, *flags: object) -> Running:

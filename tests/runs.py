@@ -139,7 +139,8 @@ def relative(ours: Sequence[Any], theirs: Sequence[Any], least: float = 0.0) -> 
     a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
     assert np.isfinite(a).all(), ours
-    apart, size = np.abs(a - b), np.maximum(np.abs(b), least)
+    apart = np.abs(a - b)
+    size = np.maximum(np.abs(b), least)
     return float(np.max(np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size != 0), initial=0.0))
 
 

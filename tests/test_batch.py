@@ -39,7 +39,8 @@ def test_literal_rows() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> None:
-    tokens, masks = lay_end_to_end(ROWS), MaskOptions(document_mask=True).at(4, [row.document_ends for row in ROWS], 4)
+    tokens = lay_end_to_end(ROWS)
+    masks = MaskOptions(document_mask=True).at(4, [row.document_ends for row in ROWS], 4)
     trained, labels = torch.from_numpy(tokens.trained), torch.from_numpy(tokens.labels)
     scores = RowScores(trained_T=trained, labels_T=labels, samples=(0, 1), seeds=(0, 1))
     held = []

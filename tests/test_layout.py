@@ -62,7 +62,8 @@ def test_squares_of_a_long_row_do_not_overflow() -> None:
 @example(drawn=[(5, [0, 1, 4, 5], 5), (5, [5, 5, 1], 2)])
 @settings(max_examples=300, deadline=None)
 def test_segments_are_the_dense_masks_of_rows_side_by_side(drawn: list[tuple[int, list[int], int]]) -> None:
-    length, count = drawn[0][0], len(drawn)
+    length = drawn[0][0]
+    count = len(drawn)
     joined = concatenate([build_layout(*row) for row in drawn])
     wanted = np.zeros((count * length, count * length), dtype=bool)
     for number, row in enumerate(drawn):

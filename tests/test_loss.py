@@ -40,7 +40,8 @@ def whole(hidden: Tensor, weight: Tensor, labels: Tensor, grad: Tensor, vocabula
     """Losses and the gradients of hidden and weight in float64, padding left out of the matrix."""
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = hidden @ weight[:vocabulary].T
-    losses, partition = F.cross_entropy(logits, labels, reduction="none"), logits.logsumexp(dim=1)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    partition = logits.logsumexp(dim=1)
     (losses + Z_LOSS * partition.square()).backward(grad.double())
     entropy = -(logits.softmax(dim=1) * logits.log_softmax(dim=1)).sum(dim=1)
     return losses.detach(), hidden.grad, weight.grad, partition.detach(), entropy.detach()
@@ -122,7 +123,8 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_bf16_error_is_at_most_twice_that_of_torch_in_bf16() -> None:
     hidden, weight, labels, grad = problem(64, 32, 128, 100)
-    hidden, weight = hidden.bfloat16(), (weight / 4).bfloat16()
+    hidden = hidden.bfloat16()
+    weight = (weight / 4).bfloat16()
     exact = whole(hidden, weight, labels, grad, 100)
     actual = blocked(hidden, weight, labels, grad, VocabularyShard(0, 100), 16)
     assert [x.dtype for x in actual] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
@@ -148,7 +150,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-T_TOKENS, WIDTH, VOCABULARY, BLOCK = 64, 8, 96, 8
+T_TOKENS = 64
+WIDTH = 8
+VOCABULARY = 96
+BLOCK = 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -169,7 +174,8 @@ def test_memory_is_one_block_of_logits(dtype: torch.dtype) -> None:
 
 
 # vocabularies of a matrix of 40 rows: the second leaves the last of 4 ranks nothing but padding
-VOCABULARIES, ROWS = (37, 29, 40), 40
+VOCABULARIES = (37, 29, 40)
+ROWS = 40
 
 
 def _tensor_parallel_rank(rank: int, block: int) -> list[list[Tensor]]:
@@ -252,7 +258,8 @@ def of(losses: Tensor) -> TokenLosses:
 
 def test_z_loss_literal() -> None:
     partition = torch.tensor([2.0, torch.nan, -4.0], requires_grad=True)
-    losses, trained = TokenLosses(torch.tensor([1.0, torch.nan, 2.0]), partition), torch.tensor([True, False, True])
+    losses = TokenLosses(torch.tensor([1.0, torch.nan, 2.0]), partition)
+    trained = torch.tensor([True, False, True])
     total, terms = loss_terms(losses, torch.tensor([0.0, 5.0, 0.5]), trained, z_loss=0.1)
     assert total.item() == pytest.approx(0.5 * 2 + 0.1 * (4 + 16))
     assert torch.stack(terms).tolist() == [pytest.approx(3.0), 3.0, 2.0, 0.5, 0.25, 1.0, 0.0]
@@ -262,7 +269,8 @@ def test_z_loss_literal() -> None:
 
 def test_loss_terms_literal() -> None:
     losses = torch.tensor([1.0, 2.0, 4.0, 8.0], requires_grad=True)
-    weights, trained = torch.tensor([1.0, 0.5, 3.0, 0.25]), torch.tensor([True, True, False, True])
+    weights = torch.tensor([1.0, 0.5, 3.0, 0.25])
+    trained = torch.tensor([True, True, False, True])
     total, terms = loss_terms(of(losses), weights, trained)
     assert (total.item(), total.dtype) == (1.0 + 1.0 + 2.0, torch.float32)
     assert torch.stack(terms).tolist() == [4.0, 11.0, 3.0, 1.75, 1.0 + 0.25 + 0.0625, 0.0, 0.0]

@@ -106,7 +106,8 @@ def test_gradient_equals_float64(case: str, dtype: torch.dtype) -> None:
     logits[:, entries:] = torch.nan
     labels = torch.tensor([first, first + entries - 1, first + entries // 2, first, first - 1, first + columns])
     highest, sums, *_ = statistics(logits, labels, first, entries)
-    loss_grad, scales = torch.linspace(-1, 1, 6), torch.linspace(2, 3, 6) / sums.float()
+    loss_grad = torch.linspace(-1, 1, 6)
+    scales = torch.linspace(2, 3, 6) / sums.float()
     wanted = torch.zeros(6, columns, dtype=torch.float64)
     wanted[:, :entries] = (logits.double()[:, :entries] - highest[:, None]).exp() * scales.double()[:, None]
     for row in range(4):
@@ -154,7 +155,8 @@ def test_the_loss_equals_float64_and_the_plain_path(rows: int, vocabulary: int, 
         torch.testing.assert_close(fused_part.float(), plain_part.float(), rtol=rounding, atol=1e-3)
 
 
-ROWS, VOCABULARY = 40, 27  # of 2 ranks, the second has 7 rows that are no padding
+ROWS = 40
+VOCABULARY = 27  # of 2 ranks, the second has 7 rows that are no padding
 
 
 def _tensor_parallel_rank(rank: int) -> list[Tensor]:
@@ -193,7 +195,9 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_block_takes_six_launches_and_no_result_is_rounded(entropy: bool) -> None:
     """Tensors without data ("meta") take CUDA's path: a read of their values, which on a GPU would wait, fails."""
-    tokens, width, rows = 100, 16, 256
+    tokens = 100
+    width = 16
+    rows = 256
 
     def run(block: int) -> tuple[Counter[str], int]:
         hidden, weight = (

@@ -23,7 +23,8 @@ def linear(t: int, start: int, rate: Fraction) -> int:
 
 def smooth(kind: str, t: int, start: int, end: int, ramp: float) -> float:
     share = t / ramp
-    rise, ratio = end - start, math.log(end) - math.log(start)
+    rise = end - start
+    ratio = math.log(end) - math.log(start)
     if kind == "sinusoidal":
         return start + rise * math.cos(math.pi / 2 * (1 - share))
     if kind == "cosine":
@@ -83,7 +84,8 @@ def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round
     )
     last = schedule.expansion_steps
     for step in (0, 1, max(last - 1, 0), last, last + 1, 10 * last + 7, int(share * last)):
-        window, options = schedule.window_at(step), {"switch_step": switch, "round_to": round_to, "cycles": cycles}
+        window = schedule.window_at(step)
+        options = {"switch_step": switch, "round_to": round_to, "cycles": cycles}
         assert window in possible_windows(kind, step, start, end, rate, **options), (schedule, step)
         assert type(window) is int
         assert start <= window <= end
@@ -113,7 +115,9 @@ def test_runs_are_those_of_the_single_steps(
 @pytest.mark.parametrize("fraction", [1e-6, 0.64, 1])
 def test_long_runs_evaluate_few_steps(kind: str, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most twice the logarithm of a run's length, for each of its at most 1000 windows on each of 3 ramps."""
-    steps, evaluate, evaluations = 10**9, WindowSchedule.window_at, Counter[int]()
+    steps = 10**9
+    evaluate = WindowSchedule.window_at
+    evaluations = Counter[int]()
 
     def window_at(self: WindowSchedule, step: int) -> int:
         evaluations[step] += 1

@@ -74,7 +74,8 @@ def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int
 def test_newer_versions_of_flash_attn_count_rows_in_int64(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound on segments stays."""
     attend = PerCall(FA2)
-    long_segment, many_segments = call_of([(524_289, 524_289)]), call_of([(1, 1)] * 65_536)
+    long_segment = call_of([(524_289, 524_289)])
+    many_segments = call_of([(1, 1)] * 65_536)
     for version in ("2.7.4.post1", "2.8.0"):
         monkeypatch.setattr(limits, "installed_version", {"flash-attn": version}.get)
         if version == "2.8.0":

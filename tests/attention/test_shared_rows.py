@@ -13,7 +13,9 @@ from tests.conftest import refused
 from tests.launcher import call
 from tests.test_masks import formula
 
-HEADS, HEAD_SIZE, VALUE_SIZES = 4, 6, (6, 4)
+HEADS = 4
+HEAD_SIZE = 6
+VALUE_SIZES = (6, 4)
 MASKS = ("grid", "sliding", "sliding_w")
 
 

@@ -77,7 +77,8 @@ def test_backends_without_the_gradient_are_refused(monkeypatch: pytest.MonkeyPat
     schema = torch._C.parse_schema(f"f({arguments}) -> Tensor") if arguments else None
     operator = SimpleNamespace(default=SimpleNamespace(_schema=schema)) if arguments else None
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", operator)
-    cuda, varlen_of_torch = torch.device("cuda"), BACKENDS["torch_varlen"]
+    cuda = torch.device("cuda")
+    varlen_of_torch = BACKENDS["torch_varlen"]
     assert varlen_of_torch.objection(cuda, torch.bfloat16, 64) is None
     objection = varlen_of_torch.objection(cuda, torch.bfloat16, 64, sinks=True)
     assert objection is None if fits else "cannot differentiate attention sinks in torch" in objection

@@ -32,7 +32,8 @@ def changed(flags: str, step: int = 10, base: str = BASE, now: str | None = None
     ],
 )
 def test_with_a_word(flags: str, name: str, more: str) -> None:
-    field, base = name.split()[0], f"{BASE} {more}"
+    field = name.split()[0]
+    base = f"{BASE} {more}"
     for more_flags in ("", " --override adam_eps"):
         message = refused(changed, flags + more_flags, base=base)
         assert f"load: X was made with other options: {name}; restore them, or add --override {field} " in message
@@ -141,7 +142,8 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
             sections[section] = {name: value for name, value in values.items() if name in fields}
         return from_dict(sections)
 
-    generator, accepted = random.Random(2), 0
+    generator = random.Random(2)
+    accepted = 0
     for _ in range(150):
         first = drawn({}, list(DRAWN))
         second = drawn(first, generator.sample(list(DRAWN), generator.choice((1, 2, 3))))
@@ -176,7 +178,8 @@ def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
 def test_schedules_of_long_runs_are_compared_at_few_steps(flags: str, step: int, longer: str, same: bool) -> None:
     """All billion steps would take longer than a test may."""
     words = f"--data-path x --vocab-size 64 {flags}".split()
-    before, after = parse(words), parse([*words, *longer.split()])
+    before = parse(words)
+    after = parse([*words, *longer.split()])
     assert same_schedules(before, after, step) == same
 
 

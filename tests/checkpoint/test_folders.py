@@ -32,7 +32,8 @@ def test_a_published_checkpoint_is_the_latest(tmp_path: Path) -> None:
     assert located(tmp_path) is None
     for step in (3, 12):
         assert write(tmp_path, step) == located(tmp_path)
-    latest, aside = located(tmp_path), folders.begin(tmp_path, 16)
+    latest = located(tmp_path)
+    aside = folders.begin(tmp_path, 16)
     (aside / "file").write_bytes(b"half")
     assert located(tmp_path) == latest
     assert folders.saved_steps(tmp_path) == [3, 12]
@@ -59,7 +60,8 @@ def test_a_pointer_that_leads_nowhere_is_named(tmp_path: Path, content: bytes, t
 
 def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pointer goes back first: after a kill, whoever begins again from it puts the rest away."""
-    back, later = write(tmp_path, 3), write(tmp_path, 6, b"of the other future")
+    back = write(tmp_path, 3)
+    later = write(tmp_path, 6, b"of the other future")
 
     def killed(folder: Path, target: Path) -> Path:
         raise KeyboardInterrupt
@@ -83,7 +85,8 @@ def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path, monkeypatch: py
 
 
 def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
-    older, misnamed = write(tmp_path, 3), tmp_path / "checkpoints" / "iter_0000009"
+    older = write(tmp_path, 3)
+    misnamed = tmp_path / "checkpoints" / "iter_0000009"
     shutil.copytree(older, misnamed)
     assert f"{misnamed} holds the checkpoint of step 3; give it that name; {older} is" in refused(located, misnamed)
 

@@ -41,7 +41,8 @@ def losses_of(model: Any) -> list[float] | None:
     from megatron.core import parallel_state
 
     model.float()
-    tokens, positions = TOKENS[None, :-1], torch.arange(32)[None]
+    tokens = TOKENS[None, :-1]
+    positions = torch.arange(32)[None]
     mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
     if not model.pre_process:
         hidden = torch.empty(32, 1, model.config.hidden_size, dtype=model.config.params_dtype)
@@ -61,8 +62,10 @@ def save(
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    model, options = model_of(args, layout), dict(options)
-    renamed, release = options.pop("renamed", {}), options.pop("release", False)
+    model = model_of(args, layout)
+    options = dict(options)
+    renamed = options.pop("renamed", {})
+    release = options.pop("release", False)
     for name, parameter in model.named_parameters():
         if "norm" in name:  # ones would hide that norms are exchanged
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -121,7 +124,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] 
 def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
     """From TP 2 and PP 2, or EP 2 and PP 2, into our model, and back into another layout of theirs."""
     version, changes, layout, options = VARIANTS[name]
-    args, source, run, back = SMALL | changes, tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    args = SMALL | changes
+    source = tmp_path / "theirs"
+    run = tmp_path / "run"
+    back = tmp_path / "back"
     processes = layout.get("tensor_model_parallel_size", 1) * layout.get("expert_model_parallel_size", 1) * 2
     before = next(filter(None, call(save, processes, source, version, args, layout, options)))
     megatron_lm_to_megatron(source, run)
@@ -192,7 +198,8 @@ class Evil:
 
 
 def test_formats_and_folders_are_told_apart(tmp_path: Path) -> None:
-    legacy, dtensor = tmp_path / "legacy" / "iter_0000001", tmp_path / "dtensor"
+    legacy = tmp_path / "legacy" / "iter_0000001"
+    dtensor = tmp_path / "dtensor"
     (legacy / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").write_text("1")
     dtensor.mkdir()

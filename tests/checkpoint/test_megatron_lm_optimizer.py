@@ -64,7 +64,8 @@ def train(
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": distributed, "dp_cp_group": group}
     metadata |= {"distrib_optim_sharding_type": kind} if distributed else {}
 
-    tokens, positions = TOKENS[None, :-1], torch.arange(32)[None]
+    tokens = TOKENS[None, :-1]
+    positions = torch.arange(32)[None]
     mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
     losses = []
     for step in range(1, 7):

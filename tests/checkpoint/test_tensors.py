@@ -56,7 +56,8 @@ def test_whole_tensors_come_back_and_safetensors_reads_the_same(folder: Path) ->
 
 
 def test_any_part_is_read_and_each_record_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, loads = Stored(folder), []
+    stored = Stored(folder)
+    loads = []
     load = stored._load
     monkeypatch.setattr(stored, "_load", lambda block, dtype: (loads.append(block), load(block, dtype))[1])
     spans = [(slice(a, b), slice(c, d)) for a, b in ((0, 2), (2, 4)) for c, d in ((0, 5), (5, 7))]
@@ -103,7 +104,8 @@ def test_another_padding_where_it_may_be(folder: Path) -> None:
 
 
 def test_what_is_missing_or_damaged_is_named(folder: Path) -> None:
-    stored, content = Stored(folder), folder / "tensors_00001.safetensors"
+    stored = Stored(folder)
+    content = folder / "tensors_00001.safetensors"
     assert "has no tensor norm" in refused(stored.fill, [part("norm", VECTOR)])
     content.write_bytes(content.read_bytes()[:-1])
     assert "tensors_00001.safetensors does not hold what tensors.json says" in refused(stored.read, "matrix")

@@ -198,7 +198,8 @@ def found(flags: str, world: int = 1) -> list[str]:
 
 
 def test_each_rule_refuses_its_mistake_and_accepts_a_neighbour() -> None:
-    wrong, common = [], ""
+    wrong = []
+    common = ""
     for line in CASES.strip("\n").splitlines():
         if line.startswith("## "):
             common = line.removeprefix("## ")

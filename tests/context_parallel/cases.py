@@ -16,8 +16,13 @@ from megatron_ext.masks import LayerMasks
 from tests.launcher import call
 from tests.runs import relative, weight_error
 
-VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6
-STEPS, SERIES = 2, ("lm_loss", "train_loss", "grad_norm", "denominator")  # what each step gives
+VOCABULARY = 61
+LAYERS = 2
+HEADS = 8
+KEY_HEADS = 4
+HEAD_SIZE = 6
+STEPS = 2
+SERIES = ("lm_loss", "train_loss", "grad_norm", "denominator")  # what each step gives
 VALIDATION = 1000  # the first sample index of the validation rows
 TIMEOUT_S = 1000
 
@@ -109,7 +114,8 @@ class Case:
 
     def _drawn(self, sample: int) -> TokenRow:
         """The row with every token trained."""
-        chance, length = np.random.default_rng([7, sample]), self.length
+        chance = np.random.default_rng([7, sample])
+        length = self.length
         tokens = chance.integers(0, VOCABULARY, length + 1)
         ends = {
             "one": np.array([length]),

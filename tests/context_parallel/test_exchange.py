@@ -53,7 +53,8 @@ def test_local_pieces_are_computed_while_rows_travel() -> None:
     """Rank 0 holds documents of 1, 4, 1 and 6 tokens; rank 1 the other 8 of the last one, and one of 4."""
     local_only, local_and_remote = call(events_of, 2)
     assert ", ".join(local_only) == "send, send, attend 12, receive, receive, send, send, back 12, receive, receive"
-    forward, backward = ", ".join(local_and_remote[:7]), ", ".join(local_and_remote[7:])
+    forward = ", ".join(local_and_remote[:7])
+    backward = ", ".join(local_and_remote[7:])
     assert forward == "send, send, attend 4, receive, attend 8, receive, attend 8"
     assert backward == "back 8, send, back 8, send, back 4, receive, receive"
 

@@ -12,9 +12,11 @@ from megatron_ext.layout import PackedLayout, build_layout
 def rows_and_balance(layout: PackedLayout, first: tuple[int, ...]) -> tuple[int, float]:
     """Count by hand what two ranks move, of which one holds the tokens of `first`."""
     ranks = [set(first), set(range(layout.tokens)) - set(first)]
-    rows, pairs = 0, []
+    rows = 0
+    pairs = []
     for held in ranks:
-        seen, count = set(), 0
+        seen = set()
+        count = 0
         for start, end in zip(layout.cu_seqlens[:-1].tolist(), layout.cu_seqlens[1:].tolist(), strict=True):
             held_tokens = [token for token in range(start, end) if token in held]
             count += sum(token - start + 1 for token in held_tokens)

@@ -27,7 +27,8 @@ ALONE = Layout("alone", 1, 1)
 def windows() -> Iterator[Case]:
     """Every window, with and without the document mask, in micro-batches of one and two rows; policies take turns."""
     for number, (window, document_mask) in enumerate(itertools.product(WINDOWS, (True, False))):
-        policy, turn = POLICIES[(number + number // 4) % 4], (number // 2 + number) % 2
+        policy = POLICIES[(number + number // 4) % 4]
+        turn = (number // 2 + number) % 2
         yield Case(window, document_mask, policy, micro_batch=1 + turn, rows=2 + 2 * turn)
 
 
@@ -180,7 +181,8 @@ def test_low_precision(runs: Runs) -> None:
 
 def may_change(case: Case, row: int, place: int) -> np.ndarray:
     """bool [rows, L], from the formulas: who reads tokens[place] of `row` as an input or as its label."""
-    length, positions = case.length, np.arange(case.length)
+    length = case.length
+    positions = np.arange(case.length)
     ends = case.row_at(row).document_ends
     document = (positions[:, None] >= ends).sum(axis=1)
     changed = np.zeros((case.micro_batch, length), dtype=np.bool_)

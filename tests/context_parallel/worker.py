@@ -33,7 +33,8 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group, self.calls = group, []
+        self.group = group
+        self.calls = []
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if "c10d" in operation.namespace and self._concerned(args):
@@ -55,7 +56,8 @@ class Collectives(TorchDispatchMode):
         return to_others * (sent.numel() // len(sent) if len(sent) else 0) * sent.element_size()
 
     def take(self) -> list[tuple[str, int]]:
-        calls, self.calls = self.calls, []
+        calls = self.calls
+        self.calls = []
         return calls
 
 
@@ -71,7 +73,8 @@ class Worker:
     def model(self, case: Case) -> Any:
         """Wrapped chunks with their initial weights; built once for each kind of case."""
         entropy = case.weighting.weight_score == "mile"
-        kind, config = (case.recompute, case.bf16, case.local_window, entropy), case.config(self.sizes)
+        kind = (case.recompute, case.bf16, case.local_window, entropy)
+        config = case.config(self.sizes)
         model = self.models.get(kind)
         if model is None or case.overlaps:
             model = wrap(build_chunks(config, VOCABULARY, self.platform), config)
@@ -117,7 +120,8 @@ class Worker:
         )
 
     def probe(self, probe: Probe) -> ProbeOutcome:
-        case, config = probe.case, probe.case.config(self.sizes)
+        case = probe.case
+        config = probe.case.config(self.sizes)
         group = parallel.context_group(config.parallel, self.ranks, self.platform)
         context = context_options(config, group)
         (model,) = self.model(case)

@@ -127,7 +127,8 @@ def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path)
     kept = replace(options, inputs=[corpus], source_field="repo", min_tokens=4, overwrite=True)
     for shard_bytes in (2000, None):
         preprocess(replace(kept, shard_bytes=shard_bytes))
-        names, source = metadata(kept)["document_sources"], IndexedSource(kept.output_prefix)
+        names = metadata(kept)["document_sources"]
+        source = IndexedSource(kept.output_prefix)
         assert [names[number] for number in source.document_sources] == [str(i % 5) for i in range(299)]
     preprocess(replace(kept, source_field=None))  # the old sources are not those of the new data
     assert IndexedSource(kept.output_prefix).document_sources is None
@@ -142,7 +143,8 @@ def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Pa
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     books = replace(options, inputs=[str(path)], tokenizer="bytes", concat_by="book", source_field="subject")
     assert preprocess(replace(books, shard_bytes=300)).documents == 3
-    names, source = metadata(books)["document_sources"], IndexedSource(books.output_prefix)
+    names = metadata(books)["document_sources"]
+    source = IndexedSource(books.output_prefix)
     for number, book in enumerate(sorted(subjects, key=lambda book: hashlib.sha256(book.encode()).digest())):
         assert names[source.document_sources[number]] == subjects[book]
     by_subject = replace(books, concat_by="subject", source_field="book", overwrite=True)
@@ -166,7 +168,8 @@ def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
 @pytest.mark.parametrize("concat_by", [None, "repo"])
 def test_empty_documents_are_left_out(options: PreprocessOptions, tmp_path: Path, tokenizer: Path, concat_by) -> None:
     """And counted, of every kind of input; white space is text."""
-    texts, folder = ["", "one", "", " \n", ""], tmp_path / "empty"
+    texts = ["", "one", "", " \n", ""]
+    folder = tmp_path / "empty"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(lines(texts))
     put_parquet(folder / "b.parquet", {"text": texts, "repo": range(5)})
@@ -261,7 +264,9 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, ending: str) -> Non
 
 def test_a_document_longer_than_memory_is_named_and_never_read_whole(tmp_path: Path) -> None:
     """A line and a file of 600 MB, which take no space on disk."""
-    jsonl, text, prefix = tmp_path / "a.jsonl", tmp_path / "b.txt", str(tmp_path / "data")
+    jsonl = tmp_path / "a.jsonl"
+    text = tmp_path / "b.txt"
+    prefix = str(tmp_path / "data")
     with jsonl.open("wb") as file:
         file.write(b'{"text": "first"}\n')
         file.truncate(600 * 10**6)

@@ -148,7 +148,8 @@ def run_and_kill(options: PreprocessOptions, rng: random.Random, *flags: str) ->
 
 @pytest.mark.parametrize("concat_by", slow_but([None], [None, "repo"]))
 def test_killed_again_and_again(options: PreprocessOptions, concat_by: str | None) -> None:
-    file, kills = Path(options.inputs[0]) / "b.jsonl", 2
+    file = Path(options.inputs[0]) / "b.jsonl"
+    kills = 2
     file.write_text(file.read_text() * 12 * kills)  # far more parts than a run finishes before it is killed
     flags = ["--concat-by", concat_by] if concat_by else []
     calm = replace(options, output_prefix=f"{options.output_prefix}-calm")
@@ -220,7 +221,8 @@ def test_a_worker_killed_while_another_starts_ends_the_run(
     options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether Python breaks the pool while the other starts, as 3.11 does, or waits for the start, as 3.13 does."""
-    start, waits = ProcessPoolExecutor._spawn_process, hasattr(_ExecutorManagerThread, "_terminate_broken")
+    start = ProcessPoolExecutor._spawn_process
+    waits = hasattr(_ExecutorManagerThread, "_terminate_broken")
 
     def start_late(pool: Any) -> None:
         for worker in pool._processes.values():

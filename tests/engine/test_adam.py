@@ -22,10 +22,8 @@ def test_fused_adam_equals_torch_adamw(monkeypatch: pytest.MonkeyPatch, kind: st
         monkeypatch.setattr(FusedAdam, "_update", FusedAdam._update_on_cuda)
     fused_parameters, torch_parameters = parameters(0), parameters(0)
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
-    fused_adam, torch_adamw = (
-        FusedAdam(groups(fused_parameters), **settings),
-        torch.optim.AdamW(groups(torch_parameters), **settings),
-    )
+    fused_adam = FusedAdam(groups(fused_parameters), **settings)
+    torch_adamw = torch.optim.AdamW(groups(torch_parameters), **settings)
     generator = torch.Generator().manual_seed(1)
     for step in range(10):
         for a, b in zip(fused_parameters, torch_parameters, strict=True):

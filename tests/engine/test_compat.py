@@ -137,7 +137,8 @@ def test_megatron_still_compiles_to_recompute_a_norm(monkeypatch: pytest.MonkeyP
     assert "load_inline" in inspect.getsource(SHARES_STORAGE)
     monkeypatch.setattr("torch.utils.cpp_extension.load_inline", None)
     platform.choose("cpu")
-    x, kept = torch.randn(4, 6, requires_grad=True), compat.megatron_random.CheckpointWithoutOutput()
+    x = torch.randn(4, 6, requires_grad=True)
+    kept = compat.megatron_random.CheckpointWithoutOutput()
     normed = kept.checkpoint(torch.sigmoid, x)
     halves = normed.view(8, 3)  # saved for backward, as the parts of experts are
     out = (halves * halves).sum() + (normed * normed).sum()
@@ -219,7 +220,8 @@ def test_megatrons_dispatcher_still_needs_a_stream(monkeypatch: pytest.MonkeyPat
 
 def share_unevenly(rank: int) -> dict[str, list[float] | bool]:
     """Gather 2 rows of rank 0 and 3 of rank 1; add up 5 rows of both, of which they keep as many."""
-    group, sizes = torch.distributed.group.WORLD, [2, 3]
+    group = torch.distributed.group.WORLD
+    sizes = [2, 3]
     rank_rows = torch.full((sizes[rank], 1), float(rank + 1))
     gathered = compat.uneven_gather(rank_rows, group, sizes)
     summed = compat.uneven_reduce_scatter(torch.arange(5.0)[:, None] * (rank + 1), group, sizes)

@@ -16,7 +16,9 @@ from megatron_ext.data.row import TokenRow
 from megatron_ext.masks import MaskOptions
 from tests.one_process import build_models, one_process
 
-LENGTH, VOCABULARY, LAYERS = 24, 64, 3
+LENGTH = 24
+VOCABULARY = 64
+LAYERS = 3
 
 
 @contextmanager

@@ -21,7 +21,9 @@ from megatron_ext.engine.step import Outcome, Stepper, StepResult
 from tests.engine.test_optimizer_state import VOCABULARY, built
 from tests.one_process import one_process
 
-LENGTH, EXPERTS, CHOICES = 16, 5, 2
+LENGTH = 16
+EXPERTS = 5
+CHOICES = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +71,9 @@ def stepper_of(ranks: parallel.Ranks, config: Config) -> Stepper:
 
 def batches_of(config: Config, trained: float = 1.0, seed: int = 3) -> StepBatches:
     """A global batch of four random rows."""
-    chance, ends, size = np.random.default_rng(seed), np.array([LENGTH]), config.data.micro_batch_size
+    chance = np.random.default_rng(seed)
+    ends = np.array([LENGTH])
+    size = config.data.micro_batch_size
     batches = []
     for _ in range(0, 4, size):
         drawn = [(chance.integers(0, VOCABULARY, LENGTH + 1), chance.random(LENGTH) < trained) for _ in range(size)]

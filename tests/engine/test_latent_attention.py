@@ -26,7 +26,14 @@ from tests.conftest import slow_but
 from tests.launcher import call
 from tests.one_process import one_process
 
-T, D, N, LATENT, QUERY_LATENT, PLAIN, ROTATED, VALUE = 24, 20, 6, 10, 14, 8, 4, 6
+T = 24
+D = 20
+N = 6
+LATENT = 10
+QUERY_LATENT = 14
+PLAIN = 8
+ROTATED = 4
+VALUE = 6
 ENDS = [5, 17, 24]
 CPU = torch.device("cpu")
 
@@ -72,7 +79,8 @@ def build(layout: Layout) -> Any:
 
 def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
     """Of each layout: this rank's tokens, outputs and gradients, all of its tokens and summed, and the bytes sent."""
-    first, cpu = layouts[0], platform.choose("cpu")
+    first = layouts[0]
+    cpu = platform.choose("cpu")
     sizes = ParallelConfig(tensor_model_parallel_size=first.tp, context_parallel_size=first.cp)
     ranks = parallel.start(sizes, 1, cpu, seed=1)
     results = []

@@ -37,7 +37,8 @@ from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting.weigher import Weigher
 from tests.one_process import one_process
 
-LENGTH, VOCABULARY = 16, 50
+LENGTH = 16
+VOCABULARY = 50
 
 
 class OneProcess:
@@ -109,7 +110,8 @@ def test_attention_is_measured_as_the_backend_gets_it(process: OneProcess, monke
             return attend(inputs, *call_arguments)
 
         monkeypatch.setattr(attention, "backend", recorded)
-    rows, options = [row(0), row(1)], Config().mask_options()
+    rows = [row(0), row(1)]
+    options = Config().mask_options()
     masks = options.at(LENGTH, [row(0).document_ends], LENGTH)
     sampled = assemble(lay_end_to_end([rows[0]]), masks, None, sampled=np.arange(LENGTH))
     result = process.stepper.launch(StepBatches([sampled, batch(rows[1])], attention_measured=True)).result()
@@ -133,7 +135,8 @@ def test_a_refused_step_and_one_without_a_trained_token_change_nothing(process: 
         norms.append(result.grad_norm)
         return False
 
-    before, state = process.weights(), copy.deepcopy(process.stepper.optimizer.state_dict())
+    before = process.weights()
+    state = copy.deepcopy(process.stepper.optimizer.state_dict())
     launched = process.stepper.launch(StepBatches([batch(row(1))]), refuse)
     result = launched.result()
     assert result.outcome is Outcome.REFUSED

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "docs" / "experiments"
-BUDGETS, TUNING_SEEDS, SEEDS = (1000, 2000, 4000), (1, 2), (8, 9, 10)
+BUDGETS = (1000, 2000, 4000)
+TUNING_SEEDS = (1, 2)
+SEEDS = (8, 9, 10)
 GAIN = {32: (0.10, 0.08, 0.06), 512: (0.10, 0.07, 0.04)}  # by budget
 BEST = {"constant": (8, 6, 4), "growing": (2, 1, 0)}  # k of the rates, the first beyond the grid
 
@@ -19,7 +21,8 @@ def test_known_rates_and_gains_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     draw = np.random.default_rng(0)
     base = {seed: draw.normal() for seed in (*TUNING_SEEDS, *SEEDS)}
     numbers = {rate.rate(k): k for k in range(-10, 20)}
-    runs, grid = {}, (BUDGETS, TUNING_SEEDS, SEEDS)
+    runs = {}
+    grid = (BUDGETS, TUNING_SEEDS, SEEDS)
 
     def loss(arm: str, k: int, number: int, seed: int, length: int) -> float:
         gained = GAIN[length][number] if arm == "growing" else 0.0

@@ -32,7 +32,10 @@ from tests.conftest import ROOT, SmallData
 from tests.launcher import TIMEOUT_S, clean_environment, torchrun
 from tests.runs import Launched, RunResult, relative, weight_error
 
-LENGTH, STEPS, ROWS, RATE = 128, 4, 8, 2.5e-4
+LENGTH = 128
+STEPS = 4
+ROWS = 8
+RATE = 2.5e-4
 SCHEDULE = build_schedule("linear", start=7, end=LENGTH, rate=41)  # 7, 48, 89, 128
 TOLERANCE = 1e-5
 WEIGHTS_APART = 2e-5

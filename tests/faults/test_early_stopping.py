@@ -10,14 +10,18 @@ from tests.launcher import Commands
 from tests.runs import CONFIG, TRAINER, read_jsonl, relative, series
 from tests.theirs import write_theirs
 
-LENGTH, STEPS, EVERY, PATIENCE = 32, 40, 2, 3
+LENGTH = 32
+STEPS = 40
+EVERY = 2
+PATIENCE = 3
 DP2_PP2 = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     """Train on counting documents, validate on shuffled ones: the loss falls while tokens are learned, then rises."""
-    chance, folder = np.random.default_rng(0), tmp_path_factory.mktemp("worse")
+    chance = np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("worse")
     counting = [np.arange(LENGTH) % 8 for _ in range(200)]
     write_theirs(folder / "train", counting, 57)
     write_theirs(folder / "valid", [chance.permutation(document) for document in counting[:40]], 57)
@@ -45,7 +49,8 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
     best = int(np.argmin(whole)) * EVERY  # with no minimum before it that lasts as long
     end = best + PATIENCE * EVERY
     assert 0 < best < end < STEPS  # else nothing is tested
-    run, four_processes = tmp_path / "run", Commands(4)
+    run = tmp_path / "run"
+    four_processes = Commands(4)
     patient = [*flags, *DP2_PP2.split(), "--early-stopping-patience", PATIENCE, "--save", run]
     cut = end - EVERY  # all but one of the validations in vain are before it
     four_processes.run(TRAINER, *patient, "--train-iters", cut)

@@ -16,7 +16,9 @@ from tests.runs import CONFIG, TRAINER, read_jsonl, relative, series
 from tests.theirs import write_theirs
 
 INSPECT = "tools/inspect_step.py"
-LENGTH, STEPS, SPIKE = 32, 16, 7
+LENGTH = 32
+STEPS = 16
+SPIKE = 7
 GARBAGE = 8  # token ids from here on are in one document alone
 DP2_PP2 = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -126,7 +128,9 @@ def test_a_spike_stops_the_run(flags: list[object], alone: Commands, with_spike:
 
 def test_all_processes_skip(flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path) -> None:
     """With PP 2 and DP 2 the checkpoint after the step equals the one before it; a single process does the same."""
-    run, four_processes, skip = tmp_path / "run", Commands(4), ["--on-spike", "skip"]
+    run = tmp_path / "run"
+    four_processes = Commands(4)
+    skip = ["--on-spike", "skip"]
     done = four_processes.run(TRAINER, *flags, *DP2_PP2.split(), *skip, "--save-interval", 1, "--save", run)
     assert series(run, "skipped") == series(run, "spike") == [int(step == SPIKE) for step in range(STEPS)]
     (line,) = spike_lines(done[0].stderr)

@@ -85,7 +85,8 @@ def test_killed_at_random_moments(small_data: SmallData, tmp_path: Path, case: s
         command = [*COMMON, *small_data.flags, *layout, *saving, "--save", run, "--load", run, "--load-if-present"]
         ended = False
         while not ended:
-            running, last = Commands(processes).start(TRAINER, *command), done == kills
+            running = Commands(processes).start(TRAINER, *command)
+            last = done == kills
             ended = running.wait(TIMEOUT_S) if last else wait_at_random(running, run, chance)
             if ended:
                 assert running.statuses == [0] * processes, running.words()

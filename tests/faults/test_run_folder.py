@@ -113,7 +113,8 @@ def test_a_file_system_without_locks(tmp_path: Path, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize("what", ["moved", "replaced"])
 def test_a_run_whose_folder_is_gone_ends(small_data: SmallData, tmp_path: Path, what: str) -> None:
     """Also if another run has begun in its place."""
-    run, saving = tmp_path / "run", ["--async-save"] if what == "moved" else []
+    run = tmp_path / "run"
+    saving = ["--async-save"] if what == "moved" else []
     running = Commands(2).start(TRAINER, *ENDLESS, *small_data.flags, *saving, "--save-interval", 20, "--save", run)
     running.wait_for(lambda: len(read_jsonl(run / "metrics.jsonl")) > 22 and bool(saved_steps(run)))
     run.rename(tmp_path / "moved")

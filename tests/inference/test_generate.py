@@ -49,7 +49,8 @@ def asked(rank: int, model: Path, layout: ParallelConfig) -> tuple[list[list[int
         return plain(self, slots, counts)
 
     KeyValueCache.append = append  # type: ignore[assignment, method-assign]
-    generate.PASS_TOKENS, generate.PASS_LOGITS = PASS, PASS * 300
+    generate.PASS_TOKENS = PASS
+    generate.PASS_LOGITS = PASS * 300
     text = SimpleNamespace(pretrained=Pretrained.find(model), stop=[], tokenizer=None)
     with open_generator(text, layout, 64, dtype="auto", slots=4) as generator:
         return generator.answer(PROMPTS), generator.likelihoods(CHOICES), largest
@@ -97,7 +98,8 @@ CASES = {
 @pytest.mark.parametrize("case", slow_but(["one", "vpp"], CASES))
 def test_texts_and_likelihoods_are_those_of_transformers_in_small_passes(tmp_path: Path, case: str) -> None:
     architecture, layout = CASES[case]
-    model, config = write_model(tmp_path / "model", architecture), ParallelConfig(**layout)
+    model = write_model(tmp_path / "model", architecture)
+    config = ParallelConfig(**layout)
     answers = call(asked, config.model_parallel_size, model, config, group=False)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     texts = greedy_texts(plain, [prompt.tokens for prompt in PROMPTS], 5, [])

@@ -17,7 +17,9 @@ from megatron_ext.inference.model import inference_config
 from tests.checkpoint.models import SIZES
 from tests.conftest import refused
 
-LENGTH, CHUNK, VOCABULARY = 24, 6, 50
+LENGTH = 24
+CHUNK = 6
+VOCABULARY = 50
 SCORER = Pretrained(Path("scorer"), ModelConfig(num_layers=4, vocab_size=VOCABULARY), length=LENGTH)
 RUN = Config(
     model=ModelConfig(num_layers=8, vocab_size=VOCABULARY),
@@ -59,7 +61,8 @@ SAME = Comparison(9e-4, 9e-5, 10.0, (2.0, 2.000009), ([1], [1]), "float32")
 
 def test_each_bound_counts() -> None:
     assert SAME.agrees
-    losses, greedy = (2.0, 2.000011), ([1], [2])
+    losses = (2.0, 2.000011)
+    greedy = ([1], [2])
     for beyond in (
         {"largest": 1.1e-3},
         {"mean": 1.1e-4},

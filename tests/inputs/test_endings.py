@@ -22,7 +22,8 @@ def test_rows_longer_than_the_corpus_are_noted(alone: Commands, tmp_path: Path) 
 
 
 def test_load_comes_before_init_from(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    run, flags = tmp_path / "a run", [*RUN, *small_data.flags]
+    run = tmp_path / "a run"
+    flags = [*RUN, *small_data.flags]
     (first,) = alone.run(TRAINER, *flags, "--save", run)
     *_, last = first.stderr.strip().splitlines()
     assert last.startswith(f"done: the model after 2 steps is in {run / 'checkpoints' / 'iter_0000002'}; ")

@@ -31,7 +31,8 @@ from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.checkpoint.models import SIZES
 
-LIMIT_S, MEMORY = 30, 3 * 2**30
+LIMIT_S = 30
+MEMORY = 3 * 2**30
 NAMES = ["../x", "/etc/passwd", "llama3", "yarn", "none", "nan", "x" * 3000]
 NUMBERS = [10**400, -(10**400), 2**31, 2**63, 2**64, 10**12, 0, -1]
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 300), st.floats(), st.text(max_size=8))
@@ -195,7 +196,8 @@ def test_models_of_hugging_face(effort: settings, tmp_path: Path) -> None:
     def write_config(edit: tuple[str, dict[str, Any]]) -> None:
         config.write_text(json.dumps(LLAMA | {"model_type": edit[0]} | edit[1]))
 
-    families, read = st.sampled_from(sorted(FAMILIES)), partial(read_model_config, tmp_path)
+    families = st.sampled_from(sorted(FAMILIES))
+    read = partial(read_model_config, tmp_path)
     fuzz(effort, st.tuples(families, entries), write_config, read)
     digits = b'{"hidden_size": ' + b"9" * 5000 + b"}"
     fuzz(effort, st.just(digits), config.write_bytes, read, [digits])

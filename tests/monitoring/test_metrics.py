@@ -115,7 +115,8 @@ class TestMetricsWriter:
 
 class TestTensorBoard:
     def test_a_resume_hides_the_replaced_steps_and_keeps_the_evaluation_at_its_step(self, tmp_path):
-        options, config = LoggingConfig(), {"model": {"layers": 2}}
+        options = LoggingConfig()
+        config = {"model": {"layers": 2}}
         with closing(MetricsWriter(tmp_path, resume_step=0, logging=options, config=config)) as writer:
             for step in range(4):
                 writer.write("train", {"step": step, "lm_loss": 9.0 - step})

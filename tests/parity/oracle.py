@@ -67,7 +67,8 @@ def repeat(
     model = _model(trajectory)
     _mask_layers(model, options)
     _silence_positions(model, options["no_rope_freq"])
-    optimizer, counts = _optimizer(model, options), _count_choices(model)
+    optimizer = _optimizer(model, options)
+    counts = _count_choices(model)
     steps = []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
@@ -107,7 +108,8 @@ def rules(options: dict[str, Any], window: int) -> list[Rule]:
 def dense_masks(batch: dict[str, np.ndarray], rule: Rule, document_mask: bool) -> np.ndarray:
     """bool [B, L, L]: row b's token i sees its token j."""
     rows, length = batch["loss_mask"].shape
-    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    i = np.arange(length)[:, None]
+    j = np.arange(length)[None, :]
     visible = rule(i, j) & (j <= i)
     if not document_mask:
         return np.broadcast_to(visible, (rows, length, length))
@@ -263,9 +265,13 @@ def _backward(
     Returned with the weights and short-context losses [B, L] of its tokens, and the mean over rows of the experts'
     balancing loss, whose gradients are there too.
     """
-    plain, weighted, balance, count = 0.0, 0.0, 0.0, int(batch["loss_mask"].sum())
+    plain = 0.0
+    weighted = 0.0
+    balance = 0.0
+    count = int(batch["loss_mask"].sum())
     batch_weights = batch.get("weights", np.ones(batch["loss_mask"].shape, dtype=np.float32))
-    token_weights, short_losses = batch_weights.copy(), np.full(batch_weights.shape, np.nan, dtype=np.float32)
+    token_weights = batch_weights.copy()
+    short_losses = np.full(batch_weights.shape, np.nan, dtype=np.float32)
     divisor = float(batch_weights.sum()) if options["weighting"]["loss_denominator"] == "weights" else count
     visible = np.stack(masks, axis=1)
     for number, (tokens, mask, sees) in enumerate(zip(batch["tokens"], batch["loss_mask"], visible, strict=True)):
@@ -278,11 +284,13 @@ def _backward(
         weights = torch.from_numpy(batch_weights[number]).to(losses.dtype)
         if own_weights:
             weights, short = _dense_weights(model, row, trained, sees, losses.detach(), options["weighting"])
-            token_weights[number], short_losses[number] = (weights * trained).numpy(), short.numpy()
+            token_weights[number] = (weights * trained).numpy()
+            short_losses[number] = short.numpy()
         share = (weights * losses + options["z_loss"] * partition**2)[trained].sum() / divisor
         (share + options["moe_aux_loss_coeff"] * uneven).backward()
         balance += uneven.item()
-        plain, weighted = plain + losses[trained].sum().item() / count, weighted + share.item()
+        plain = plain + losses[trained].sum().item() / count
+        weighted = weighted + share.item()
     return plain, weighted, token_weights, short_losses, balance
 
 
@@ -312,7 +320,8 @@ def _losses(
     routed = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
     # transformers would make its own balancing loss of a mask for whole rows
     outputs = model.model(input_ids=row[None, :-1], attention_mask=additive[None], position_ids=positions, **routed)
-    logits, routers = model.lm_head(outputs.last_hidden_state)[0], outputs.router_logits if routed else ()
+    logits = model.lm_head(outputs.last_hidden_state)[0]
+    routers = outputs.router_logits if routed else ()
     return torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"), logits.logsumexp(dim=1), routers
 
 
@@ -325,7 +334,8 @@ def _dense_weights(
     assert (options["weight_score"], options["weight_post"]) == ("abs", "dense")
     n = options["short_context"]
     s = options["short_stride"] or n * 3 // 4
-    scores, length = torch.zeros(len(long), dtype=torch.float64), len(long)
+    scores = torch.zeros(len(long), dtype=torch.float64)
+    length = len(long)
     short_losses = torch.full_like(long, torch.nan)
     for start in range(s, length - n + s, s):
         end = min(start + n, length)

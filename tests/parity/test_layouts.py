@@ -173,7 +173,8 @@ def test_the_references_differ_by_the_window_alone(launched: Launched) -> None:
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_layout_trains_the_same_model(launched: Launched, name: str) -> None:
     layout = (FAST | SLOW)[name]
-    run, reference = trained(launched, layout), trained(launched, Layout("", 1, layout.model))
+    run = trained(launched, layout)
+    reference = trained(launched, Layout("", 1, layout.model))
     assert_same_rows(run, reference)
     assert_same_training(run, reference, layout)
     assert_window_is_used(run)

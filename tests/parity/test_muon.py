@@ -23,7 +23,8 @@ try:
 except UserError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-STEPS, SAVED = 20, 8
+STEPS = 20
+SAVED = 8
 COMMON = f"""--optimizer muon --muon-extra-scale-factor 0.2 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 2 --clip-grad 0.5
     --lr-decay-iters {STEPS} --seq-length 64 --window-start 7 --window-rate 5 --document-mask""".split()
 FP32 = "--muon-fp32-matmul-prec highest"

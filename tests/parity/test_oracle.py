@@ -80,7 +80,8 @@ def assert_dump_is_true(run: RunResult, data: SmallData, length: int, flags: str
     assert ends_seen > 50
 
 
-YARN, LOCAL = layouts.YARN, "--local-window 20 --window-attn-skip-freq 2"
+YARN = layouts.YARN
+LOCAL = "--local-window 20 --window-attn-skip-freq 2"
 UNFROZEN = "--token-weighting unfrozen --short-context 32"
 INSIDE = f"--document-mask --eod-mask-loss {UNFROZEN}"
 DECAY = "--weight-decay-all --weight-decay 0.5"

@@ -17,7 +17,8 @@ from tests.launcher import Commands, Running
 from tests.parity.random_cases import SAVED_AT, STEPS, RandomCase, Run, draw_case, prepare, write_data
 from tests.runs import RunResult, relative, weight_error
 
-QUICK, ALL = 2, 100
+QUICK = 2
+ALL = 100
 TIMEOUT_S = 120
 TRAINER = "tests/parity/small_buckets.py"
 EXACT = ("step", "consumed_samples", "consumed_tokens", "window", "learning_rate", "segments", "skipped")

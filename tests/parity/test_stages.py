@@ -135,7 +135,8 @@ def test_stopped_inside_the_second_stage(alone: Commands, small_data: SmallData,
     done = len(read_jsonl(run / "long/metrics.jsonl"))
     assert 5 <= done < 40
     alone.run(TRAINER, "--config", flags[1], *resuming, "--save", run)
-    stopped, uninterrupted = trace(run), trace(tmp_path / "whole")
+    stopped = trace(run)
+    uninterrupted = trace(tmp_path / "whole")
     assert [record["step"] for record in stopped] == [record["step"] for record in uninterrupted]
     for key in ("lm_loss", "grad_norm"):
         assert relative([record[key] for record in stopped], [record[key] for record in uninterrupted]) < 1e-4, key

@@ -66,7 +66,8 @@ def test_a_separate_validation_set_is_opened_part_by_part(run: Run, small_data: 
     second_part = tmp_path / small_data.prefix.name
     mixture = ["--data-path", 1, small_data.prefix, 2, second_part, "--tokenizer-model", small_data.tokenizer]
     flags = [*SMALL, *mixture, "--eval-interval", 10, "--valid-data-path"]
-    done, absent = run(*flags, small_data.prefix), run(*flags, "/no/such")
+    done = run(*flags, small_data.prefix)
+    absent = run(*flags, "/no/such")
     assert (done.status, absent.status, done.stderr, absent.stderr) == (0, 0, "", "")
     assert "missing" not in done.stdout
     assert "data: /no/such.idx does not exist" in absent.stdout
@@ -77,7 +78,8 @@ NOWHERE = ["--data-path", "/no/such", "--tokenizer-model", "none", "--vocab-size
 
 def test_what_is_not_there(run: Run) -> None:
     flags = [*NOWHERE, "--init-from", "/no/such", "--token-weighting", "frozen", "--score-store", "/no/such"]
-    lenient, strict = run(*SMALL, *flags), run(*SMALL, "strict", *flags)
+    lenient = run(*SMALL, *flags)
+    strict = run(*SMALL, "strict", *flags)
     assert (lenient.status, lenient.stderr) == (0, "")
     assert strict.status == 2
     assert strict.stdout == lenient.stdout

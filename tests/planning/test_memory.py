@@ -59,7 +59,8 @@ def test_shares_of_a_mixture_add_up_to_the_model() -> None:
     assert stages(f"0 1 1 1 {PIPELINE}") == stages(f"0 1 1 1 {interleaved}")
     counts = stages(f"0 1 0 1 {interleaved}")
     norm = 256  # the last one
-    dense, experts = 3 * 256 * 768, 4 * 256 + 4 * 3 * 256 * 128 + 3 * 256 * 64
+    dense = 3 * 256 * 768
+    experts = 4 * 256 + 4 * 3 * 256 * 128 + 3 * 256 * 64
     assert counts[1] - counts[0] == 2 * (experts - dense) + norm
 
 
@@ -121,7 +122,8 @@ def test_what_the_optimizer_keeps() -> None:
 
 def test_what_muon_keeps() -> None:
     """A momentum of each matrix, two moments of embedding, output matrix and norms, and all of it on each rank."""
-    embeddings, norms = 2 * 1024 * 256, (2 * 4 + 1) * 256
+    embeddings = 2 * 1024 * 256
+    norms = (2 * 4 + 1) * 256
     for flags, master in (("", 0), ("--bf16", 4)):
         adam, muon = (stage_memory(config(f"{flags} --optimizer {name}"), 2, 1000, 0) for name in ("adam", "muon"))
         matrices = count_parameters(config("").model, 1024) - embeddings - norms

@@ -45,7 +45,8 @@ def flops_of(name: str) -> RunFlops:
 def test_recipes_fit_their_gpus(names: tuple[str, ...]) -> None:
     """Read, checked for that many processes, and within 85 % of a GPU's memory."""
     for recipe in (known()[name] for name in names or known()):
-        stages, published = recipe.stages(), recipe.facts.get("published", {})
+        stages = recipe.stages()
+        published = recipe.facts.get("published", {})
         assert FACTS <= set(recipe.facts) <= FACTS | {"published"}
         assert set(published) <= PUBLISHED
         for config in (stage.config for stage in stages):

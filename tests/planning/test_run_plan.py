@@ -63,7 +63,8 @@ def test_the_plan_of_experts() -> None:
     flags = "--vocab-size 32000 --seq-length 4096 --global-batch-size 64 --bf16 --window-start 4096 --data-path x"
     flags += " --model-preset Mixtral-8x7B --use-distributed-optimizer"
     configs = {ep: parse(f"{flags} --expert-model-parallel-size {ep}".split()) for ep in (1, 8)}
-    expert_parameters, dense_parameters = 32 * 8 * 3 * 4096 * 14336, 46_702_792_704 - 32 * 8 * 3 * 4096 * 14336
+    expert_parameters = 32 * 8 * 3 * 4096 * 14336
+    dense_parameters = 46_702_792_704 - 32 * 8 * 3 * 4096 * 14336
     for ep, config in configs.items():
         assert count_parameters(config.model, 32000) == expert_parameters + dense_parameters
         memory = estimate(config, 8, 32000)

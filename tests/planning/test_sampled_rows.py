@@ -18,7 +18,8 @@ FLAGS = [*CONFIG, *f"--seq-length {LENGTH} --vocab-size 512 --global-batch-size 
 
 
 def rows_at(ends_of: Callable[[int], np.ndarray]) -> Callable[[int], TokenRow]:
-    tokens, trained = np.zeros(LENGTH + 1, dtype=np.int64), np.ones(LENGTH, dtype=np.bool_)
+    tokens = np.zeros(LENGTH + 1, dtype=np.int64)
+    trained = np.ones(LENGTH, dtype=np.bool_)
     return lambda sample: TokenRow(tokens=tokens, document_ends=ends_of(sample), trained=trained)
 
 

@@ -56,7 +56,9 @@ def test_what_is_listed_is_legal_and_fits(name: str | None, gpus: int, vocabular
 
 @pytest.mark.parametrize("experts", [None, 8])
 def test_no_legal_layout_that_fits_is_faster_than_the_best(experts: int | None) -> None:
-    config, gpus, vocabulary = recipe("skyladder/skyladder_1b_32k.yaml"), 8, 32000
+    config = recipe("skyladder/skyladder_1b_32k.yaml")
+    gpus = 8
+    vocabulary = 32000
     width = None if experts is None else 1024
     config = replace(config, model=replace(config.model, num_experts=experts, moe_ffn_hidden_size=width))
     machine = Machine(gpus, "H100", vocabulary, SPEEDS)

@@ -50,7 +50,8 @@ def test_a_wider_window_never_takes_less_time(first_window: int, second_window: 
 @pytest.mark.parametrize("axis", ["tensor-model", "context"])
 def test_sharing_a_row_keeps_the_time_of_products(axis: str) -> None:
     flags = "--model-preset Llama-3-8B --seq-length 8192 --global-batch-size 2"
-    alone, shared = time(flags, 2), time(f"{flags} --{axis}-parallel-size 2", 2)
+    alone = time(flags, 2)
+    shared = time(f"{flags} --{axis}-parallel-size 2", 2)
     assert shared.products == pytest.approx(alone.products)
     assert getattr(shared, "tensor" if axis == "tensor-model" else "context") > 0
 
@@ -68,7 +69,9 @@ def test_latent_attention_moves_the_narrower_row() -> None:
 
 def test_the_update_of_muon_is_products_of_whole_matrices() -> None:
     """Llama 3 8B: 5 iterations for queries, keys and values apart, output, both matrices of the MLP; experts once."""
-    big, small, iterations = 4096, 1024, 5
+    big = 4096
+    small = 1024
+    iterations = 5
     layer = 2 * 6 * big**3 + 2 * (4 * small**2 * big + 2 * small**3)
     layer += 2 * 2 * big**3 + 4 * big**2 * (2 * 14336 + 14336)
     whole = orthogonalization(config(f"{WORK} --optimizer muon"))
@@ -116,7 +119,8 @@ def test_recomputed_parts_add_up_to_less_than_the_layer() -> None:
     core, norms, mlp = (time(f"{SPLIT} {AGAIN} {module}") for module in ("core_attn", "layernorm", "mlp"))
     assert core.attention == pytest.approx(plain.attention * 4.5 / 3.5)
     assert core.products == plain.products
-    width, attention = 3 * 4096 * 14336, 2 * 4096 * 128 * (32 + 8)
+    width = 3 * 4096 * 14336
+    attention = 2 * 4096 * 128 * (32 + 8)
     assert mlp.products == pytest.approx(plain.products * (3 + width / (width + attention)) / 3)
     assert norms.total == pytest.approx(plain.total + norms.memory - plain.memory, rel=1e-3)
     assert all(plain.total < part.total < whole.total for part in (core, norms, mlp))
@@ -159,7 +163,8 @@ def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: str) -> No
     )
     for part, value in of_alternating.items():
         assert value == pytest.approx((of_dense[part] + of_shared[part]) / 2)
-    tokens, again = 131072 / 4 * 16, 4 if modules else 3
+    tokens = 131072 / 4 * 16
+    again = 4 if modules else 3
     mlp = 2 * 3 * 4096 * 14336 * tokens / 4 * 32
     assert of_shared["flops"] - of_routed["flops"] == pytest.approx(again * mlp)
     assert of_shared["tensor_bytes"] >= of_routed["tensor_bytes"]

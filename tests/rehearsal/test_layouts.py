@@ -117,7 +117,8 @@ def agree(flags: str, processes: int, microbatches: int) -> None:
     assert step["fault"] is None, step["fault"]["traceback"]
     parts = step["memory"]
     memory = stage_memory(config, processes, 32000, fullest_stage(config, processes, 32000))
-    rehearsed, static = sum(parts.values()), sum(parts[part] for part in STATIC)
+    rehearsed = sum(parts.values())
+    static = sum(parts[part] for part in STATIC)
     planned_static = memory.weights + memory.gradients + memory.optimizer
     assert memory.total == pytest.approx(rehearsed, rel=0.05), parts
     assert memory.total - planned_static == pytest.approx(rehearsed - static, rel=0.05), parts

@@ -62,7 +62,8 @@ def test_circles_of_references_keep_their_storage() -> None:
 
 def seen(queries: int, keys: int, left_window: int) -> int:
     """Pairs of one segment, causal from the bottom right."""
-    query, key = np.arange(queries)[:, None] + keys - queries, np.arange(keys)[None]
+    query = np.arange(queries)[:, None] + keys - queries
+    key = np.arange(keys)[None]
     return int(((key <= query) & (key >= query - left_window)).sum())
 
 

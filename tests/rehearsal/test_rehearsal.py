@@ -137,7 +137,9 @@ def test_a_rehearsal_of_experts_counts_what_a_real_step_does(tmp_path: Path, fla
 
 def steps(folder: Path, device: str, words: list[str], processes: int) -> list[dict[str, Any]]:
     """The step of each rank: rehearsed one by one, computed all at once."""
-    port, running, rank_steps = str(free_port()), [], []
+    port = str(free_port())
+    running = []
+    rank_steps = []
     for rank in range(processes):
         argv = [*words, "--device", device]
         request = json.dumps(asdict(Request(argv, processes, rank, [64], "drawn", fake=device == "cuda")))
@@ -183,8 +185,10 @@ def test_a_planted_fault_is_told_with_its_line() -> None:
 
 def within(case: Case) -> None:
     """Memory and FLOPs of the fullest rank, under the widest window and with one document in each row."""
-    config, sizes = case.config, (case.world_size, case.vocab_size)
-    window, stage = config.window_schedule().end, fullest_stage(config, *sizes)
+    config = case.config
+    sizes = (case.world_size, case.vocab_size)
+    window = config.window_schedule().end
+    stage = fullest_stage(config, *sizes)
     (step,) = in_child(Request([*case.argv], case.world_size, fullest_rank(config, *sizes), [window], "whole"))["steps"]
     assert step["fault"] is None, step["fault"]["traceback"]
     rehearsed = sum(step["memory"].values())
@@ -268,13 +272,16 @@ def test_micro_batches_that_are_not_run_count_like_those_that_are(flags: str) ->
 
     In one process the optimizer's step has no FLOPs and nothing is sent: nine are three times three.
     """
-    step_by_count, processes = {}, 4 if flags else 1
+    step_by_count = {}
+    processes = 4 if flags else 1
     full = (5, 6) if flags else (3,)
     for count in (*full, 9):
         argv = [*TINY.split(), *flags.split(), "--global-batch-size", str(count)]
         (step_by_count[count],) = in_child(Request(argv, processes, 0, [256], "whole"))["steps"]
         assert step_by_count[count]["fault"] is None
-    fewer, more, of_nine = step_by_count[full[0]], step_by_count[full[-1]], step_by_count[9]
+    fewer = step_by_count[full[0]]
+    more = step_by_count[full[-1]]
+    of_nine = step_by_count[9]
     assert [step_by_count[count]["measured"] for count in (*full, 9)] == [*full, 4 if flags else 2]
     assert of_nine["microbatches"] == 9
 

@@ -60,7 +60,8 @@ def test_the_record_of_a_step(tmp_path: Path) -> None:
     assert abs(line["time"] - time.time()) < 60
     expected = {"step": 0, "consumed_tokens": 128, "lm_loss": 2.0, "train_loss": 3.0, "tokens_per_s": 64.0}
     assert {name: line[name] for name in expected} == expected
-    model, context = run_records.config.model, line["effective_context"]
+    model = run_records.config.model
+    context = line["effective_context"]
     attention = 12 * model.num_layers * model.num_attention_heads * model.head_size * context
     assert line["flops"] == pytest.approx(128 * (6 * 1000 + attention))
     assert line["mfu"] == pytest.approx(128 * (6 * 1000 + attention / 2) / 2.0 / 1e6)  # in two seconds, of 1e6 FLOP/s
@@ -176,7 +177,8 @@ def test_the_bound_is_the_mean_plus_deviations_of_the_last_window() -> None:
     assert spike_bound([], 0, 7.0) is None
     assert spike_bound(LOSSES[1:], 3, 2.0) == pytest.approx(np.mean(LOSSES[1:]) + 2 * np.std(LOSSES[1:]))
     assert 2.0 * (1 + 1e-7) < spike_bound([2.0] * 4, 4, 7.0) < 2.001  # room for rounding
-    losses, spikes = deque([1.0, 1.1] * 4, 8), 0
+    losses = deque([1.0, 1.1] * 4, 8)
+    spikes = 0
     for _ in range(20):
         spikes += spike_bound(losses, 8, 4.0) < 5.0
         losses.append(5.0)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])  # where Debian has the daemons
 NODES = ("n1", "n2")
-STARTUP_S, JOB_S = 60, 300  # a start of training takes 10 s on an idle machine
+STARTUP_S = 60  # a start of training takes 10 s on an idle machine
+JOB_S = 300
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 CONFIGURATION = """
@@ -114,7 +115,8 @@ class Cluster:
         Raises:
             AssertionError: it failed, with its stderr and the daemons' logs.
         """
-        words, variables = [str(word) for word in command], self.environment | (environment or {})
+        words = [str(word) for word in command]
+        variables = self.environment | (environment or {})
         done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}\n{self.logs()}"
         return done.stdout.strip()

@@ -14,7 +14,8 @@ from megatron_ext.token_weighting.exposure import exposure_rows
 from tests.run.test_batches import ranks
 from tests.token_weighting.reference import exposure_weights
 
-LENGTH, ROWS = 300, 8
+LENGTH = 300
+ROWS = 8
 EXPOSURE = WeightingConfig(token_weighting="unfrozen", weight_score="exposure", weight_post="none", exposure_tau=20)
 
 
@@ -29,7 +30,8 @@ def row_at(sample: int) -> TokenRow:
 
 
 def config(weighting: WeightingConfig, *, document_mask: bool = True, **data: Any) -> Config:
-    sizes, window = {"seq_length": LENGTH, "global_batch_size": ROWS}, WindowConfig(document_mask=document_mask)
+    sizes = {"seq_length": LENGTH, "global_batch_size": ROWS}
+    window = WindowConfig(document_mask=document_mask)
     return Config(data=DataConfig(**sizes, **data), window=window, weighting=weighting)
 
 
@@ -76,10 +78,12 @@ def test_a_global_batch_without_a_tail_is_uniform() -> None:
 )
 def test_every_rank_and_window_weighs_by_the_whole_global_batch(data: dict[str, Any], window: int) -> None:
     """A rank has its own rows, and a target's context is the full row's, whatever the window of the step."""
-    first, seen = 3 * ROWS, {}
+    first = 3 * ROWS
+    seen = {}
     samples = range(first, first + ROWS)
     rows = {row_at(sample).tokens[:-1].tobytes(): number for number, sample in enumerate(samples)}
-    expected, trained = by_hand(samples, EXPOSURE), np.stack([row_at(sample).trained for sample in samples])
+    expected = by_hand(samples, EXPOSURE)
+    trained = np.stack([row_at(sample).trained for sample in samples])
     for rank in range(2):
         maker = BatchMaker(config(EXPOSURE, **data), ranks(rank, 2), None)
         for batch in maker.train(row_at, 3, first, window).train:

@@ -14,7 +14,9 @@ from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.conftest import refused
 from tests.data.packing.sources import ListedSource
 
-LENGTH, SHORT, SEED = 16, 5, 3
+LENGTH = 16
+SHORT = 5
+SEED = 3
 LENGTHS = [40, 5, 9, 17, 0, 23, 6, 1, 30, 12]
 
 
@@ -52,7 +54,8 @@ def test_gains_are_those_of_every_token(tmp_path: Path, policy: str, options: di
         owners = [(document, number) for number, (document, _, tokens) in enumerate(pieces) for _ in range(tokens)]
         for place in range(LENGTH - 1):
             if place + 1 < len(owners) and owners[place] == owners[place + 1]:
-                p, difference = math.exp(-long[sample, place]), short[sample, place] - long[sample, place]
+                p = math.exp(-long[sample, place])
+                difference = short[sample, place] - long[sample, place]
                 token_gains.setdefault(owners[place][0], []).append(p * float(difference))
     for document, length in enumerate(LENGTHS):
         if document not in token_gains:

@@ -139,7 +139,8 @@ def kill_a_writer(path: Path, identity: StoreIdentity, chance: random.Random) ->
 
 
 def test_a_killed_writer_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    chance, identity = random.Random(3), replace(IDENTITY, rows=120, row_length=65_536)
+    chance = random.Random(3)
+    identity = replace(IDENTITY, rows=120, row_length=65_536)
     for _ in range(3):
         assert kill_a_writer(tmp_path / "store", identity, chance) in (0, 1)
     missing_rows = ScoreStore.create_or_resume(tmp_path / "store", identity).missing(range(identity.rows))

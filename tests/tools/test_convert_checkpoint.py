@@ -43,7 +43,8 @@ LAYOUTS = {
 def test_layouts_export_what_they_hold(alone: Commands, small_data: SmallData, tmp_path: Path, layout: str) -> None:
     processes, flags = LAYOUTS[layout]
     run = launch([*small_data.flags, *SHORT, *flags], processes, tmp_path / "run")
-    export, final = convert(alone, "megatron-to-hf", run.folder, tmp_path / "model"), run.weights("final")
+    export = convert(alone, "megatron-to-hf", run.folder, tmp_path / "model")
+    final = run.weights("final")
     model = load_file(export / "model.safetensors")
     assert model.keys() == final.keys()
     assert all(np.array_equal(model[key], final[key]) for key in final)
@@ -77,7 +78,8 @@ def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: st
 
 
 def test_two_models_are_told_apart(alone: Commands, tmp_path: Path) -> None:
-    model, name = write_model(tmp_path / "model", "llama"), "model.layers.3.input_layernorm.weight"
+    model = write_model(tmp_path / "model", "llama")
+    name = "model.layers.3.input_layernorm.weight"
     run = convert(alone, "hf-to-megatron", model, tmp_path / "run")
     tensors = load_tensors(model / "model.safetensors")
     tensors[name] = tensors[name].flip(0).contiguous()

@@ -91,7 +91,8 @@ def shuffle(proto: Any) -> None:
 
 def mislead(proto: Any) -> None:
     """The trainer's settings name another unknown piece than the types of the pieces."""
-    proto.trainer_spec.unk_id, proto.trainer_spec.unk_piece = 0, "<s>"
+    proto.trainer_spec.unk_id = 0
+    proto.trainer_spec.unk_piece = "<s>"
 
 
 def level(proto: Any) -> None:

@@ -45,7 +45,8 @@ LIBRARY |= dict.fromkeys([*LEFT_OUT, "_sysconfigdata__linux.py", "LICENSE.txt"],
 
 
 def test_one_package_is_one_document(tmp_path: Path) -> None:
-    library, output = tmp_path / "lib", tmp_path / "out" / "corpus.jsonl"
+    library = tmp_path / "lib"
+    output = tmp_path / "out" / "corpus.jsonl"
     for name, content in LIBRARY.items():
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -38,7 +38,9 @@ def loop(folder: Path, documents: Sequence[Sequence[int]], length: int, stride: 
     losses: list[float] = []
     bins: dict[str, list[float]] = defaultdict(list)
     for tokens in documents:
-        labels, begin, done = len(tokens) - 1, 0, 0
+        labels = len(tokens) - 1
+        begin = 0
+        done = 0
         while done < labels:
             end = min(begin + length, labels)
             model(torch.tensor([tokens[:1]]))  # dynamic angles keep the longest text's base until a short one comes
@@ -47,7 +49,8 @@ def loop(folder: Path, documents: Sequence[Sequence[int]], length: int, stride: 
             for place in range(done - begin, end - begin):
                 losses.append(scored[place])
                 bins[str(2 ** int(math.log2(place + 1)))].append(scored[place])
-            begin, done = begin + stride, end
+            begin = begin + stride
+            done = end
     mean = float(np.mean(losses))
     means = {keys: float(np.mean(values)) for keys, values in bins.items()}
     return {"loss": mean, "perplexity": math.exp(mean), "tokens": len(losses)} | means
@@ -120,7 +123,9 @@ def test_without_the_document_mask_documents_are_one_text(alone: Commands, tmp_p
 
 def test_a_share_of_a_source_is_spread_over_it(alone: Commands, tmp_path: Path) -> None:
     """Each third of the documents that are long enough has one of three; their lengths tell which."""
-    model, file, data = write_model(tmp_path / "model", "llama"), tmp_path / "texts.jsonl", tmp_path / "data"
+    model = write_model(tmp_path / "model", "llama")
+    file = tmp_path / "texts.jsonl"
+    data = tmp_path / "data"
     long = ["a" * (20 + 2**number) for number in range(9)]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("short", *long[:4], "short", *long[4:])))
     tokenizer = ["--tokenizer-model", "bytes"]

@@ -97,7 +97,9 @@ def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model:
     """A run under tensor, pipeline and context parallelism, and lm-eval on its export."""
     from lm_eval.tasks import TaskManager
 
-    tasks, run, export = write_tasks(tmp_path / "tasks"), tmp_path / "run", tmp_path / "export"
+    tasks = write_tasks(tmp_path / "tasks")
+    run = tmp_path / "run"
+    export = tmp_path / "export"
     model = with_tokenizer(write_model(tmp_path / "model", "llama", vocab_size=512, std=0.1), stories_model)
     alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", model, "--output", run)
     alone.run("tools/convert_checkpoint.py", "megatron-to-hf", "--input", run, "--output", export)
@@ -254,7 +256,8 @@ def test_mdqa_of_the_users_files(stories_model: Path, tmp_path: Path) -> None:
     files = {gold: tmp_path / name.format(gold) for gold in (0, 4, 9, 14, 19)}
     for gold, file in files.items():
         write_mdqa(file, 20, gold)
-    commands, out = Commands(environment={"MDQA_DATA": str(tmp_path)}), tmp_path / "out"
+    commands = Commands(environment={"MDQA_DATA": str(tmp_path)})
+    out = tmp_path / "out"
     flags = [stories_model, "--include-path", MDQA, "--max-length", 512, "--output", out, "--overwrite", "--tasks"]
     commands.run(TOOL, "lm-eval", *flags, "mdqa_20")
     scores = {result["metric"]: result["value"] for result in json.loads((out / "lm-eval.json").read_text())["results"]}

@@ -67,9 +67,11 @@ def test_an_answer_continues_the_text_of_its_prompt(alone: Commands, tmp_path: P
     whole.pre_tokenizer, whole.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     whole.save(str(tmp_path / "tokenizer.json"))
     model = write_model(tmp_path / "model", "llama", vocab_size=len(words))
-    flags, prompts = ["--tokenizer", tmp_path, "--max-new-tokens", 5, "--prompt"], ["the window", "rows"]
+    flags = ["--tokenizer", tmp_path, "--max-new-tokens", 5, "--prompt"]
+    prompts = ["the window", "rows"]
     alone.run(TOOL, model, "--output", tmp_path / "out.jsonl", *flags, *prompts)
-    records, tokenizer = read_jsonl(tmp_path / "out.jsonl"), Tokenizer(tmp_path)
+    records = read_jsonl(tmp_path / "out.jsonl")
+    tokenizer = Tokenizer(tmp_path)
     texts = [tokenizer.decode(tokenizer.encode(record["prompt"]) + record["tokens"]) for record in records]
     assert [record["prompt"] + record["answer"] for record in records] == texts
     assert all(" " in record["answer"] for record in records)
@@ -84,7 +86,9 @@ def test_an_answer_continues_the_text_of_its_prompt(alone: Commands, tmp_path: P
 def test_ids_without_a_row_are_refused_only_in_a_text(alone: Commands, tmp_path: Path, tool: str) -> None:
     """Of a tokenizer with more ids than the model has rows; it is said once how many."""
     model = write_model(tmp_path / "model", "llama", vocab_size=257)
-    tokenizer, run, file = put_wide_tokenizer(tmp_path / "wide"), tmp_path / "run", tmp_path / "text.txt"
+    tokenizer = put_wide_tokenizer(tmp_path / "wide")
+    run = tmp_path / "run"
+    file = tmp_path / "text.txt"
     alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", model, "--output", run)
     data = ["--output-prefix", tmp_path / "data", "--tokenizer-model", tokenizer, "--overwrite"]
     for text, wrong in (("the window grows " * 9, False), ("the <tool> window " * 9, True)):

@@ -40,7 +40,8 @@ def test_a_run_reads_the_plan_that_its_flags_made(alone: Commands, small_data: S
     assert "has no best_fit plan" in refused_command(alone, TRAINER, *CONFIG, *flags, "--seed", 77)
     # it is made once, and again where it is damaged
     (pieces,) = (tmp_path / "corpus.packing").glob("*/pieces.npy")
-    whole, inode = pieces.read_bytes(), pieces.stat().st_ino
+    whole = pieces.read_bytes()
+    inode = pieces.stat().st_ino
     (again,) = alone.run(TOOL, *flags)
     assert again.stdout.splitlines()[1:] == first.stdout.splitlines()[1:]
     assert pieces.stat().st_ino == inode

@@ -19,13 +19,16 @@ from tests.launcher import Commands
 from tests.runs import CONFIG, read_jsonl
 
 SCORE, TRAIN = "tools/score_tokens.py", "pretrain_skyladder.py"
-LENGTH, STEPS, BATCH = 128, 2, 4
+LENGTH = 128
+STEPS = 2
+BATCH = 4
 ROWS = STEPS * BATCH
 COMMON = [*CONFIG, "--window-schedule", "constant", "--lr-warmup-iters", "0", "--distributed-timeout-minutes", "2"]
 RUN = [*COMMON, "--seq-length", LENGTH, "--train-iters", STEPS, "--global-batch-size", BATCH]
 SHORT = ["--context", 24, "--stride", 10]
 TOLERANCE = 1e-5
-Models, Score = Callable[[str], Path], Callable[..., np.ndarray]
+Models = Callable[[str], Path]
+Score = Callable[..., np.ndarray]
 Row = tuple[np.ndarray, np.ndarray]  # as training saw it: L + 1 tokens and the exclusive ends of its documents
 
 
@@ -152,7 +155,8 @@ def test_rows_from_a_first_sample_on(
     alone: Commands, small_data: SmallData, score: Score, models: Models, tmp_path: Path
 ) -> None:
     """Scoring leaves earlier ones alone, training asks for later ones alone; parts fill a store."""
-    model, store = models("llama"), tmp_path / "store"
+    model = models("llama")
+    store = tmp_path / "store"
     whole = score("whole", model, *SHORT, "--rows", 5 + ROWS)
     later = score("store", model, *SHORT, "--first-sample", 5)
     assert later.shape == (5 + ROWS, LENGTH)

@@ -35,7 +35,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [t, N, W] and the log-sum-exp [N, t]; queries of no segment have 0."""
     wide = torch.float64 if query_tNH.dtype == torch.float32 else torch.float32
-    (t, heads, _), groups = query_tNH.shape, key_uGH.shape[1]
+    t, heads, _ = query_tNH.shape
+    groups = key_uGH.shape[1]
     out = query_tNH.new_zeros(t, heads, value_uGW.shape[-1], dtype=wide)
     totals = query_tNH.new_zeros(heads, t, dtype=wide)
     counts = (segments.starts_q, segments.starts_k, segments.lengths_q, segments.lengths_k)

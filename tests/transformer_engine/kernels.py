@@ -339,7 +339,8 @@ def _rotated(x: Tensor, freqs: Tensor, sign: int) -> Tensor:
     assert x.shape[0] <= freqs.shape[0]
     half = freqs.shape[-1] // 2
     angles = freqs[: x.shape[0], ..., :half]
-    cos, sin = angles.cos(), sign * angles.sin()
+    cos = angles.cos()
+    sin = sign * angles.sin()
     first, second, plain = x.float().tensor_split((half, 2 * half), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1).to(x.dtype)
 
@@ -379,7 +380,8 @@ def multi_tensor_adam(
     assert mode == 1
     assert bias_correction
     for gradient, weight, first, second, *masters in zip(*tensor_lists, strict=True):
-        g, w = gradient.float(), (*masters, weight)[0].float()
+        g = gradient.float()
+        w = (*masters, weight)[0].float()
         first.copy_(beta1 * first.float() + (1 - beta1) * g)
         second.copy_(beta2 * second.float() + (1 - beta2) * g * g)
         size = (second.float() / (1 - beta2**step)).sqrt() + epsilon

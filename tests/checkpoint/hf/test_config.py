@@ -35,7 +35,8 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
         content["norm_topk_prob"] = True  # by default false, which ours cannot be
     if family == "dots1":  # has no default
         content |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
-    model, config = model_config(content), AutoConfig.for_model(**content)
+    model = model_config(content)
+    config = AutoConfig.for_model(**content)
     assert model_config(content | {"rope_parameters": None}) == model
     if family != "gemma3_text":  # transformers reads these for Gemma alone
         assert model_config(content | {"sliding_window_pattern": 3, "rope_local_base_freq": 7.0}) == model

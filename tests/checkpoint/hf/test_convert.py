@@ -152,7 +152,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_output_or_a_tokenizer_that_cannot_be_written(tmp_path: Path) -> None:
-    model, run, link = write_model(tmp_path / "model", "llama"), tmp_path / "run", tmp_path / "link"
+    model = write_model(tmp_path / "model", "llama")
+    run = tmp_path / "run"
+    link = tmp_path / "link"
     link.symlink_to(model)
     for output in (model, link):
         assert f"{output} exists" in refused(hf_to_megatron, model, output)
@@ -163,7 +165,8 @@ def test_an_output_or_a_tokenizer_that_cannot_be_written(tmp_path: Path) -> None
 
 def test_a_config_that_names_code_is_not_carried(tmp_path: Path) -> None:
     """As Moonlight's, whose .py files are not copied."""
-    model, export = write_model(tmp_path / "model", "deepseek_v3-dense"), tmp_path / "export"
+    model = write_model(tmp_path / "model", "deepseek_v3-dense")
+    export = tmp_path / "export"
     (model / "tokenizer.json").write_text("{}")
     entries = json.loads((model / "config.json").read_text()) | {"auto_map": {"AutoConfig": "configuration.C"}}
     (model / "config.json").write_text(json.dumps(entries))
@@ -180,14 +183,17 @@ def test_a_coefficient_of_balancing_is_named(tmp_path: Path, caplog: pytest.LogC
 
 def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As well as with the base model's own ends of text."""
-    model, run, chats = write_model(tmp_path / "model", "llama", eos_token_id=2), tmp_path / "run", tmp_path / "chats"
+    model = write_model(tmp_path / "model", "llama", eos_token_id=2)
+    run = tmp_path / "run"
+    chats = tmp_path / "chats"
     put_tokenizer(model, PLAIN)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 3], "max_new_tokens": 50}')
     file = put_chats(tmp_path / "chats.jsonl", conversations(3))
     preprocess(PreprocessOptions([str(file)], str(chats), str(model), messages_field="messages"))
     (tmp_path / "texts.json").write_text('{"turn_end": null}')
     hf_to_megatron(model, run)
-    folder, end = Pretrained.find(run).folder, Tokenizer(model).encode_spelled(END)[0][0]
+    folder = Pretrained.find(run).folder
+    end = Tokenizer(model).encode_spelled(END)[0][0]
     config = Manifest.read(folder).config
     for data, ends, warned in (
         ("chats", ([2, end], [2, 3, end]), False),
@@ -208,7 +214,8 @@ def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: py
 def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: Path, name: str) -> None:
     model = Path(shutil.copytree(stories_model, tmp_path / "model"))
     (model / "chat_templates").mkdir()
-    private, link = tmp_path / "private", model / name
+    private = tmp_path / "private"
+    link = model / name
     shutil.move(link, private) if link.is_file() else private.write_text("{}")
     link.symlink_to(private)
     message = refused(hf_to_megatron, model, tmp_path / "run")
@@ -227,7 +234,8 @@ def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: P
 def test_a_snapshot_of_the_cache_is_converted(stories_model: Path, tmp_path: Path) -> None:
     """Every file a link into `blobs`; a folder of that name elsewhere, or a link for it, is not the cache's."""
     repository = tmp_path / "models--a--b"
-    snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    snapshot = repository / "snapshots" / "0123"
+    blobs = repository / "blobs"
     snapshot.mkdir(parents=True)
     shutil.copytree(stories_model, blobs)
     (blobs / "generation_config.json").write_text("{}")
@@ -300,7 +308,9 @@ def test_memory_is_a_tensor_or_a_file_not_a_model(big: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, tmp_path: Path, way: str) -> None:
-    small, source, output = tmp_path / "small", big, tmp_path / "output"
+    small = tmp_path / "small"
+    source = big
+    output = tmp_path / "output"
     write_model(small, "llama")
     if way == "out":
         hf_to_megatron(big, source := tmp_path / "run")

@@ -81,7 +81,8 @@ KINDS = [
 @settings(max_examples=8, deadline=None)
 def test_names_and_shapes_are_transformers(untied: bool, kind: ModelConfig, sizes, own_head: bool, ffn: int) -> None:
     layers, groups, share, quarter_head = sizes
-    heads, head = groups * (1 if kind.multi_latent_attention else share), 4 * quarter_head
+    heads = groups * (1 if kind.multi_latent_attention else share)
+    head = 4 * quarter_head
     own_head = own_head and not kind.multi_latent_attention
     width = heads * (head + 3 if own_head else head)  # transformers wants a multiple of the heads
     kind = replace(kind, num_layers=layers, ffn_hidden_size=ffn, untie_embeddings_and_output_weights=untied)
@@ -100,7 +101,8 @@ ONE_OF_EACH += ("Qwen3-30B-A3B", "Mixtral-8x7B", "Moonlight-16B-A3B")
 
 @pytest.mark.parametrize(("name", "parameters"), re.findall(r"(\S+) (\d+)", PUBLISHED))
 def test_presets_have_their_size_and_are_transformers_models(name: str, parameters: str) -> None:
-    model, vocab_size = ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"]
+    model = ModelConfig(**PRESETS[name])
+    vocab_size = PRESETS[name]["vocab_size"]
     assert count_parameters(model, vocab_size) == int(parameters)
     if name in ONE_OF_EACH:
         assert_same_parameters(model, vocab_size)
@@ -108,7 +110,8 @@ def test_presets_have_their_size_and_are_transformers_models(name: str, paramete
 
 def test_a_token_meets_the_experts_that_it_goes_to() -> None:
     model = ModelConfig(**PRESETS["Qwen3-30B-A3B"])
-    attention, norms = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128, 2 * 128 + 2 * 2048
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128
+    norms = 2 * 128 + 2 * 2048
     layer = attention + norms + 128 * 2048 + 8 * 3 * 2048 * 768
     assert count_active_parameters(model, 151936) == 48 * layer + 2 * 151936 * 2048 + 2048
     mixtral = ModelConfig(**PRESETS["Mixtral-8x7B"])

@@ -35,7 +35,9 @@ def pieces_of(lengths: list[int], shortest: int, longest: int) -> dict[int, list
 @given(lengths=some_lengths, row_length=st.sampled_from([4, 8, 16]), seed=seeds, options=options_)
 @settings(max_examples=200)
 def test_rows_hold_pieces_of_one_size(lengths: list[int], row_length: int, seed: int, options: dict[str, int]) -> None:
-    source, documents, batch = ListedSource(lengths), range(len(lengths)), options["batch_rows"]
+    source = ListedSource(lengths)
+    documents = range(len(lengths))
+    batch = options["batch_rows"]
     wanted = pieces_of(lengths, options["shortest"], row_length)
     batches = {size: len(pieces) * size // (row_length * batch) for size, pieces in wanted.items()}
     if not sum(batches.values()):

@@ -98,11 +98,13 @@ def test_joined_sources_are_documents(lengths: list[int], row_length: int, data:
     sources = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
     texts = [[t for t in tokens_of(lengths) if sources[t // STRIDE] == number] for number in range(4)]
     assume(max(map(len, texts)) >= row_length)
-    source, whole = ListedSource(lengths, sources), WrittenSource(texts)
+    source = ListedSource(lengths, sources)
+    whole = WrittenSource(texts)
     plan = build_plan("whole_document", source, range(len(lengths)), row_length, 0, {"join_sources": 1})
     wanted = build_plan("whole_document", whole, range(4), row_length, 0)
     mask_eod = data.draw(st.booleans())
-    rows, wanted_rows = PackedRows(source, plan, 0, mask_eod=mask_eod), PackedRows(whole, wanted, 0)
+    rows = PackedRows(source, plan, 0, mask_eod=mask_eod)
+    wanted_rows = PackedRows(whole, wanted, 0)
     assert plan.rows == wanted.rows
     for number in range(plan.rows):
         row, wanted_row = rows.plan_row(number), wanted_rows.plan_row(number)

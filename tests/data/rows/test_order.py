@@ -20,7 +20,8 @@ from tests.data.packing.sources import assert_same
 from tests.theirs import write_theirs
 
 LENGTHS = [5, 0, 1, 30, 9, 2, 17, 0, 4, 11]
-ROW, SEED = 8, 3
+ROW = 8
+SEED = 3
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +86,12 @@ def test_the_next_epoch_is_drawn_before_it_is_needed(prefix: Path, tmp_path: Pat
 
 
 def test_a_plans_fingerprint_and_row_order_are_kept(prefix: Path, tmp_path: Path) -> None:
-    source, documents = IndexedSource(prefix), range(len(LENGTHS))
+    source = IndexedSource(prefix)
+    documents = range(len(LENGTHS))
     expected = fingerprint(source, documents)
     plan = build_plan("best_fit", source, documents, ROW, SEED)
-    plain, kept = PackedRows(source, plan, SEED), PackedRows(source, plan, SEED, cache=tmp_path / "cache")
+    plain = PackedRows(source, plan, SEED)
+    kept = PackedRows(source, plan, SEED, cache=tmp_path / "cache")
     for _ in range(2):
         assert fingerprint(IndexedSource(prefix), documents, tmp_path / "cache") == expected
     assert [kept.row_index(sample) for sample in range(50)] == [plain.row_index(sample) for sample in range(50)]

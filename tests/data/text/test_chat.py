@@ -351,7 +351,8 @@ def test_the_loss_counts_the_assistants_tokens_alone(alone: Commands, tmp_path: 
     alone.run("tools/pack_data.py", *options)
     where = ["--save", tmp_path / "run", "--dump-trajectory", tmp_path / "dump"]
     alone.run("pretrain_skyladder.py", *options, *where)
-    metrics, tokenizer = read_jsonl(tmp_path / "run" / "metrics.jsonl"), Tokenizer(folder)
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    tokenizer = Tokenizer(folder)
     assert len(metrics) == 3
     for step, record in enumerate(metrics):
         dumped = np.load(tmp_path / "dump" / f"step_{step:06}.npz")

@@ -86,7 +86,8 @@ def test_tokens_beside_the_file_are_transformers(folder: Path, tmp_path: Path, c
     for name, content in {"tokenizer_config": config, **others}.items():
         if content is not None:
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    tokenizer, reference = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    tokenizer = Tokenizer(tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     text = "".join(
         f"x {token} y" for token in ("<|s|>", "<|e|>", "<tool>", "<a>", "<b>", "<pad>", "<image>", END_OF_TEXT)
     )
@@ -127,7 +128,8 @@ def made(name: str) -> tokenizers.Tokenizer:
         "suffix": lambda: BPE(PIECES | {f"{text}</w>": 400 + i for i, text in enumerate("sab.")}, []),
     }[name]()
     tokenizer = tokenizers.Tokenizer(model)
-    replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    replace = decoders.Replace("▁", " ")
+    strip = decoders.Strip(" ", 1, 0)
     if name in ("unigram", "fallback"):
         tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
@@ -152,7 +154,8 @@ def put(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", ["unigram", "fallback", "whole", "level", "piece"])
 def test_no_text_gives_a_special_token(tmp_path: Path, name: str) -> None:
     """The ids are those of a model that never had the piece; all others stay, and so do the special tokens' ids."""
-    tokenizer, original = Tokenizer(put(name, tmp_path)), made(name)
+    tokenizer = Tokenizer(put(name, tmp_path))
+    original = made(name)
     for text in ("</s>", "ab </s>a </s> <s> <unk>", "a</s>b", "</s></s>"):
         ids = tokenizer.encode(text)
         assert PIECES["</s>"] not in ids
