@@ -116,7 +116,7 @@ class Running:
         self.wait(30)
 
     def done(self) -> list[Done]:
-        """What each process has left so far, rank by rank."""
+        """Return what each process has left so far, rank by rank."""
         return [Done(_status(output), _text(f"{output}.stdout"), _text(f"{output}.stderr")) for output in self._outputs]
 
     @property

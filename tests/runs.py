@@ -130,7 +130,7 @@ def series(run: Path, key: str) -> list[Any]:
 
 
 def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must not differ between two runs of the same."""
+    """Return what must not differ between two runs of the same."""
     return [{key: value for key, value in record.items() if not TIMES.fullmatch(key)} for record in records]
 
 

@@ -80,7 +80,7 @@ def test_every_module_has_a_room() -> None:
 
 
 def test_imports_go_one_way() -> None:
-    """None to commands: tools/ is installed as megatron_ext.tools."""
+    """No room imports commands: tools/ is installed as megatron_ext.tools."""
     commands = ("megatron_ext.tools.", "megatron_ext.examples.", "tools.", "pretrain_skyladder.")
     for path in PACKAGE:
         room = room_of(str(path.relative_to(ROOT / "megatron_ext")))
@@ -95,7 +95,7 @@ def test_imports_go_one_way() -> None:
 
 
 def compares_block(tree: ast.AST) -> bool:
-    """Whether a value of --block is compared with text, whether alone or in a tuple."""
+    """Return whether a value of --block is compared with text, alone or in a tuple."""
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.Compare)):
         sides = [node.left, *node.comparators]
         asks = any(isinstance(side, ast.Attribute) and side.attr == "block" for side in sides)

@@ -66,7 +66,7 @@ KINDS: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "base"), [(64, 1e4), (128, 5e5), (128, 8e6), (128, 1.28e8), (80, 1.53e7)])
 def test_angles_are_right_at_a_million_tokens(kind: str, size: int, base: float) -> None:
-    """Beside 60 digits; float32 products are 0.03 off here."""
+    """The angles are compared with 60 digits; float32 products are 0.03 off here."""
     model = scaled(kind, size, base, **KINDS[kind])
     turned = angles(FAR, model_frequencies(model, 2**20))
     assert turned.dtype == torch.float32

@@ -114,7 +114,7 @@ def test_runs_are_those_of_the_single_steps(
 @pytest.mark.parametrize("kind", [kind.value for kind in ScheduleKind])
 @pytest.mark.parametrize("fraction", [1e-6, 0.64, 1])
 def test_long_runs_evaluate_few_steps(kind: str, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most twice the logarithm of a run's length, for each of its at most 1000 windows on each of 3 ramps."""
+    """The limit is twice the logarithm of a run's length, for each of at most 1000 windows on each of 3 ramps."""
     steps = 10**9
     evaluate = WindowSchedule.window_at
     evaluations = Counter[int]()

@@ -24,7 +24,7 @@ def test_the_drawn_example() -> None:
 
 
 def test_documents_inside_chunks_are_not_computed_again() -> None:
-    """Where documents are shorter than the short context only those that cross into a chunk are left."""
+    """Only documents that cross into a chunk are left where documents are shorter than the short context."""
     layout = build_layout(4096, range(0, 4096, 100), 4096)
     chunks = chunks_of(layout, ShortContext(1024, 768))
     assert len(chunks.start) <= 5

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: calls, their inputs, and what a kernel says against the reference in float64."""
+"""Calls, inputs and references for the tests of kernels: what a kernel computes, against the reference in float64."""
 
 from collections.abc import Sequence
 

@@ -28,7 +28,7 @@ def packed(
     left_window: int,
     sink: Any = None,
 ) -> Tensor:
-    """What such a kernel computes with a window of (left, 0)."""
+    """Compute what such a kernel does with a window of (left, 0)."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     call = AttentionCall.of(cu_q.numpy(), cu_k.numpy(), None if left_window == -1 else left_window)
     return reference.attend(QKV(query, key, value, sink), call, scale)

@@ -165,7 +165,7 @@ def test_flash_attention_4_lacks_windows_of_large_heads_on_blackwell(card, capab
     ],
 )
 def test_flash_attention_4_misreads_some_narrow_values_on_blackwell(card, capability, sizes, reads: bool) -> None:
-    """As Transformer Engine 2.20 refuses them: gradients of values would be wrong."""
+    """Transformer Engine 2.20 refuses them too: gradients of values would be wrong."""
     card(*capability)
     assert BACKENDS["flash_attn_4"].narrow_values(*sizes) == reads
 
@@ -184,7 +184,7 @@ def test_a_card_too_old_is_refused(card) -> None:
     [(True, 16, 8, (16, 8)), (True, 16, 10, (16, 16)), (False, 16, 8, (16, 16)), (True, 8, 16, (16, 16))],
 )
 def test_smaller_heads_are_padded(narrow_values, size, width, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For kernels that want heads of equal sizes."""
+    """Some kernels need queries, keys and values of one head size."""
     call = call_of([(3, 3), (2, 5), (1, 1)])
     query, key, value, grad = inputs_of(call)
     sizes = []

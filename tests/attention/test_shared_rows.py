@@ -44,7 +44,7 @@ def inputs(total: int, seed: int) -> list[torch.Tensor]:
 
 
 def of_rank(rank: int, seeds: list[int]) -> list[tuple[Any, ...]]:
-    """Of each seed: this rank's tokens, positions, outputs and gradients, and the bytes it sent."""
+    """Return for each seed this rank's tokens, positions, outputs and gradients, and the bytes it sent."""
     results = []
     for seed in seeds:
         length, ends, window, mask, policy, scheme = drawn(seed)
@@ -76,7 +76,7 @@ def expected(seed: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(("processes", "drawings"), [(1, 12), (2, 40), pytest.param(4, 200, marks=pytest.mark.slow)])
 def test_outputs_and_gradients(processes: int, drawings: int) -> None:
-    """Of any number of rows; under Ulysses several ranks may get the same key head."""
+    """The number of rows is arbitrary; under Ulysses several ranks may get the same key head."""
     seeds = list(range(drawings))
     ranks = call(of_rank, processes, seeds, group=processes > 1)
     for number, seed in enumerate(seeds):

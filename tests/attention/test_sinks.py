@@ -27,7 +27,7 @@ def flash(query: Tensor, key: Tensor, call: AttentionCall, scale: float) -> tupl
 
 @pytest.mark.parametrize("left_window", [None, 2])
 def test_torch_varlen(monkeypatch: pytest.MonkeyPatch, left_window: int | None) -> None:
-    """With stand-ins: its kernels return the log-sum-exp, and compute from the output and the log-sum-exp given."""
+    """Stand-ins for its kernels return the log-sum-exp, and compute from the output and the log-sum-exp given."""
     monkeypatch.setattr("megatron_ext.attention.sinks._ELEMENTS", 5 * 4 * 16)  # several blocks of queries
     call = call_of(LENGTHS, left_window)
 
@@ -73,7 +73,7 @@ OF_2_13 += "float? scale=None, SymInt[]? window_size=None"
     ],
 )
 def test_backends_without_the_gradient_are_refused(monkeypatch: pytest.MonkeyPatch, arguments, fits: bool) -> None:
-    """As is another backward of torch_varlen, which is private to torch; calls without sinks do not need it."""
+    """Another backward of torch_varlen, which is private to torch, is refused; calls without sinks do not need it."""
     schema = torch._C.parse_schema(f"f({arguments}) -> Tensor") if arguments else None
     operator = SimpleNamespace(default=SimpleNamespace(_schema=schema)) if arguments else None
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", operator)

@@ -100,7 +100,7 @@ FROZEN = "--token-weighting frozen --score-store s"
     ],
 )
 def test_what_is_left_out_is_compared_as_it_comes_out(before: str, after: str, changes: list[str]) -> None:
-    """Both ways round, and what was written is really another text."""
+    """The comparison works both ways round, and what was written is really another text."""
     base = ["--data-path", "x", "--vocab-size", "128", "--train-iters", "100"]
     first, second = (parse([*base, *flags.split()]) for flags in (before, after))
     for config in (first, second):

@@ -122,7 +122,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] 
 
 @pytest.mark.parametrize("name", slow_but(["stacked", "moe"], VARIANTS))
 def test_losses_stay_both_ways(tmp_path: Path, name: str) -> None:
-    """From TP 2 and PP 2, or EP 2 and PP 2, into our model, and back into another layout of theirs."""
+    """TP 2 and PP 2, or EP 2 and PP 2, are read into our model, and written into another layout of theirs."""
     version, changes, layout, options = VARIANTS[name]
     args = SMALL | changes
     source = tmp_path / "theirs"

@@ -69,7 +69,7 @@ def test_any_part_is_read_and_each_record_once(folder: Path, monkeypatch: pytest
 
 
 def test_files_have_their_checksums_and_the_same_tensors_give_the_same_files(tmp_path: Path) -> None:
-    """Neither a path nor a time is in them."""
+    """The files contain neither a path nor a time."""
     first_folder, second_folder = tmp_path / "one", tmp_path / "other"
     facts = written(first_folder)
     assert facts == {path.name: facts_of(path) for path in first_folder.iterdir()}

@@ -70,7 +70,7 @@ def test_every_field_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_preset_then_yaml_then_flags(tmp_path: Path) -> None:
-    """Also a flag that is equal to the default; a flag's preset replaces the file's."""
+    """A flag that is equal to the default wins too; a flag's preset replaces the file's."""
     text = "model: {model_preset: 120M, num_layers: 3, hidden_size: 96}\ntraining: {seed: 7, bf16: true}"
     file = config_file(tmp_path, f"{text}\noptimizer: {{lr: 4e-4}}")  # which is a text in YAML 1.1
     config = parse([*file, "--num-layers", "4", "--no-bf16"])

@@ -137,7 +137,7 @@ PIPELINE = {*PP4, "num_layers_per_virtual_pipeline_stage", "pipeline_model_paral
     ],
 )
 def test_stages_have_the_layers_that_megatron_builds(layers: int, given: dict[str, Any]) -> None:
-    """By Megatron-Core's own count, for each stage and virtual stage."""
+    """Megatron-Core's own count is the same for each stage and virtual stage."""
     result = translate(MODEL | PP4 | given | {"num_layers": layers})
     parallel = ParallelConfig(**{name: result.options[name] for name in result.options if name in PIPELINE})
     chunks = parallel.layers_of_chunks(layers)

@@ -104,7 +104,7 @@ class Case:
         return self.config({}).mask_options().at(self.length, ends, self.window)
 
     def plans(self, cp_size: int, step: int) -> list[list[tuple[int, CPPlan]]]:
-        """Of all micro-batches of a step, those of every data-parallel rank: layers and the plan that they follow."""
+        """Return all micro-batches of a step, for every data-parallel rank: layers and the plan that they follow."""
         options = ContextOptions(ContextGroup(0, cp_size, None), self.policy, None, HEADS, KEY_HEADS)
         all_masks = [self.masks(first) for first in range(step * self.rows, (step + 1) * self.rows, self.micro_batch)]
         return [
@@ -221,7 +221,7 @@ class Runs:
         self._alone: dict[Case | Probe, list[Any]] = {}
 
     def of(self, layout: Layout, job: Case | Probe) -> list[Any]:
-        """What each process saw of a job: an `Outcome` or a `ProbeOutcome`."""
+        """Return what each process saw of a job: an `Outcome` or a `ProbeOutcome`."""
         seen = self._seen.setdefault(layout, {})
         if job not in seen:
             together = next(jobs for jobs in self._jobs_of(layout) if job in jobs)
@@ -230,7 +230,7 @@ class Runs:
         return seen[job]
 
     def alone(self, case: Case) -> Outcome:
-        """What one process saw of a case of a layout that has run."""
+        """Return what one process saw of a case of a layout that has run."""
         if case.alone not in self._alone:
             cases = [job.alone for seen in self._seen.values() for job in seen if isinstance(job, Case)]
             self._alone |= _run({}, 1, [case for case in cases if case not in self._alone])

@@ -21,7 +21,7 @@ SCALE = 0.5
 
 
 def events_of(rank: int) -> list[str]:
-    """What one of two ranks does in turn, forward and backward, with the key heads in two parts."""
+    """List what one of two ranks does in turn, forward and backward, with the key heads in two parts."""
     seen: list[str] = []
     move, land = AsyncAllToAll.move, AsyncAllToAll.finish
 

@@ -28,7 +28,7 @@ def rows_and_balance(layout: PackedLayout, first: tuple[int, ...]) -> tuple[int,
 
 @pytest.mark.parametrize("ends", [(), (2,), (5,), (9,), (1, 2, 3), (3, 6), (4, 5)])
 def test_no_assignment_of_ten_tokens_to_two_ranks_moves_fewer_rows(ends: tuple[int, ...]) -> None:
-    """Of its balance, which is rounded."""
+    """The bound holds among assignments of the same balance, which is rounded."""
     layout = build_layout(10, ends, 10)
     tried = {rows_and_balance(layout, first) for first in combinations(range(10), 5)}
     assert all(fewest_rows(layout, 2, balance) <= rows for rows, balance in tried)
@@ -46,7 +46,7 @@ def test_it_is_reached_by_one_segment_whose_ranks_need_not_have_as_many_tokens_o
 def test_no_division_of_pairs_costs_less_than_the_bound_with_queries(
     ends: tuple[int, ...], key: int, query: int
 ) -> None:
-    """Of 4 tokens on 2 ranks: every owner of the tokens, and every rank for each pair of a query and a key.
+    """Two ranks have 4 tokens, with every owner of the tokens, and every rank for each pair of a query and a key.
 
     The cost of two heads that share keys: a rank needs the keys of both heads' pairs, and sends queries of each.
     """
@@ -54,7 +54,7 @@ def test_no_division_of_pairs_costs_less_than_the_bound_with_queries(
 
     @functools.cache
     def bound(busiest: float, together: bool) -> int:
-        """Of a number of pairs of the busiest rank."""
+        """Return the bound for a number of pairs of the busiest rank."""
         return least_cost(layout, 2, 2 * busiest / len(pairs), key, query, together=together)
 
     segment = [int((layout.cu_seqlens <= token).sum()) for token in range(4)]

@@ -60,7 +60,7 @@ def short_segments(layout: Layout) -> Iterator[Case]:
 
 
 def chosen_schemes() -> Iterator[Case]:
-    """Where little is exchanged, and where trading heads is cheaper."""
+    """Yield cases where little is exchanged, and where trading heads is cheaper."""
     for window in (7, 64, LENGTH):
         for scheme in ("auto", *SCHEMES):
             yield Case(window, False, "zigzag", scheme)
@@ -87,7 +87,7 @@ def other_masks() -> Iterator[Case]:
 
 
 def groups(layout: Layout) -> dict[str, list[Case]]:
-    """What a layout is compared with one process in."""
+    """Return the groups in which a layout is compared with one process."""
     cases = {"windows": list(windows()), "corners": list(corners()), "loss masks": list(loss_masks(layout))}
     if layout in (CP2, CP4):
         cases |= {"short segments": list(short_segments(layout)), "schemes": list(chosen_schemes())}

@@ -34,7 +34,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def visible(layout: PackedLayout, left_window: int | None) -> list[range]:
-    """For each token the keys that it sees."""
+    """Return for each token the keys that it sees."""
     keys = []
     for token in range(layout.tokens):
         first = max(int(border) for border in layout.cu_seqlens if border <= token)
@@ -43,7 +43,7 @@ def visible(layout: PackedLayout, left_window: int | None) -> list[range]:
 
 
 def key_ranges(cp_plan: CPPlan, rank: int) -> list[range]:
-    """For each piece of the rank, all that its queries see."""
+    """Return for each piece of the rank all keys that its queries see."""
     seen = visible(cp_plan.layout, cp_plan.left_window)
     pieces = np.flatnonzero(cp_plan.pieces.rank == rank)
     return [range(seen[cp_plan.pieces.start[p]].start, cp_plan.pieces.end[p]) for p in pieces]

@@ -136,7 +136,7 @@ class Worker:
         return ProbeOutcome(share.rows[self.ranks.context], np.stack([losses(case.row_at), *changed]))
 
     def do(self, job: Case | Probe) -> Any:
-        """What came of a job; a text where its configuration or its plan is refused, on every process alike."""
+        """Return what came of a job; a text where its configuration or its plan is refused, on every process alike."""
         case = job.case if isinstance(job, Probe) else job
         try:
             check(case.config(self.sizes), self.ranks.world_size)

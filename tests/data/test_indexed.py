@@ -121,7 +121,7 @@ def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> 
 
 @given(parts=st.lists(some_documents, max_size=4), vocab_size=st.sampled_from([65_499, 65_500]))
 def test_the_same_bytes_as_megatrons_builder(tmp_path_factory: pytest.TempPathFactory, parts, vocab_size) -> None:
-    """Of documents of several sequences, and without any; they are read as they were given."""
+    """Documents have several sequences or none; they are read as they were given."""
     folder = tmp_path_factory.mktemp("indexed")
     parts = [*parts, [[[1, 2], [3]]]]
     dtype = dtype_of(vocab_size)

@@ -90,7 +90,7 @@ def test_neither_workers_nor_shards_change_a_byte(options: PreprocessOptions) ->
 
 
 def test_every_kind_of_input_gives_the_same_tokens(options: PreprocessOptions, tmp_path: Path) -> None:
-    """Of two gzip members, of two zstd frames, of a dictionary-encoded column, of many files."""
+    """Inputs are two gzip members, two zstd frames, a dictionary-encoded column, and many files."""
     preprocess(options)
     wanted = Path(options.output_prefix + ".bin").read_bytes()
     halves = [lines(TEXTS)[:400], lines(TEXTS)[400:]]
@@ -122,7 +122,7 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
 
 
 def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path) -> None:
-    """By its number in the metadata, whatever the shards."""
+    """The source is a number in the metadata, whatever the shards."""
     corpus = str(tmp_path / "corpus" / "a.jsonl")
     kept = replace(options, inputs=[corpus], source_field="repo", min_tokens=4, overwrite=True)
     for shard_bytes in (2000, None):
@@ -167,7 +167,7 @@ def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
 
 @pytest.mark.parametrize("concat_by", [None, "repo"])
 def test_empty_documents_are_left_out(options: PreprocessOptions, tmp_path: Path, tokenizer: Path, concat_by) -> None:
-    """And counted, of every kind of input; white space is text."""
+    """They are counted for every kind of input; white space is text."""
     texts = ["", "one", "", " \n", ""]
     folder = tmp_path / "empty"
     folder.mkdir()
@@ -201,7 +201,7 @@ def test_concatenating_by_a_field(options: PreprocessOptions, tmp_path: Path, to
 
 
 def test_workers_import_neither_torch_nor_megatron() -> None:
-    """Nor do the checks of a configuration."""
+    """The checks of a configuration import neither of them."""
     program = "import sys, megatron_ext.config.checks, megatron_ext.data.preprocess.pipeline;"
     program += "import megatron_ext.data.rows.dataset;"
     program += "assert not {'torch', 'megatron', 'pyarrow', 'nltk', 'sentencepiece', 'tiktoken'} & set(sys.modules)"
@@ -246,7 +246,7 @@ def measured(folder: Path, **options: object) -> tuple[list[str], int, int]:
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, ending: str) -> None:
-    """For 2 and for 12 MB of documents of 20 kB, which are some kB if compressed."""
+    """The inputs are 2 and 12 MB of documents of 20 kB, which are some kB if compressed."""
     peaks = []
     for documents in (100, 600):
         rows = ({"text": "word " * 4000, "repo": i % (documents // 3)} for i in range(documents))

@@ -52,7 +52,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def dataset(options: PreprocessOptions, suffixes: Sequence[str] = (".bin", ".idx")) -> dict[str, bytes]:
-    """What there is of PREFIX.bin and .idx; the metadata, .json, names the folder."""
+    """Return what there is of PREFIX.bin and .idx; the metadata, .json, names the folder."""
     paths = {suffix: Path(options.output_prefix + suffix) for suffix in suffixes}
     return {suffix: path.read_bytes() for suffix, path in paths.items() if path.exists()}
 
@@ -182,7 +182,7 @@ if __name__ == "__main__":
 
 
 def test_a_kill_between_the_last_renames(options: PreprocessOptions, tmp_path: Path, wanted) -> None:
-    """Over an old dataset: what is readable is the old one, none, or the new one; and --resume completes it."""
+    """What is readable is the old dataset, none, or the new one; --resume completes it."""
     preprocess(replace(options, append_eod=False))
     program = tmp_path / "killed.py"
     program.write_text(KILLED_AT_RENAME)
@@ -220,7 +220,7 @@ def test_a_killed_worker_ends_the_run(options: PreprocessOptions) -> None:
 def test_a_worker_killed_while_another_starts_ends_the_run(
     options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether Python breaks the pool while the other starts, as 3.11 does, or waits for the start, as 3.13 does."""
+    """Python 3.11 breaks the pool while the other worker starts, 3.13 waits for the start; the run ends under both."""
     start = ProcessPoolExecutor._spawn_process
     waits = hasattr(_ExecutorManagerThread, "_terminate_broken")
 

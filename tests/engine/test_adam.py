@@ -17,7 +17,7 @@ def groups(params: list[torch.nn.Parameter]) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_fused_adam_equals_torch_adamw(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Both implementations: torch has the kernel that is used on CUDA for a CPU too."""
+    """Both implementations are tested: torch has the kernel that is used on CUDA for a CPU too."""
     if kind == "cuda":
         monkeypatch.setattr(FusedAdam, "_update", FusedAdam._update_on_cuda)
     fused_parameters, torch_parameters = parameters(0), parameters(0)

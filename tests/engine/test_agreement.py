@@ -12,7 +12,7 @@ from tests.launcher import call
 
 
 def refusal(rank: int) -> str:
-    """What a process is told where the data has gone since the run opened it."""
+    """Return what a process is told where the data has gone since the run opened it."""
     try:
         config = Config(data=DataConfig(data_path=("/gone/data",)))
         run_on_rank0(lambda: data_fingerprints(config), Path())
@@ -26,7 +26,7 @@ def test_data_that_has_gone_is_refused_by_every_process() -> None:
 
 
 def told(rank: int, error: Exception | None, all_act: bool) -> str:
-    """What a process raises when process 0 meets an error, in what it does alone or in what all do together."""
+    """Return what a process raises when process 0 meets an error, in what it does alone or in what all do together."""
 
     def act() -> None:
         if rank == 0 and error is not None:

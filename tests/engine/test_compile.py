@@ -23,7 +23,7 @@ LAYERS = 3
 
 @contextmanager
 def compiling() -> Iterator[list[torch.fx.GraphModule]]:
-    """In this process alone; the graphs that torch.compile makes are listed, and run as they are."""
+    """Compile in this process alone; the graphs that torch.compile makes are listed, and run as they are."""
     graphs: list[torch.fx.GraphModule] = []
 
     def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -21,7 +21,7 @@ def looked_at(rank: int, folder: str) -> tuple[str, list[str]]:
 
 
 def found(rank: int, names: list[str | None]) -> str:
-    """What a process is told that has found the checkpoint of its place in `names`."""
+    """Return what a process is told that has found the checkpoint of its place in `names`."""
     name = names[rank]
     try:
         agree(None if name is None else read_checkpoint(Path(name)))

@@ -78,7 +78,7 @@ def build(layout: Layout) -> Any:
 
 
 def of_rank(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
-    """Of each layout: this rank's tokens, outputs and gradients, all of its tokens and summed, and the bytes sent."""
+    """Return for each layout this rank's tokens, outputs and gradients, all its tokens' and summed, and bytes sent."""
     first = layouts[0]
     cpu = platform.choose("cpu")
     sizes = ParallelConfig(tensor_model_parallel_size=first.tp, context_parallel_size=first.cp)
@@ -128,7 +128,7 @@ QUICK = [Layout(), Layout(cp=3), Layout(tp=2), Layout(tp=2, sp=True)]
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, [*QUICK, Layout(cp=2), Layout(tp=2, sp=True, cp=2)]))
 def test_processes_compute_what_one_does(layout: Layout) -> None:
-    """With the latent exchanged and with full heads, whose bytes are counted; and with heads exchanged for tokens."""
+    """The latent or full heads are exchanged, with their bytes counted, or heads are traded for tokens."""
     layouts = [layout, replace(layout, latent=False), replace(layout, recompute=True, query_latent=False)]
     if layout.cp > 1 and N % (layout.tp * layout.cp) == 0:
         layouts.append(replace(layout, scheme=Scheme.ULYSSES))

@@ -35,7 +35,7 @@ VOCABULARY = 50
 
 
 class LoweredAdam(torch.optim.Optimizer):
-    """As Transformer Engine's FusedAdam, with its names: lower types, fp16 moments scaled by their largest value."""
+    """It has the names of Transformer Engine's FusedAdam: lower types, fp16 moments scaled by their largest value."""
 
     def __init__(
         self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, adam_w_mode: bool,
@@ -202,7 +202,7 @@ ROW = 512
 
 @pytest.mark.usefixtures("transformer_engine")
 def test_gradients_gathered_in_bf16_are_rounded_once() -> None:
-    """Not after each block of the loss, nor is their norm."""
+    """They and their norm are not rounded after each block of the loss."""
     wanted, norm = gathered(ROW, "fp32")
     for block_tokens in (ROW, 4):
         gradients, its_norm = gathered(block_tokens, "bf16")

@@ -11,7 +11,7 @@ from megatron_ext.engine.state import Checkpointer
 
 
 def test_copies_of_an_async_save_are_pinned_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one allocation that is used again: torch's own pinned ones are rounded up to powers of two."""
+    """They share one allocation that is used again: torch rounds its own pinned ones up to powers of two."""
     pinned: dict[int, int] = {}
     cudart = SimpleNamespace(
         cudaHostRegister=lambda address, size, flags: pinned.update({address: size}) or 0,

@@ -127,7 +127,7 @@ def test_attention_is_measured_as_the_backend_gets_it(process: OneProcess, monke
 
 
 def test_a_refused_step_and_one_without_a_trained_token_change_nothing(process: OneProcess) -> None:
-    """As weight decay and the moments of earlier steps would. Values of a refused step are still reported."""
+    """Weight decay and earlier moments would change weights. Values of a refused step are still reported."""
     process.stepper.launch(StepBatches([batch(row(0))])).result()
     norms: list[float] = []
 

@@ -14,7 +14,7 @@ EXPERIMENTS = ROOT / "docs" / "experiments"
 
 
 def test_every_experiment_can_be_imported() -> None:
-    """In a process of its own: a package of the tests has the name of an experiment."""
+    """Each import has its own process: a package of the tests has the name of an experiment."""
     names = " ".join(path.stem for path in EXPERIMENTS.glob("*.py"))
     command = [sys.executable, "-c", f"import {names.replace(' ', ', ')}"]
     subprocess.run(command, cwd=EXPERIMENTS, check=True)

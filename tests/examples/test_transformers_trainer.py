@@ -205,7 +205,7 @@ def test_a_token_changes_the_later_ones_of_its_segment_alone(batch: dict[str, An
 
 
 def test_flash_attention_gets_what_transformers_finds_in_positions(batch: dict[str, Any]) -> None:
-    """By its own function and its own names."""
+    """transformers' own function and its own names give the expected values."""
     borders, longest = prepare_fa_kwargs_from_position_ids(batch["position_ids"])
     expected = dict(zip(FlashAttentionKwargs.__annotations__, [*borders, *longest], strict=True))
     assert {name: torch.as_tensor(batch[name]).tolist() for name in expected} == {

@@ -49,7 +49,7 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 
 def going_on(rank: int, argv: list[str], steps: list[int]) -> tuple[int, str]:
-    """How a process ends that finds the checkpoint of its place in `steps`."""
+    """Return how a process ends that finds the checkpoint of its place in `steps`."""
     folder = folders.folder_name(steps[rank])
     folders.locate = lambda run, **unused: folders.read_checkpoint(run / "checkpoints" / folder)  # type: ignore[assignment]
     with contextlib.redirect_stderr(io.StringIO()) as errors:
@@ -81,7 +81,7 @@ def flipped_at(share: float) -> Spoil:
 
 @pytest.mark.parametrize(("name", "spoil"), [(TENSORS, Path.unlink), ("manifest.json", truncated)])
 def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run: Path, name: str, spoil: Spoil) -> None:
-    """And the checkpoint before it is offered."""
+    """The message offers the checkpoint before it."""
     path = run / "checkpoints" / NEWEST / name
     spoil(path)
 
@@ -97,7 +97,7 @@ def test_the_file_at_fault_is_named(alone: Commands, small_data: SmallData, run:
 
 
 def test_damaged_weights(alone: Commands, small_data: SmallData, run: Path, tmp_path: Path) -> None:
-    """Where weights alone are taken, no flag takes the checkpoint before: it has to be named."""
+    """No flag takes the checkpoint before where weights alone are taken: it has to be named."""
     path = run / "checkpoints" / NEWEST / TENSORS
     flipped_at(0.5)(path)
     line = refused_command(alone, TRAINER, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
@@ -131,7 +131,7 @@ def test_without_verification_sizes_are_still_checked(alone: Commands, small_dat
 
 
 def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, small_data: SmallData, run: Path) -> None:
-    """Where the tokenizer that decided it is gone; a number that says the same is no change."""
+    """The tokenizer that decided it is gone; a number that says the same is no change."""
     folder = run / "checkpoints" / NEWEST
     manifest = Manifest.read(folder)
     data = manifest.config["data"] | {"tokenizer_model": "nowhere"}

@@ -34,7 +34,7 @@ def check(run: Path, done: list[Done], saved: int | None) -> dict[str, Any]:
 
 
 def test_losses_that_cannot_be_weighted(small_data: SmallData, tmp_path: Path) -> None:
-    """Only the last stage computes weights: it sees the losses first, while the others wait for it."""
+    """The last stage alone computes weights: it sees the losses first, while the others wait for it."""
     run = tmp_path / "run"
     layout = ["--pipeline-model-parallel-size", 2]
     weighted = ["--token-weighting", "unfrozen", "--short-context", 16, "--init-method-std", OVERFLOWING]

@@ -72,7 +72,7 @@ def test_every_layout_stops_at_the_same_step(flags: list[object], alone: Command
 def test_validations_that_measure_something_else_are_not_compared(
     flags: list[object], alone: Commands, tmp_path: Path
 ) -> None:
-    """By a delta that no loss is better by, a run ends with the second validation of a setting."""
+    """No loss is better by so large a delta, so a run ends with the second validation of a setting."""
     early = [*flags, "--early-stopping-patience", 1, "--early-stopping-delta", 100, "--save", tmp_path]
     alone.run(TRAINER, *early)
     assert saved_steps(tmp_path) == [EVERY]

@@ -127,7 +127,7 @@ def test_a_spike_stops_the_run(flags: list[object], alone: Commands, with_spike:
 
 
 def test_all_processes_skip(flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path) -> None:
-    """With PP 2 and DP 2 the checkpoint after the step equals the one before it; a single process does the same."""
+    """The checkpoint after the step equals the one before it with PP 2 and DP 2; a single process does the same."""
     run = tmp_path / "run"
     four_processes = Commands(4)
     skip = ["--on-spike", "skip"]

@@ -167,7 +167,7 @@ def test_a_child_that_is_terminated_stops_no_run() -> None:
 
 
 def test_an_ignored_sighup_stays_ignored() -> None:
-    """As nohup asks for."""
+    """The command nohup ignores it so."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest(None) as request:

@@ -57,7 +57,7 @@ def asked(rank: int, model: Path, layout: ParallelConfig) -> tuple[list[list[int
 
 
 def test_a_stop_text_ends_generation_where_each_token_is_a_byte(tmp_path: Path) -> None:
-    """As soon as its last byte is there; also if the tokens before begin inside a character."""
+    """It ends as soon as the last byte is there, even if the tokens before begin inside a character."""
     pieces = {f"<0x{value:02X}>": value for value in range(256)}
     tokenizer = tokenizers.Tokenizer(BPE(pieces, [], byte_fallback=True))
     tokenizer.decoder = ByteFallback()

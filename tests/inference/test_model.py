@@ -38,7 +38,7 @@ RUN = Config(
     ],
 )
 def test_every_layout_may_score(layout: dict[str, Any], processes: int) -> None:
-    """Also where the run itself could not be trained: none of these shares out 7 rows evenly."""
+    """The run itself could not be trained in these: none of them shares out 7 rows evenly."""
     parallel = ParallelConfig(**layout)
     config = inference_config(SCORER, parallel, CHUNK, processes, bf16=False)
     check(config, processes, training=False)

@@ -21,7 +21,7 @@ def test_probabilities_are_those_of_transformers(temperature: float, top_k: int 
 
 
 def test_draws_come_as_often_as_they_are_likely() -> None:
-    """Without a temperature the likeliest is taken."""
+    """The likeliest token is taken without a temperature."""
     logits = torch.tensor([[0.0, 1.0, -1.0, float("-inf")]])
     sampling = Sampling(1.0, seed=5)
     draws = [sampling.draws(0)]

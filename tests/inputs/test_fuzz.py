@@ -162,7 +162,7 @@ def test_manifests(effort: settings, tmp_path: Path) -> None:
     assert locate(tmp_path) is not None
 
     def write_values(values: dict[str, Any]) -> None:
-        """With the right checksum, as anyone can write it."""
+        """Write values with the right checksum, as anyone can."""
         content = {name: value for name, value in (json.loads(good) | values).items() if name != "sha256"}
         checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         (folder / "manifest.json").write_text(json.dumps({"sha256": checksum} | content))

@@ -100,7 +100,7 @@ def test_any_name_and_configuration_is_shown_as_text(tmp_path):
     ids=lambda value: str(value)[:40],
 )
 def test_a_value_of_another_type_is_named(tmp_path, name, record):
-    """Not what training writes: a number that is not finite is null there."""
+    """Training does not write such values: a number that is not finite is null there."""
     run = write_run(tmp_path, 3, evaluate_every=1)
     file = next(run.glob(f"{name}.*"), run / f"{name}.json")
     file.write_text(json.dumps(record) + "\n")

@@ -92,7 +92,7 @@ def repeat(
 
 
 def rules(options: dict[str, Any], window: int) -> list[Rule]:
-    """Of the layers that follow the schedule, then of the local ones."""
+    """Return the rule of layers that follow the schedule, then the rule of local ones."""
     local = options["local_window"] or 0  # 0: there are no local layers, and no one looks
 
     def scheduled(i: np.ndarray, j: np.ndarray) -> np.ndarray:

@@ -300,7 +300,7 @@ def _data(chance: random.Random) -> DataConfig:
 
 
 def _packing_options(packing: str) -> tuple[str, ...]:
-    """Those that suit documents as short as these."""
+    """Return options that suit documents as short as these."""
     options = {"upsample_long": ("threshold=100", "factor=2"), "decomposition": ("shortest=4", "cycles=2")}
     return options.get(packing, ("first_tokens=20",) if packing == "bm25" else ())
 

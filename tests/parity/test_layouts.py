@@ -124,7 +124,7 @@ def assert_same_training(run: RunResult, reference: RunResult, layout: Layout) -
 
 
 def assert_same_attention(run: RunResult, reference: RunResult) -> None:
-    """What the first micro-batch of every other step attended to, layer by layer; a sink is a matter of a limit."""
+    """Compare the first micro-batch of every other step, layer by layer; a sink is a matter of a limit."""
     measured = [record for record in run.metrics if "attention_entropy" in record]
     expected_records = [record for record in reference.metrics if "attention_entropy" in record]
     assert [record["step"] for record in measured] == [0, 2, 4]

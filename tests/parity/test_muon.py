@@ -64,7 +64,7 @@ def test_a_layout_trains_the_same_model(launched: Launched, name: str, precision
 
 @pytest.mark.parametrize("flags", slow_but([""], ["", TP2]))
 def test_the_first_update_is_orthogonal_matrix_by_matrix(launched: Launched, flags: str) -> None:
-    """Of queries, keys and values apart, which Megatron holds interleaved by group, and of gate and up together."""
+    """Queries, keys and values, which Megatron interleaves by group, and gate and up together, are matrices apart."""
 
     def added(more: str, *names: str) -> list[float]:
         """The singular values of what the first step adds, over the factor of its length: all but the outer tenths."""
@@ -91,7 +91,7 @@ CONTINUED += [("mixtral ep2", "mixtral tp2 sp ep2", f"{MIXTRAL} {FP32}")]
 
 @pytest.mark.parametrize(("source", "target", "flags"), slow_but(CONTINUED[:1], CONTINUED))
 def test_a_run_continues_under_another_layout(launched: Launched, source: str, target: str, flags: str) -> None:
-    """Under the same layout bit for bit, under another one to rounding."""
+    """It is equal bit for bit under the same layout, and to rounding under another one."""
     begun = trained(launched, f"{LAYOUTS[source].flags} {flags}", LAYOUTS[source].processes, SAVED)
     whole, resumed = (
         trained(launched, f"{LAYOUTS[target].flags} {flags} {more}", LAYOUTS[target].processes)

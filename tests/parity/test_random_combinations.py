@@ -81,7 +81,7 @@ def finish(running: Running, run: Run, name: str) -> RunResult:
 
 
 def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str, float]:
-    """How far two runs are apart, from a step on; what must be equal is."""
+    """Return how far two runs are apart, from a step on; what must be equal is."""
     for key in EXACT:
         assert ours.series(key) == theirs.series(key)[first_step:], key
     assert ours.series("step") == list(range(first_step, STEPS))
@@ -108,7 +108,7 @@ def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str,
 
 
 def moved(ours: RunResult, theirs: RunResult) -> float:
-    """How far two final models are apart, by the way that training has moved them."""
+    """Return how far two final models are apart, by the way that training has moved them."""
     a, b, start = ours.weights("final"), theirs.weights("final"), theirs.weights("initial")
     apart, way = (np.sqrt(sum(np.square(b[name] - weights[name]).sum() for name in b)) for weights in (a, start))
     return float(apart / way) if apart else 0.0

@@ -121,7 +121,7 @@ def test_rows_are_not_taken_twice(alone: Commands, small_data: SmallData, tmp_pa
 
 @pytest.mark.slow
 def test_stopped_inside_the_second_stage(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """And continued by one process. The first two also build both stages' groups, one after the other."""
+    """One process continues it. The first two also build both stages' groups, one after the other."""
     options = {"data": {"seq_length": 128}, "training": {"train_iters": 40}}
     flags = written(tmp_path / "run.yaml", small_data, ["optimizer"], **options)
     alone.run(TRAINER, *flags, "--save", tmp_path / "whole")

@@ -91,7 +91,7 @@ def test_what_is_not_there(run: Run) -> None:
 
 
 def test_what_training_would_refuse(run: Run, small_data: SmallData, tmp_path: Path) -> None:
-    """Where both sides are here, without `strict` too."""
+    """Inputs that are on this machine are compared without `strict` too."""
     write_model(tmp_path / "model", "llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     (tmp_path / "run/checkpoints/iter_0000003").mkdir(parents=True)
     (tmp_path / "store").mkdir()

@@ -23,7 +23,7 @@ def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
 
 
 def test_shares_add_up_to_the_model() -> None:
-    """Over stages and tensor-parallel ranks, but for the norms that every rank holds and the padding."""
+    """The sum is over stages and tensor-parallel ranks, but for norms, which every rank holds, and padding."""
     whole = config("")
     model_parameters = stage_parameters(whole, 1024, 0)
     assert model_parameters == count_parameters(whole.model, 1024)
@@ -45,7 +45,7 @@ def test_shares_add_up_to_the_model() -> None:
 
 
 def test_shares_of_a_mixture_add_up_to_the_model() -> None:
-    """With shared experts, and layers without experts in one of the stages."""
+    """The model has shared experts, and one of the stages has layers without experts."""
     mixture = "--num-experts 4 --moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 64 --moe-layer-freq"
     whole = config(f"{mixture} 0 1 1 1")
     model_parameters = count_parameters(whole.model, 1024)

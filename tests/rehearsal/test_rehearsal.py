@@ -43,7 +43,7 @@ class Case:
 
 
 def shape_of(case: Case) -> str:
-    """What the memory depends on: schedules, learning rates, scores and the borders of documents change none of it."""
+    """Return what the memory depends on: not schedules, learning rates, scores nor the borders of documents."""
     config = case.config
     sizes = case.world_size, case.vocab_size, config.data.seq_length * config.data.micro_batch_size
     model = {name: value for name, value in vars(config.model).items() if not name.startswith(_NUMBERS)}
@@ -203,7 +203,7 @@ def within(case: Case) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "every shape"])
 def test_the_estimate_is_what_is_rehearsed(every: bool) -> None:
-    """Of a recipe, or of one stage of one recipe for each shape: about 30 of 290."""
+    """One recipe, or one stage of a recipe, is rehearsed for each shape: about 30 of 290."""
     cases = [case for recipe in known().values() for case in cases_of(recipe)] if every else [case_of(QUICK)]
     shapes = {shape_of(case): case for case in reversed(cases)}
     assert len(shapes) > 10 or not every
@@ -214,7 +214,7 @@ def test_the_estimate_is_what_is_rehearsed(every: bool) -> None:
 
 @pytest.mark.slow
 def test_many_short_segments() -> None:
-    """Under a window of 8, flash attention's scratch is the peak of a 1B model in rows of 32K."""
+    """Flash attention's scratch is the peak of a 1B model in rows of 32K under a window of 8."""
     case = case_of("skyladder_1b_32k")
     argv = [*case.argv, "--num-layers", "3", "--global-batch-size", "16", "--window-start", "8"]
     argv += ["--attention-backend", "torch_varlen"]

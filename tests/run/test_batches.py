@@ -40,7 +40,7 @@ def samples_of(config: Config, rank: int) -> list[list[int]]:
 
 
 def test_rows_are_distributed_in_order() -> None:
-    """In every layout the global batch is the same eight rows."""
+    """The global batch is the same eight rows in every layout."""
     assert samples_of(config(micro_batch_size=2), 0) == [[16, 17], [20, 21]]
     assert samples_of(config(micro_batch_size=2), 1) == [[18, 19], [22, 23]]
 
@@ -54,7 +54,7 @@ def test_balanced_ranks_share_the_expensive_rows() -> None:
 
 
 def test_only_the_tokens_of_its_own_rows_are_read() -> None:
-    """What is counted over the global batch is counted from outlines: its tokens would be terabytes an hour."""
+    """Counts over the global batch come from outlines: its tokens would be terabytes an hour."""
     exposure = WeightingConfig(token_weighting="unfrozen", weight_score="exposure", weight_post="none")
     counting = replace(config(balance_batches=True), weighting=exposure)
     read: list[int] = []
@@ -94,7 +94,7 @@ def evaluated(length: int, flags: str = "") -> list[PackedBatch]:
 
 
 def scored(batches: list[PackedBatch]) -> list[tuple[int, int]]:
-    """For each token that counts, in order: the token, and the number of tokens before it that it sees."""
+    """Return for each token that counts, in order: the token, and the number of tokens before it that it sees."""
     pairs: list[tuple[int, int]] = []
     for batch in batches:
         counts = batch.trained_t

@@ -87,7 +87,7 @@ def test_data_count_by_content(folder: Path) -> None:
 
 
 def test_a_score_store_serves_every_spelling_of_its_rows(folder: Path) -> None:
-    """As a run that resumes: only ratios of weights and of splits matter, and a default may be written."""
+    """Only ratios of weights and of splits matter, as for a run that resumes, and a default may be written."""
     packing: dict[str, Any] = {"packing": "whole_document"}
     plain = weighted(folder, 2, 2, **packing)
     store(plain)

@@ -57,7 +57,7 @@ def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
 
 
 def test_what_changes_a_validation_is_another_setting(tmp_path: Path) -> None:
-    """And what does not is the same one: how weights are written, how rows are shared, training itself."""
+    """Other options keep the setting: how weights are written, how rows are shared, training itself."""
     first_prefix = write_data(tmp_path / "one", 1, 20)
     second_prefix = write_data(tmp_path / "other", 2, 20)
     data = DataConfig(data_path=("1", first_prefix, "1", second_prefix), seq_length=LENGTH)
@@ -91,7 +91,7 @@ def test_what_changes_a_validation_is_another_setting(tmp_path: Path) -> None:
 
 
 def test_validation_rows_do_not_depend_on_packing(tmp_path: Path) -> None:
-    """So that losses can be compared, unless --eval-packing same."""
+    """Losses can be compared, unless --eval-packing is same."""
     prefix = tmp_path / "data"
     write_theirs(prefix, (np.full(length, length % 100) for length in range(300, 900)), 100)
     source = IndexedSource(prefix)

@@ -57,7 +57,7 @@ def test_scores_are_those_of_the_checkpoint(
 def test_a_resumed_run_runs_what_was_interrupted(
     steps: str, small_data: SmallData, alone: Commands, tmp_path: Path
 ) -> None:
-    """Also after the last step of a run that stops early, at which no interval ends."""
+    """The tasks also run after the last step of a run that stops early, at which no interval ends."""
     flags = [*CONFIG, *flags_of(small_data, write_tasks(tmp_path / "tasks")), "--lr-warmup-iters", 0, *steps.split()]
     flags += ["--save", tmp_path / "run"]
     alone.run(TRAINER, *flags)
@@ -71,7 +71,7 @@ def test_a_resumed_run_runs_what_was_interrupted(
 
 
 def test_an_unknown_task_is_refused_before_training(small_data: SmallData, tmp_path: Path) -> None:
-    """By every process, so that a launcher does not take the others' end for a crash."""
+    """Every process refuses it, so that a launcher does not take the others' end for a crash."""
     flags = ["--lm-eval-interval", 2, "--lm-eval-tasks", "no_such_task", "--save", tmp_path / "run"]
     first, second = Commands(2).attempt(TRAINER, *CONFIG, *small_data.flags, *flags)
     assert "no_such_task cannot be run" in refusal(first)

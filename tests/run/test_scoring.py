@@ -77,7 +77,7 @@ def opened(store: Path, rows: int) -> ScoreStore:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_only_rows_that_are_wanted_and_missing_are_computed(model: Path, tmp_path: Path, processes: int) -> None:
-    """Of rows 0 to 6, 1 to 5 are wanted, and 2 is there: of three processes one computes two, the others one."""
+    """Rows 1 to 5 of 0 to 6 are wanted, and 2 is there: of three processes one computes two, the others one."""
     rows = 7
     there = np.full(LENGTH, 1e9, dtype=np.float32)
     opened(tmp_path / "store", rows).write(2, there)

@@ -52,7 +52,7 @@ def test_a_stage_that_stopped_early_has_ended_when_lm_eval_has_run(
 
 
 def test_only_losses_of_one_setting_are_compared(tmp_path: Path) -> None:
-    """Those of the running validations, or for a run that has ended, of its last one."""
+    """The losses read are of the running validations, or of the last ones of a run that has ended."""
     settings = ["a", "a", "b", "b"]
     lines = [f'{{"step": {n}, "valid_loss": {n}.0, "setting": "{name}"}}\n' for n, name in enumerate(settings)]
     (tmp_path / "evaluation.jsonl").write_text("".join(lines))

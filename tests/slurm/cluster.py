@@ -126,7 +126,7 @@ class Cluster:
         return self.call("sbatch", "--parsable", *arguments, environment=environment)
 
     def field(self, job: str, name: str) -> str:
-        """What `scontrol show job` says, such as JobState."""
+        """Return what `scontrol show job` says, such as JobState."""
         shown = self.call("scontrol", "show", "--oneliner", "job", job)
         return next(word.removeprefix(f"{name}=") for word in shown.split() if word.startswith(f"{name}="))
 
@@ -170,7 +170,7 @@ class Cluster:
         return done.stdout.split().count("idle")
 
     def _processes(self) -> list[psutil.Process]:
-        """Those that carry this cluster's configuration in their environment, or work in its folder."""
+        """Return processes with this cluster's configuration in their environment, or that work in its folder."""
         processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

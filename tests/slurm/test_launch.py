@@ -199,7 +199,7 @@ ASK = "from megatron_ext.launch import *\ntry: print(read_launch().world_size)\n
 
 
 def test_tasks_of_srun_without_ranks_are_refused(cluster: Cluster) -> None:
-    """Those of a step that has several are; a single one, a batch script and a shell of salloc run one process."""
+    """Several tasks of a step are refused; a single one, a batch script and a shell of salloc run one process."""
     python = (sys.executable, "-c", ASK)
     texts = cluster.call("srun", "--ntasks=2", *python).splitlines()
     assert len(texts) == 2

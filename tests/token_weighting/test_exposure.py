@@ -65,7 +65,7 @@ def test_the_weights_are_those_of_a_count_by_hand(options: dict[str, Any], docum
 
 
 def test_a_global_batch_without_a_tail_is_uniform() -> None:
-    """Also the largest power of a rarity is finite."""
+    """The largest power of a rarity is finite too."""
     short = replace(row_at(0), document_ends=np.arange(1, LENGTH + 1))
     assert (exposure_rows(lambda _: short, [short] * ROWS, config(EXPOSURE))(0).weights == 1).all()
     steep = config(replace(EXPOSURE, exposure_gamma=1e4))

@@ -64,7 +64,7 @@ class Case:
         return max(start, self.first_dependency(scores))  # nothing before it is needed
 
     def is_scored(self, token: int) -> bool:
-        """Whether its contexts differ, unless every token is scored."""
+        """Return whether the token's contexts differ, or every token is scored."""
         return self.short.every_token or self.first_dependency(token) < self.chunk_start(token)
 
     def first_dependency(self, token: int) -> int:

@@ -69,6 +69,6 @@ def test_one_package_is_one_document(tmp_path: Path) -> None:
 
 
 def test_a_flag_of_several_inputs_may_be_repeated() -> None:
-    """None of them is dropped: a corpus would lack a file."""
+    """No input is dropped: a corpus would lack a file."""
     words = ["--input", "a.jsonl", "b.jsonl", "--output-prefix", "x", "--tokenizer-model", "bytes"]
     assert preprocess_options([*words, "--input", "c.jsonl"]).inputs == ["a.jsonl", "b.jsonl", "c.jsonl"]

@@ -65,7 +65,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 def answers(samples: list[dict[str, Any]]) -> list[Any]:
-    """What the model answered to each question, in order."""
+    """Return what the model answered to each question, in order."""
     return [sample["filtered_resps"] for sample in sorted(samples, key=lambda sample: int(sample["doc_id"]))]
 
 

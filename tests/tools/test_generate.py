@@ -84,7 +84,7 @@ def test_an_answer_continues_the_text_of_its_prompt(alone: Commands, tmp_path: P
 
 @pytest.mark.parametrize("tool", ["generate", "perplexity", "verify", "train"])
 def test_ids_without_a_row_are_refused_only_in_a_text(alone: Commands, tmp_path: Path, tool: str) -> None:
-    """Of a tokenizer with more ids than the model has rows; it is said once how many."""
+    """The tokenizer has more ids than the model has rows; it is said once how many."""
     model = write_model(tmp_path / "model", "llama", vocab_size=257)
     tokenizer = put_wide_tokenizer(tmp_path / "wide")
     run = tmp_path / "run"

@@ -61,7 +61,7 @@ def test_all_stages_are_packed_at_once(alone: Commands, small_data: SmallData, t
 
 @pytest.mark.slow
 def test_documents_are_kept_by_their_gain(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """From stores of the run's rows; a run reads the plan; stores of other rows, or in the wrong order, are refused."""
+    """Stores of the run's rows give it; a run reads the plan; other rows or the wrong order are refused."""
     flags = [*copied(small_data, tmp_path), "--packing", "best_fit"]
     alone.run(TOOL, *flags)
     config = parse([str(flag) for flag in flags])

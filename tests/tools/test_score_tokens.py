@@ -117,7 +117,7 @@ def token_losses(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
-    """To 1e-5 of the loss, or of 1 where it is smaller."""
+    """Compare to 1e-5 of the loss, or of 1 where it is smaller."""
     assert actual.shape == expected.shape
     assert (np.abs(actual - expected) / np.maximum(expected, 1)).max() <= TOLERANCE  # not where one is NaN either
 
@@ -188,7 +188,7 @@ def test_a_run_scores_as_its_export(score: Score, trained: Trained) -> None:
 def test_a_scorer_of_the_first_weights(
     alone: Commands, trained: Trained, small_data: SmallData, score: Score, tmp_path: Path
 ) -> None:
-    """From the second step on the trained model has moved away from its scorer."""
+    """The trained model has moved away from its scorer from the second step on."""
     score("store", trained.initial, *SHORT)
     frozen_flags = ["--token-weighting", "frozen", "--score-store", tmp_path / "store", "--save", tmp_path / "run"]
     alone.run(TRAIN, *RUN, *small_data.flags, *frozen_flags)

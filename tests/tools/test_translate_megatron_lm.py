@@ -93,7 +93,7 @@ def test_a_script_becomes_a_run_with_megatron_lms_defaults(tmp_path: Path) -> No
 
 
 def test_what_is_not_given_is_gelu_with_layernorm_and_biases(tmp_path: Path) -> None:
-    """Only options that say otherwise make a Llama."""
+    """A Llama needs options that say otherwise."""
     line = "torchrun --nnodes 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4"
     config, text = translated(tmp_path, *words_of(shlex.split(line)))
     assert (config.model.ffn_hidden_size, config.model.num_query_groups, config.model.hidden_dropout) == (256, 4, 0.1)

@@ -117,7 +117,7 @@ def test_te_thd_takes_views(kernel: str, view: str) -> None:
 
 
 def attend_without_kernels(rank: int) -> bool:
-    """Whether a call fails that has no kernel but Transformer Engine's unfused path, which the user allows."""
+    """Return whether a call fails that has no kernel but Transformer Engine's unfused path, which the user allows."""
     users = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN_V4": "1"}
     segments = call_of(LENGTHS["equal"])
     inputs = inputs_of(segments, 2, (64, 64), sinks=False)

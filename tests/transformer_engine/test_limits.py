@@ -53,7 +53,7 @@ CHOICES = (64, 256), (False, True), (4, 2), (None, 6), (False, True)
 
 
 def named_and_run(rank: int, machine: Machine) -> dict[str, tuple[str, str]]:
-    """Of heads, windows and modes: the kernel that Transformer Engine names, and the one that it runs."""
+    """Return for heads, windows and modes the kernel that Transformer Engine names, and the one that it runs."""
     machine.become()
     kernels = {}
     for size, sinks, groups, window, deterministic in product(*CHOICES):

@@ -120,7 +120,7 @@ def test_overlapped_tensor_communication_is_the_same_computation(
 
 @pytest.mark.parametrize("scheme", [layouts.EXCHANGE, layouts.ULYSSES])
 def test_te_thd_attends_to_documents_that_cross_ranks(launched: Launched, emulated: Launched, scheme: str) -> None:
-    """In bf16, which alone its kernels compute in; the reference is a CPU's bf16."""
+    """Its kernels compute in bf16 alone; the reference is a CPU's bf16."""
     run, reference = trained_both(launched, emulated, Layout(scheme, 2, "--bf16"), "te_thd")
     assert sum(run.series("cp_bytes")) > 0
     errors = errors_of(run, reference)

@@ -26,7 +26,7 @@ EPSILON = {"phi": "layer_norm_eps"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None:
-    """Only sizes: key heads, the local window, ties, experts and angles are the family's defaults."""
+    """The file gives sizes alone: key heads, the local window, ties, experts and angles are the family's defaults."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     content = {name: SIZES[name] for name in sizes} | {EPSILON.get(family, "rms_norm_eps"): 1e-5}
     content |= {"model_type": family, "num_attention_heads": 32, "head_dim": 8}
@@ -108,7 +108,7 @@ def test_a_model_that_no_architecture_computes(options: dict[str, Any], text: st
     ],
 )
 def test_entries_that_change_the_model_are_refused(architecture: str, changed: dict[str, Any], text: str) -> None:
-    """Also those that this package does not know, unless they are null."""
+    """Entries that this package does not know are refused too, unless they are null."""
     content = SIZES | ARCHITECTURES[architecture]
     absent = {name: content.get(name) for name, value in changed.items() if value}
     model_config(content | absent | {"pretraining_tp": 2})

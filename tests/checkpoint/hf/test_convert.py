@@ -164,7 +164,7 @@ def test_an_output_or_a_tokenizer_that_cannot_be_written(tmp_path: Path) -> None
 
 
 def test_a_config_that_names_code_is_not_carried(tmp_path: Path) -> None:
-    """As Moonlight's, whose .py files are not copied."""
+    """Moonlight's configuration is an example: its .py files are not copied."""
     model = write_model(tmp_path / "model", "deepseek_v3-dense")
     export = tmp_path / "export"
     (model / "tokenizer.json").write_text("{}")
@@ -182,7 +182,7 @@ def test_a_coefficient_of_balancing_is_named(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_an_export_of_a_run_on_chats_ends_with_a_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As well as with the base model's own ends of text."""
+    """The base model's own ends of text end it as well."""
     model = write_model(tmp_path / "model", "llama", eos_token_id=2)
     run = tmp_path / "run"
     chats = tmp_path / "chats"

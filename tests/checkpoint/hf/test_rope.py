@@ -23,7 +23,7 @@ def content(rope: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def assert_same_angles(entries: dict[str, Any], model: ModelConfig, length: int) -> None:
-    """What transformers turns by at positions up to `length`, against our frequencies and factor."""
+    """Compare transformers' rotations at positions up to `length` with our frequencies and factor."""
     embedding = LlamaRotaryEmbedding(AutoConfig.for_model(**entries))
     positions = torch.arange(length)[None]
     cos, sin = embedding(torch.zeros(1), positions)
@@ -77,7 +77,7 @@ def test_old_entries_beside_new_ones_mean_what_they_do_to_transformers() -> None
     ids=str,
 )
 def test_deepseeks_factors_both_ways(scales: dict[str, float]) -> None:
-    """Of rotated queries and keys, and of the scores of all dimensions, as read and as written."""
+    """The factors of rotated queries and keys, and of all scores, are read and written."""
     entries = SIZES | ARCHITECTURES["deepseek_v3-dense"] | {"rope_parameters": YARN | {"rope_theta": 500.0} | scales}
     model = model_config(entries)
     for content in (entries, hugging_face_config(model, 300, 128)):

@@ -49,7 +49,7 @@ class ListedSource:
 
 
 class MaskedSource(ListedSource):
-    """Of even documents every third token is trained, of odd ones there is no mask."""
+    """Even documents train every third token, odd ones have no mask."""
 
     def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | bool:
         return True if document % 2 else self.read(document, offset, length) % 3 == 0
@@ -74,7 +74,7 @@ def tokens_of(lengths: list[int]) -> list[int]:
 
 
 def input_tokens(rows: list[TokenRow]) -> Counter[int]:
-    """How often each token is an input of the rows; padding left out."""
+    """Count how often each token is an input of the rows, without padding."""
     counts = Counter(token for row in rows for token in row.tokens[:-1].tolist())
     del counts[PAD]
     return counts

@@ -102,7 +102,7 @@ def test_every_cycle_has_an_even_share(counts: list[int], cycles: int, growth: f
 
 @pytest.mark.parametrize("growth", [1.0, 2.0, 5.0])
 def test_the_odds(growth: float) -> None:
-    """Where the next batch comes from, given what is left in the cycle, over many draws."""
+    """The odds of the next batch's bucket follow from what is left in the cycle, over many draws."""
     counts = [2, 3, 1]
     seen: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for seed in range(4000):

@@ -124,7 +124,7 @@ def test_transformers_renders_the_same(folder: Path, source: str, messages: list
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED, HEADED, PLAIN.replace("m['content'] +", "m['content'] ~")])
 def test_parts_are_joined_for_a_template_that_reads_none(source: str) -> None:
-    """Also where it would write the list as Python does."""
+    """They are joined even where it would write the list as Python does."""
     assert template(source).render([in_parts(ASK, "n", "o"), in_parts(SAY, "yes")]) == template(source).render(
         [ASK, SAY]
     )
@@ -331,7 +331,7 @@ RUN = """--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-he
 
 
 def spoken(tokens: list[int], tokenizer: Tokenizer) -> Iterator[bool]:
-    """Whether each token is the assistant's, read from the tokens alone: what follows its heading, up to the end."""
+    """Return for each token whether it is the assistant's, by the tokens alone: after its heading, up to the end."""
     heading = tokenizer.encode_spelled(f"{START}assistant\n")[0]
     ((end,), _) = tokenizer.encode_spelled(END)
     inside = False

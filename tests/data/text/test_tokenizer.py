@@ -209,7 +209,7 @@ def word_level(folder: Path, vocabulary: dict[str, int], config: object = None) 
 
 
 def test_end_tokens(tmp_path: Path) -> None:
-    """What the configuration names, by a name or an object, or one that is known; ids may have gaps."""
+    """The configuration names the token, by a name or an object, or it is a known one; ids may have gaps."""
     vocabulary = {"a": 0, "</s>": 4, "<end>": 9}
     named = {"eos_token": "<end>"}, {"eos_token": {"content": "<end>", "lstrip": False}}
     for config, eod in ((None, 4), ({"eos_token": None}, 4), *((entry, 9) for entry in named)):
