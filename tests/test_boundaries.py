@@ -11,7 +11,7 @@ COMMANDS = [*sorted((ROOT / "tools").rglob("*.py")), ROOT / "pretrain_skyladder.
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Yield every imported module or name, inside functions too, and those of import_module("...")."""
+    """Yield every imported module or name, inside functions too, and the names in import_module("...")."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -57,7 +57,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     # what this environment has installed, but not the package itself, which an editable install finds by a .pth file:
-    # those of a folder that a .pth file names are not read
+    # .pth files in a folder that a .pth file names are not read
     here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "dependencies.pth").write_text("\n".join(here))
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]

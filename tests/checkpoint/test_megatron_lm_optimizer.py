@@ -46,7 +46,7 @@ def train(
     options = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed}
     chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model)
     chunk.broadcast_params()  # the ranks' seeds differ
-    if distributed or bf16:  # platform.choose sets one whose state is that of Apex and Transformer Engine
+    if distributed or bf16:  # platform.choose sets one whose state equals Apex's and Transformer Engine's
         megatron.core.optimizer.Adam = torch.optim.AdamW
         megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
     names = ("lr", "min_lr", "weight_decay", "adam_beta2", "clip_grad", "params_dtype")

@@ -45,8 +45,7 @@ class Case:
     policy: str = "auto"
     scheme: str = "exchange"
     documents: str = "mixed"  # "mixed" (ends anywhere, others in each row), "one" per row, or one per "token"
-    # "all" tokens, "uneven" along the row, all but those of a "rank", all but those of the first "micro-batch", or
-    # "none"
+    # "all" tokens, "uneven" along the row, all but a "rank"'s, all but the first "micro-batch"'s, or "none"
     trained: str = "all"
     # for trained="rank", the (cp_size, policy, rank) whose tokens are not trained
     masked: tuple[int, str, int] | None = None
@@ -167,7 +166,7 @@ class Outcome:
     weights: dict[str, np.ndarray] | None  # the whole model, by Hugging Face names; on process 0 alone
     # (operation, bytes sent to others) of every collective on the context-parallel group in the first step
     calls: list[tuple[str, int]]
-    evaluation_calls: list[tuple[str, int]]  # those of the evaluation
+    evaluation_calls: list[tuple[str, int]]  # in the evaluation
     counted: list[int]  # of each step, what this process's ContextGroup counted
     # of each step (weight_std, weight_max, zero_count, score_sum)
     weight_metrics: list[tuple[float, float, float, float]]
@@ -213,7 +212,7 @@ LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
 
 
 class Runs:
-    """What came of the jobs of each layout: those of a list run in the same processes, when the first is asked for."""
+    """The results of each layout's jobs; all jobs of a list run in the same processes, when the first is asked for."""
 
     def __init__(self, jobs_of: Callable[[Layout], Sequence[Sequence[Case | Probe]]]) -> None:
         self._jobs_of = jobs_of

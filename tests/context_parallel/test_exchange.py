@@ -73,7 +73,7 @@ def test_gradients_of_rows_picked_several_times_add_up(picked: list[int]) -> Non
 
 @pytest.mark.parametrize("receivers", [2, 3, 8])
 def test_gradients_of_many_receivers_are_rounded_once(receivers: int) -> None:
-    """The rms error of bf16 gradients against float64 is that of one rounding."""
+    """The rms error of bf16 gradients against float64 is the error of one rounding."""
     rows = torch.randn(512, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     picks = RowPicks.of(np.tile(np.arange(512), receivers))
     grad = torch.randn(receivers * 512, 2, 8, dtype=torch.bfloat16)

@@ -77,7 +77,7 @@ def switches() -> Iterator[Case]:
 
 
 def other_masks() -> Iterator[Case]:
-    """Sliding windows, and local layers whose segments are not those of the window; each under two policies."""
+    """Yield sliding windows, and local layers whose segments differ from the window's, each under two policies."""
     for first, scheme in itertools.product((0, 2), SCHEMES):
         policies = POLICIES[first:] + POLICIES[:first]
         yield Case(20, True, policies[0], scheme, window_mask="sliding", micro_batch=2, rows=4)

@@ -159,7 +159,7 @@ def test_one_document_over_the_expansion(cp_size: int, policy: str) -> None:
 
 @given(case=cases(), data=st.data())
 def test_the_same_tokens_under_other_segments_or_another_window(case: Case, data: st.DataObject) -> None:
-    """`under` keeps every token's rank; its pieces and keys are those of a plan by the same ranks."""
+    """`under` keeps every token's rank; its pieces and keys equal a plan's by the same ranks."""
     layout, cp_size, policy, left_window = case
     borders = data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))
     other_layout = build_layout(layout.tokens, borders, layout.tokens)

@@ -130,7 +130,7 @@ def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path)
         names = metadata(kept)["document_sources"]
         source = IndexedSource(kept.output_prefix)
         assert [names[number] for number in source.document_sources] == [str(i % 5) for i in range(299)]
-    preprocess(replace(kept, source_field=None))  # the old sources are not those of the new data
+    preprocess(replace(kept, source_field=None))  # the new data does not have the old sources
     assert IndexedSource(kept.output_prefix).document_sources is None
     assert "source_field: is for texts" in refused(preprocess, replace(kept, messages_field="messages"))
 

@@ -58,7 +58,7 @@ def ranks() -> Iterator[parallel.Ranks]:
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_offloading_trains_the_same(share: float, ranks: parallel.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps against those of the distributed optimizer without: Adam differs by rounding in fp32 alone."""
+    """Three steps equal the distributed optimizer's without offloading: Adam differs by rounding in fp32 alone."""
     cpu = platform.choose("cpu")
     plain = built(parse(FLAGS.split()), ranks, cpu)
     for number in (1, 2, 3):

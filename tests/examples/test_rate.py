@@ -33,7 +33,7 @@ def test_known_rates_and_gains_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
         plan = plans[0]
         where = plan.arm, numbers[plan.rate], BUDGETS.index(plan.steps), plan.seed
         losses = {length: loss(*where, length) for length in (32, 512)}
-        # only the tuning half chooses: the other one has no best rate among those of the tuning seeds
+        # only the tuning half chooses: the other one has no best rate among the tuning seeds' rates
         spoilt = dict.fromkeys(losses, -plan.rate) if plan.seed in TUNING_SEEDS else losses
         runs[plan] = {"tuning": losses, "test": spoilt}
     rates, gains, carried = (rate.results(runs, *grid)[place] for place in (1, 3, 5))

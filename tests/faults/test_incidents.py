@@ -68,7 +68,7 @@ def inspected(alone: Commands, run: Path, step: int) -> tuple[str, list[tuple[st
 
 
 def test_the_rows_of_the_step_are_printed(with_spike: Path, alone: Commands) -> None:
-    """The planted document has the largest loss; weights are those of step 5, and before it the first ones."""
+    """The planted document has the largest loss; weights come from step 5, and before it the first ones."""
     heading, documents = inspected(alone, with_spike, SPIKE)
     assert heading.endswith(str(with_spike / "checkpoints" / folder_name(5)))
     trained = np.load(with_spike / "trajectory" / "step_000007.npz")

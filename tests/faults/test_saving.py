@@ -39,7 +39,7 @@ def test_asynchronous_checkpoints(alone: Commands, small_data: SmallData, tmp_pa
 
 
 def test_going_back_by_the_pointer(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """The steps are those of docs/health.md under Slurm, where --load names the run; a later start goes on."""
+    """docs/health.md goes back like this under Slurm, where --load names the run; a later start goes on."""
     flags = [*COMMON, *small_data.flags, "--save-interval", 2, "--save", tmp_path, "--load", tmp_path]
     flags += ["--load-if-present"]
     alone.run(TRAINER, *flags)

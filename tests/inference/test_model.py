@@ -48,7 +48,7 @@ def test_every_layout_may_score(layout: dict[str, Any], processes: int) -> None:
 
 
 def test_dynamic_angles_are_those_of_a_chunk() -> None:
-    """A Hugging Face folder's model turns by the length of each text, one of ours by that of its rows."""
+    """A Hugging Face folder's model turns by the length of each text, one of ours by the length of its rows."""
     model = replace(SCORER.model, rope_scaling="dynamic", rope_scaling_factor=4.0, rope_original_length=CHUNK)
     scorer = replace(SCORER, model=model)
     lengths = CHUNK, 4 * CHUNK
@@ -75,7 +75,7 @@ def test_each_bound_counts() -> None:
 
 
 def test_any_error_of_transformers_when_it_loads_a_model_is_one_line(tmp_path: Path) -> None:
-    """Such as that of safetensors, which is a bare Exception."""
+    """An example is safetensors' error, which is a bare Exception."""
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     assert "transformers does not load" in refused(_transformers_logits, tmp_path, "float32")

@@ -57,7 +57,7 @@ def test_a_layout_trains_the_same_model(launched: Launched, name: str, precision
     errors["weights"], worst = weight_error(run.weights("final"), reference.weights("final"))
     assert run.series("grad_norm")[0] > 0.5  # gradients are clipped
     rounding = 2e-3 if layout.model == "--bf16" else 1e-6 if precision else 2e-3 if layout.model == MIXTRAL else 1e-4
-    # Adam's steps of an embedding with nearly no gradient are those of its rounding
+    # Adam's steps of an embedding with nearly no gradient follow its rounding
     limits = {"lm_loss": rounding, "grad_norm": 10 * rounding, "weights": 100 * rounding}
     assert all(errors[key] <= limit for key, limit in limits.items()), (errors, worst)
 

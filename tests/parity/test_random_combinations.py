@@ -48,7 +48,7 @@ AMPLIFIED: dict[int, dict[str, float]] = {
 
 
 def seeds() -> list[Any]:
-    """The quick seeds, the slow ones, or those of RANDOM_SEEDS."""
+    """Return the quick and the slow seeds, or the seeds of RANDOM_SEEDS."""
     seed_ranges = os.environ.get("RANDOM_SEEDS")
     if seed_ranges is not None:
         borders = [[int(number) for number in part.split("-")] for part in seed_ranges.split(",")]

@@ -254,7 +254,7 @@ def test_the_time_of_token_weighting() -> None:
 
 
 def test_prolongs_hours() -> None:
-    """The paper's H100 hours are those of its FLOPs at about two fifths of the peak."""
+    """The paper's H100 hours equal the time of its FLOPs at about two fifths of the peak."""
     recipe = known()["prolong_8b"]
     for stage, hours in {"64k": 2200, "512k": 12_200}.items():
         assert recipe.facts["published"]["gpu_hours"][stage] == hours

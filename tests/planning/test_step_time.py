@@ -153,7 +153,7 @@ def test_the_flops_of_segments_are_the_sum_of_their_own(lengths: list[int]) -> N
 
 @pytest.mark.parametrize("modules", ["", f"{AGAIN} mlp"])
 def test_the_work_of_a_mixture_with_other_layers_is_the_mean(modules: str) -> None:
-    """Shared experts are an MLP for every token, as is that of a layer without experts."""
+    """Shared experts are an MLP for every token, as in a layer without experts."""
     dense = f"{SPLIT} {modules}"
     routed = f"{dense} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --expert-model-parallel-size 2"
     shared = f"{routed} --moe-shared-expert-intermediate-size 14336"

@@ -92,7 +92,7 @@ def test_two_models_are_told_apart(alone: Commands, tmp_path: Path) -> None:
 
 
 def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
-    """It has its own config.yaml and another layout too: the first losses are those of the Hugging Face folder."""
+    """It has its own config.yaml and another layout too: the first losses equal the Hugging Face folder's."""
     lines = [json.dumps({"text": f"Once there was a {name}. " * 20}) + "\n" for name in "abcdef"]
     (tmp_path / "text.jsonl").write_text("".join(lines))
     data = ("--input", tmp_path / "text.jsonl", "--output-prefix", tmp_path / "text")

@@ -82,7 +82,7 @@ def normal_pieces(proto: Any) -> list[Any]:
 
 
 def shuffle(proto: Any) -> None:
-    """Ids in another order than that of the scores."""
+    """Give the pieces another order of ids than of scores."""
     pieces = [(piece.piece, piece.score) for piece in normal_pieces(proto)]
     random.Random(0).shuffle(pieces)
     for number, piece in enumerate(normal_pieces(proto)):

@@ -1,4 +1,4 @@
-"""tools/evaluate.py: perplexity is that of a plain loop over models of transformers."""
+"""tools/evaluate.py: perplexity equals a plain loop's over models of transformers."""
 
 import itertools
 import json

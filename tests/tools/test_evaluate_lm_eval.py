@@ -251,7 +251,7 @@ def write_mdqa(path: Path, documents: int, gold: int) -> None:
 
 
 def test_mdqa_of_the_users_files(stories_model: Path, tmp_path: Path) -> None:
-    """The mean, and that of each gold position; a file that is missing or of another kind is refused."""
+    """Scores are means, over all and for each gold position; a file that is missing or of another kind is refused."""
     name = "20_total_documents/nq-open-20_total_documents_gold_at_{}.jsonl.gz"
     files = {gold: tmp_path / name.format(gold) for gold in (0, 4, 9, 14, 19)}
     for gold, file in files.items():

@@ -44,7 +44,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Two steps with unfrozen weights, whose short context is that of `SHORT`."""
+    """Train two steps with unfrozen weights, whose short context is `SHORT`'s."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     weighting = ["--token-weighting", "unfrozen", "--short-context", 24, "--short-stride", 10]
     dump = folder / "trajectory"

@@ -67,7 +67,7 @@ def exported(bindings: str, headers: str) -> Iterator[tuple[str, Arguments | Non
 
 
 def enumerators(headers: str) -> dict[str, int]:
-    """The value of each C++ enumerator, by its name and by that of its enum before it."""
+    """The value of each C++ enumerator, by its name, and with its enum's name before it."""
     values: dict[str, int] = {}
     for match in re.finditer(r"\benum\s*(?:class\s+)?(\w*)[^{};]*\{([^}]*)\}", headers):
         following = 0

@@ -81,7 +81,7 @@ def input_tokens(rows: list[TokenRow]) -> Counter[int]:
 
 
 def assert_outlined(rows: RowSource, sample: int) -> None:
-    """The outline of a row is that of the row itself."""
+    """Compare the outline of a row with the row itself."""
     row, outline = rows.row(sample), rows.outline(sample)
     np.testing.assert_array_equal(outline.document_ends, row.document_ends)
     np.testing.assert_array_equal(outline.trained, row.trained)

@@ -94,7 +94,7 @@ def test_upsampling_within_sources_keeps_their_shares() -> None:
 
 @given(lengths=some_lengths, row_length=row_lengths, data=st.data())
 def test_joined_sources_are_documents(lengths: list[int], row_length: int, data: st.DataObject) -> None:
-    """The rows are those of a data set that has one document of each source."""
+    """The rows equal the rows of a data set that has one document of each source."""
     sources = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
     texts = [[t for t in tokens_of(lengths) if sources[t // STRIDE] == number] for number in range(4)]
     assume(max(map(len, texts)) >= row_length)

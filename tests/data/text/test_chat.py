@@ -132,7 +132,7 @@ def test_parts_are_joined_for_a_template_that_reads_none(source: str) -> None:
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_conversations_with_tools_have_their_template(tmp_path: Path, in_files: bool) -> None:
-    """It is that of transformers, if a tokenizer has several."""
+    """If a tokenizer has several, transformers' choice is taken."""
     folder = put_tokenizer(tmp_path, None)
     sources = {"default": PLAIN, "tool_use": "{{ tools | length }}" + PLAIN, "rag": "rag"}
     if in_files:

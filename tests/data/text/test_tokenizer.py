@@ -153,7 +153,7 @@ def put(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["unigram", "fallback", "whole", "level", "piece"])
 def test_no_text_gives_a_special_token(tmp_path: Path, name: str) -> None:
-    """The ids are those of a model that never had the piece; all others stay, and so do the special tokens' ids."""
+    """The ids equal the ids of a model that never had the piece; all others stay, and so do the special tokens' ids."""
     tokenizer = Tokenizer(put(name, tmp_path))
     original = made(name)
     for text in ("</s>", "ab </s>a </s> <s> <unk>", "a</s>b", "</s></s>"):
