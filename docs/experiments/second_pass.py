@@ -41,8 +41,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 def planned(seeds: Sequence[int], out: Path) -> list[list[Planned]]:
     """List the runs: the repeated ones, and then both arms of each seed."""
-    own = [Planned(seed, arm, flags) for seed in seeds for arm, flags in ARMS.items()]
-    return [token_weighting.planned(seeds[:1], out, REPEATED), own]
+    both_arms = [Planned(seed, arm, flags) for seed in seeds for arm, flags in ARMS.items()]
+    return [token_weighting.planned(seeds[:1], out, REPEATED), both_arms]
 
 
 def published(seeds: Sequence[int]) -> Values:
@@ -106,7 +106,7 @@ def main() -> None:
         seeds=SEEDS,
         held_out=(1024, "held-out rows that models are evaluated on"),
         novels="folder of .txt novels",
-        own={"--runs": {"type": Path, "help": "file with a line for each run [OUT/results/second_pass.jsonl]"}},
+        more_flags={"--runs": {"type": Path, "help": "file with a line for each run [OUT/results/second_pass.jsonl]"}},
         hf="the Llama of 260K parameters as a Hugging Face folder",
         out="folder for data, runs and results",
     )

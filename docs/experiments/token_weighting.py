@@ -246,9 +246,9 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
             for context, count in ((ROW, len(names)), (SHORT, gained))
         )
     )
-    found = {}
+    means = {}
     for kind, values_RL in (("loss", whole_RL), ("gain", short_RL - whole_RL[:gained])):
-        found[kind] = float(values_RL.mean())
+        means[kind] = float(values_RL.mean())
         for group in GROUPS:
             tokens = [
                 values[name.tokens[0] - 1 : name.tokens[-1]]  # the loss of token i + 1 is at i
@@ -256,9 +256,9 @@ def measured(out: Path, plan: Planned, names: list[list[Name]]) -> dict[str, flo
                 for name in row
                 if name.group == group
             ]
-            found[f"{kind}_{group}"] = float(np.mean([own.sum() for own in tokens]))
-            found[f"{kind}_{group}{OF_TOKEN}"] = float(np.concatenate(tokens).mean())
-    return found
+            means[f"{kind}_{group}"] = float(np.mean([row_losses.sum() for row_losses in tokens]))
+            means[f"{kind}_{group}{OF_TOKEN}"] = float(np.concatenate(tokens).mean())
+    return means
 
 
 def results(
@@ -268,7 +268,9 @@ def results(
     done = [arm for arm in ARMS if all((seed, arm) in runs for seed in seeds)]
     if not set(COMPARED) <= set(done):
         raise SystemExit(f"the runs of {', '.join(COMPARED)} are not finished for all seeds")
-    values = {arm: {one: [runs[seed, arm][one] for seed in seeds] for one in runs[seeds[0], arm]} for arm in done}
+    values = {
+        arm: {measure: [runs[seed, arm][measure] for seed in seeds] for measure in runs[seeds[0], arm]} for arm in done
+    }
     counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
     return {"seeds": list(seeds), "names": counts, "values": values}
 
@@ -293,7 +295,9 @@ def tables(numbers: dict[str, Any]) -> str:
         uniform = [f"{contrast(values, 'uniform', *column).mean():.4f}" for column in columns]
         rows: list[list[object]] = [[ARMS["uniform"], *uniform]]
         rows += [
-            [ARMS[arm], *(less(values, arm, "uniform", *one) for one in columns)] for arm in values if arm != "uniform"
+            [ARMS[arm], *(less(values, arm, "uniform", *column) for column in columns)]
+            for arm in values
+            if arm != "uniform"
         ]
         parts += [
             f"{title} (nats per token; of names, per token of the names), {seeds} seeds; below uniform the difference "
@@ -353,7 +357,9 @@ def main() -> None:
         seeds=range(1, 16),
         held_out=(1024, "held-out rows that models are evaluated on"),
         novels="folder of .txt novels",
-        own={"--runs": {"type": Path, "help": "file with a line for each run [OUT/results/token_weighting.jsonl]"}},
+        more_flags={
+            "--runs": {"type": Path, "help": "file with a line for each run [OUT/results/token_weighting.jsonl]"}
+        },
         hf="the Llama of 260K parameters as a Hugging Face folder",
         out="folder for data, runs and results",
     )
