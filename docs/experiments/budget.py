@@ -26,14 +26,24 @@ from scipy import stats
 from megatron_ext.arrays import Float64
 from megatron_ext.evaluation.report import table
 
-ROW, BATCH, VOCABULARY, START, SHARE = 512, 2, 2048, 2, 0.64
-MEDIAN, SIGMA, SHORTEST = 67, 1.11, 3  # tokens of a document: the paper's CommonCrawl over 16
+ROW = 512
+BATCH = 2
+VOCABULARY = 2048
+START = 2
+SHARE = 0.64
+# tokens of a document: the paper's CommonCrawl over 16
+MEDIAN = 67
+SIGMA = 1.11
+SHORTEST = 3
 LENGTHS = (32, 256, 512)
 ARMS = ("constant", "growing")
 TUNED = 2000  # steps of the runs that choose the learning rates
 BUDGETS = (1000, 2000, 4000)  # steps
-RATES, LIMITS = (4e-3, 8e-3, 1.6e-2), (5e-4, 0.128)  # grid, extended by factors of 2 up to the limits
-TUNING_SEEDS, SEEDS = (1, 2), tuple(range(8, 15))
+# grid, extended by factors of 2 up to the limits
+RATES = (4e-3, 8e-3, 1.6e-2)
+LIMITS = (5e-4, 0.128)
+TUNING_SEEDS = (1, 2)
+SEEDS = tuple(range(8, 15))
 LONG_LESS_SHORT = f"{ROW} minus {LENGTHS[0]}"
 COMMON: list[object] = [
     *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW, "--global-batch-size", BATCH),
@@ -115,7 +125,8 @@ def run_all(
     losses: Callable[[Path, Path, int], object] = evaluate,
 ) -> None:
     """Train and evaluate the runs that have no line yet, and append their lines; `trainer` is an arm's command."""
-    done, lock = {Plan(**line["run"]) for line in read_lines(file)}, threading.Lock()
+    done = {Plan(**line["run"]) for line in read_lines(file)}
+    lock = threading.Lock()
 
     def one(plan: Plan) -> None:
         folder = out / "runs" / f"{plan.arm}_{plan.rate:g}_{plan.steps}_{plan.seed}"
@@ -281,7 +292,8 @@ def draw(
     done = complete(runs, rate_by_arm, budgets, seeds)
     if len(done) >= 2:
         seed_gains = [gains(runs, rate_by_arm, steps, done, ROW) for steps in budgets]
-        tokens, mean = [steps * ROW * BATCH / 1e6 for steps in budgets], [Mean.of(values) for values in seed_gains]
+        tokens = [steps * ROW * BATCH / 1e6 for steps in budgets]
+        mean = [Mean.of(values) for values in seed_gains]
         gain_axis.errorbar(
             tokens, [gain.value for gain in mean], [gain.half_width for gain in mean], fmt="o-", capsize=4
         )

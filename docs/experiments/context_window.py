@@ -28,7 +28,9 @@ from matplotlib.figure import Figure
 
 from megatron_ext.evaluation.report import table
 
-ROW, BATCH, VOCABULARY = 512, 2, 2048
+ROW = 512
+BATCH = 2
+VOCABULARY = 2048
 DOCUMENT = 1_000  # characters of a training document: shorter than a row, so that packing has a choice
 WINDOWS = (64, 128, 256, 512)
 SHARED = WINDOWS[0]  # all models can be compared at this window

@@ -29,7 +29,8 @@ VOCABULARY = 1024  # of budget.py's 17 novels this makes 4.3M tokens, more than 
 LENGTHS = (32, ROW)
 RATES = range(5)  # k of 2e-3 * sqrt(2)^k
 LIMITS = (-4, 12)
-TUNING_SEEDS, SEEDS = (21, 22, 23), tuple(range(31, 38))
+TUNING_SEEDS = (21, 22, 23)
+SEEDS = tuple(range(31, 38))
 
 
 def rate(k: int) -> float:

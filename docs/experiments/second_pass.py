@@ -80,7 +80,8 @@ def results(file: Path, asked: Sequence[int]) -> list[str]:
 
 def repeated(file: Path, seed: int) -> list[str]:
     """Compare the repeated runs with the published ones, and give the share of a step that the scores take."""
-    runs, before = token_weighting.read_runs(file), published([seed])
+    runs = token_weighting.read_runs(file)
+    before = published([seed])
     done = [arm for arm in REPEATED if (seed, arm) in runs]
     away = [abs(runs[seed, arm][name] - before[arm][name][0]) for arm in done for name in runs[seed, arm]]
     parts = [f"Trained again, seed {seed}, {' and '.join(done)}: no measure differs by more than {max(away):.1g} nats."]

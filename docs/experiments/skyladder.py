@@ -34,7 +34,8 @@ from matplotlib.figure import Figure
 from megatron_ext.evaluation.report import table
 from megatron_ext.monitoring.report import RUN_COLORS, Run
 
-ROW, VOCABULARY = 512, 2048
+ROW = 512
+VOCABULARY = 2048
 LENGTHS = (64, 128, 256, 512)
 VALID_ROWS = 16  # rows of each validation during training
 ENDS = (LENGTHS[0], LENGTHS[-1])
@@ -84,7 +85,8 @@ def attention_at_end(run: Run, key: str) -> float:
 
 def loss_tables(by_length: dict[int, dict[str, list[float]]]) -> list[str]:
     """Return tables of held-out losses: by window, the gain of a long window, and growing minus shrinking windows."""
-    names, seeds = list(by_length[ROW]), len(by_length[ROW][BASE])
+    names = list(by_length[ROW])
+    seeds = len(by_length[ROW][BASE])
     differences_by_length = {length: differences(by_length[length], BASE) for length in LENGTHS}
     rows: list[list[object]] = [[BASE, *(f"{np.mean(by_length[length][BASE]):.4f}" for length in LENGTHS)]]
     rows += [[name, *(differences_by_length[length][name] for length in LENGTHS)] for name in names if name != BASE]
@@ -217,7 +219,8 @@ def main() -> None:
     if options.check:
         check(Path(__file__).with_suffix(".md"), tables)
         return
-    out, schedules = options.out.resolve(), [BASE, *options.schedules]
+    out = options.out.resolve()
+    schedules = [BASE, *options.schedules]
     plans = planned(options.seeds, schedules)
     if not options.only_results:
         data = prepare(options.novels, out, VOCABULARY)

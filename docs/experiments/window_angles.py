@@ -27,7 +27,9 @@ ARMS = {
     "growing_both": "both (YaRN)",
 }
 SEEDS = (8, 9, 10)
-SLOW, FAST = 1, 32  # YaRN's: pairs that turn less often than SLOW in a row are stretched, those above FAST are kept
+# YaRN's: pairs that turn less often than SLOW in a row are stretched, those above FAST are kept
+SLOW = 1
+FAST = 32
 
 
 def train(angles: bool, scores: bool, argv: list[str]) -> int:
@@ -43,7 +45,9 @@ def train(angles: bool, scores: bool, argv: list[str]) -> int:
     from megatron_ext.run.batches import BatchMaker
     from pretrain_skyladder import main
 
-    plain_at, plain_forward, row = rope.Frequencies.at, model.PackedAttention.forward, budget.ROW
+    plain_at = rope.Frequencies.at
+    plain_forward = model.PackedAttention.forward
+    row = budget.ROW
 
     def with_window(self: BatchMaker, batches: list[Any], window: int) -> list[Any]:
         return [replace(batch, rotary_base=float(window)) for batch in batches]
@@ -107,7 +111,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="file with a line for each run [OUT/results/window_angles.jsonl]")
     parser.add_argument("--check", action="store_true", help="compare the page with its runs; nothing is trained")
     options = parser.parse_args()
-    beside, plan_of_runs = Path(__file__), (options.rate, options.steps, options.seeds)
+    beside = Path(__file__)
+    plan_of_runs = (options.rate, options.steps, options.seeds)
     page = beside.with_suffix(".md")
     design, _, _ = page.read_text(encoding="utf-8").partition("\n## Results\n")
     if options.check:
